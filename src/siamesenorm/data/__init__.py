@@ -1,0 +1,30 @@
+"""Text to tokens to samples: preparing, checking, and reading data in a stateless order."""
+
+from siamesenorm.data.manifest import Manifest, Split, TokenizerEntry
+from siamesenorm.data.order import SampleOrder
+from siamesenorm.data.prepare import PrepareConfig, prepare
+from siamesenorm.data.progress import Progress, Report, show_progress
+from siamesenorm.data.samples import TokenSamples, document_ids
+from siamesenorm.data.storage import StoppedError
+from siamesenorm.data.tokenizer import ByteTokenizer, LibraryTokenizer, Tokenizer, load_tokenizer
+from siamesenorm.data.tokens import PreparedData
+
+__all__ = [
+    "ByteTokenizer",
+    "LibraryTokenizer",
+    "Manifest",
+    "PrepareConfig",
+    "PreparedData",
+    "Progress",
+    "Report",
+    "SampleOrder",
+    "Split",
+    "StoppedError",
+    "TokenSamples",
+    "Tokenizer",
+    "TokenizerEntry",
+    "document_ids",
+    "load_tokenizer",
+    "prepare",
+    "show_progress",
+]

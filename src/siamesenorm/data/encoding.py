@@ -1,0 +1,142 @@
+"""Documents to token ids in worker processes, in order: the result is the same whatever their number."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing.connection import wait
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from siamesenorm.data.storage import StoppedError
+from siamesenorm.data.tokenizer import Tokenizer
+
+Role = Literal["train", "validation", "mixed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some consecutive documents of one source; of a mixed one the hash of each tells the split."""
+
+    role: Role
+    texts: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedSplit:
+    """The part of a chunk that goes to one split: its ids with the ends of text, and what it was made of."""
+
+    ids: NDArray[Any]
+    documents: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChunk:
+    """A chunk, encoded; `documents` counts those read, for whatever split."""
+
+    documents: int
+    splits: dict[str, EncodedSplit]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """What a worker needs to turn a chunk into ids."""
+
+    tokenizer: Tokenizer
+    dtype: str
+    validation_fraction: float
+
+    def encode(self, chunk: Chunk) -> EncodedChunk:
+        """Return the ids of a chunk, every document closed by the end of text."""
+        groups: dict[str, list[str]] = {}
+        for text in chunk.texts:
+            groups.setdefault(self._split(chunk.role, text), []).append(text)
+        return EncodedChunk(len(chunk.texts), {name: self._encode_split(texts) for name, texts in groups.items()})
+
+    def _split(self, role: Role, text: str) -> str:
+        if role == "mixed":
+            return "validation" if is_validation(text, self.validation_fraction) else "train"
+        return role
+
+    def _encode_split(self, texts: list[str]) -> EncodedSplit:
+        end = np.array([self.tokenizer.end_of_text])
+        parts = [part for ids in self.tokenizer.encode_batch(texts) for part in (ids, end)]
+        size = sum(len(text.encode("utf-8")) for text in texts)
+        return EncodedSplit(np.concatenate(parts).astype(self.dtype), len(texts), size)
+
+
+def is_validation(text: str, fraction: float) -> bool:
+    """Return whether a document falls into the validation split: by its hash, so that copies fall together."""
+    draw = int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big")
+    return draw < fraction * 2**64
+
+
+def encode_chunks(chunks: Iterable[Chunk], encoder: Encoder, workers: int) -> Iterator[EncodedChunk]:
+    """Yield the encoded chunks in order; with one worker, in this process.
+
+    Raises `StoppedError` if a worker dies, as it does when memory runs out.
+    """
+    if workers == 1:
+        yield from map(encoder.encode, chunks)
+        return
+    pool = ProcessPoolExecutor(workers, _start_context(), _start_worker, (encoder,))
+    try:
+        yield from _encode_in_pool(pool, iter(chunks), ahead=2 * workers)
+    except BrokenProcessPool as error:
+        raise StoppedError(
+            f"a worker process died, perhaps for want of memory: repeat with fewer than --workers {workers}"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _encode_in_pool(pool: ProcessPoolExecutor, chunks: Iterator[Chunk], ahead: int) -> Iterator[EncodedChunk]:
+    """Yield results in order while at most `ahead` chunks are in memory."""
+    pending: deque[Future[EncodedChunk]] = deque(pool.submit(_encode, chunk) for chunk in islice(chunks, ahead))
+    while pending:
+        yield pending.popleft().result()
+        pending.extend(pool.submit(_encode, chunk) for chunk in islice(chunks, 1))
+
+
+def _start_context() -> Any:
+    """Return a way to start processes that never forks this one: its threads would be lost and its locks held."""
+    methods = multiprocessing.get_all_start_methods()
+    return multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+
+
+_encoder: Encoder | None = None
+
+
+def _start_worker(encoder: Encoder) -> None:
+    """Prepare a worker: one thread each, deaf to Ctrl-C (the parent decides), gone when the parent is."""
+    global _encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_follow, args=(parent.sentinel,), daemon=True).start()
+    _encoder = encoder
+
+
+def _follow(sentinel: int) -> None:
+    """Leave when the parent process ends: a killed parent cannot tell its workers to."""
+    wait([sentinel])
+    os._exit(1)
+
+
+def _encode(chunk: Chunk) -> EncodedChunk:
+    if _encoder is None:
+        raise RuntimeError("a worker was used before it was started")
+    return _encoder.encode(chunk)

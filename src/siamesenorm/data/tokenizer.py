@@ -1,0 +1,226 @@
+"""Tokenizers behind one small protocol: bytes, any `tokenizers` JSON, and a byte-level BPE trained on the text.
+
+Ids are looked up by content, never by constants: files of the same family number their special tokens differently.
+Text that spells a special token is encoded as ordinary text, so that no document can forge a document boundary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from siamesenorm.data.manifest import MANIFEST_FILE, read_manifest
+from siamesenorm.errors import UserError
+
+Ids = NDArray[np.int64]
+
+# The names under which tokenizers in use keep their end of text, the commonest first.
+END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+TOKENIZER_FILE = "tokenizer.json"
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back; one id, `end_of_text`, closes every document."""
+
+    @property
+    def name(self) -> str:
+        """Name for people: `bytes`, `bpe:4096`, or the stem of the file."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of ids: every id is below it."""
+
+    @property
+    def end_of_text(self) -> int:
+        """Id that closes a document."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Return the ids of each text, without any special token."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of the ids, special tokens left out, invalid bytes replaced."""
+
+    def to_json(self) -> bytes | None:
+        """Return the content of the tokenizer file, or None for a tokenizer that needs no file."""
+
+    def to_manifest(self) -> dict[str, Any]:
+        """Return the tokenizer's entry in the manifest of prepared data."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0..255 and the end of text as 256."""
+
+    name = "bytes"
+    vocabulary = 257
+    end_of_text = 256
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Return the bytes of each text."""
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of the bytes; the end of text is left out, invalid UTF-8 replaced."""
+        return bytes(index for index in map(int, ids) if index < 256).decode("utf-8", errors="replace")
+
+    def to_json(self) -> None:
+        """Bytes need no file."""
+        return None
+
+    def to_manifest(self) -> dict[str, Any]:
+        """Return `{"kind": "bytes", ...}`."""
+        return {"kind": "bytes", "name": self.name, "vocabulary": self.vocabulary, "end_of_text": self.end_of_text}
+
+
+class LibraryTokenizer:
+    """A tokenizer of the `tokenizers` library, held as the content of its JSON file.
+
+    `end_of_text` is the token's text, or its id; without it the usual names are looked up.
+    Raises `UserError` if the content is no tokenizer, or holds no end-of-text token.
+    """
+
+    def __init__(self, name: str, content: bytes, end_of_text: str | int | None = None) -> None:
+        self.name = name
+        self.content = content
+        self._backend = _parse(name, content)
+        ids: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        # Not the number of entries: numbering may have gaps, and an embedding needs a row for the highest id.
+        self.vocabulary = max(ids.values()) + 1
+        self.end_of_text = end_of_text if isinstance(end_of_text, int) else _find_end_of_text(name, ids, end_of_text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Return the ids of each text, without special tokens."""
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of the ids, special tokens left out."""
+        text: str = self._backend.decode([int(index) for index in ids], skip_special_tokens=True)
+        return text
+
+    def to_json(self) -> bytes:
+        """Return the content of the tokenizer file."""
+        return self.content
+
+    def to_manifest(self) -> dict[str, Any]:
+        """Return `{"kind": "tokenizers", ..., "sha256": hex of the file}`."""
+        return {
+            "kind": "tokenizers",
+            "name": self.name,
+            "vocabulary": self.vocabulary,
+            "end_of_text": self.end_of_text,
+            "sha256": hashlib.sha256(self.content).hexdigest(),
+        }
+
+    def __reduce__(self) -> tuple[type[LibraryTokenizer], tuple[str, bytes, int]]:
+        """Travel to another process as the file's content: the state of the library does not."""
+        return LibraryTokenizer, (self.name, self.content, self.end_of_text)
+
+
+def _parse(name: str, content: bytes) -> Any:
+    """Return the library's tokenizer, set to plain encoding."""
+    backend_type = _library().Tokenizer
+    try:
+        backend = backend_type.from_str(content.decode("utf-8"))
+    except Exception as error:  # the library raises bare Exception
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"{name}: not a JSON file of the tokenizers library ({reason}): give a tokenizer.json"
+        ) from error
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True
+    return backend
+
+
+def _library() -> Any:
+    """Import the tokenizers library, or say how to install it."""
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise UserError(
+            "this tokenizer needs the package tokenizers: pip install 'siamesenorm[lab]', or use the tokenizer 'bytes'"
+        ) from error
+    return tokenizers
+
+
+def _find_end_of_text(name: str, ids: dict[str, int], wanted: str | None) -> int:
+    """Return the id of the end-of-text token, by its content."""
+    for candidate in (wanted,) if wanted is not None else END_OF_TEXT_NAMES:
+        if candidate in ids:
+            return ids[candidate]
+    if wanted is not None:
+        raise UserError(f"{name}: has no token {wanted!r}: name the one that ends its documents with --end-of-text")
+    known = ", ".join(END_OF_TEXT_NAMES)
+    raise UserError(f"{name}: has none of the tokens {known}: name the one that ends its documents with --end-of-text")
+
+
+def load_tokenizer(spec: str | Path, end_of_text: str | None = None) -> Tokenizer:
+    """Return the tokenizer named `bytes`, of prepared data, of a JSON file, or of a name on the Hugging Face Hub.
+
+    Raises `UserError` if there is none, if it cannot be read, or if it has no end-of-text token.
+    """
+    if str(spec) == "bytes":
+        return ByteTokenizer()
+    path = Path(spec)
+    if (path / MANIFEST_FILE).is_file():
+        entry = read_manifest(path / MANIFEST_FILE).tokenizer
+        if entry.kind == "bytes":
+            return ByteTokenizer()
+        return LibraryTokenizer(entry.name, (path / TOKENIZER_FILE).read_bytes(), entry.end_of_text)
+    if path.is_file():
+        return LibraryTokenizer(path.stem, path.read_bytes(), end_of_text)
+    if path.suffix == ".json" or path.is_absolute():
+        raise UserError(f"tokenizer {str(spec)!r}: no such file: give a tokenizer JSON, 'bytes' or 'bpe:4096'")
+    return LibraryTokenizer(str(spec), _from_hub(str(spec)), end_of_text)
+
+
+def _from_hub(name: str) -> bytes:
+    """Return the JSON of a tokenizer on the Hugging Face Hub."""
+    try:
+        text: str = _library().Tokenizer.from_pretrained(name).to_str()
+    except UserError:
+        raise
+    except Exception as error:  # the library raises bare Exception, and the network anything
+        reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
+        raise UserError(
+            f"tokenizer {name!r}: neither 'bytes', 'bpe:SIZE', a JSON file, nor a name that the Hugging Face Hub "
+            f"could give ({reason})"
+        ) from error
+    return text.encode("utf-8")
+
+
+def bpe_size(spec: str) -> int | None:
+    """Return the vocabulary that a spec like `bpe:4096` asks for, None for any other spec.
+
+    Raises `UserError` if the size is not a whole number of at least 257: the bytes and the end of text.
+    """
+    kind, colon, size = spec.partition(":")
+    if kind != "bpe":
+        return None
+    if not colon or not size.isdecimal() or int(size) < 257:
+        raise UserError(f"tokenizer {spec!r}: the size must be a whole number of at least 257, as in 'bpe:4096'")
+    return int(size)
+
+
+def train_bpe(texts: Iterable[str], vocabulary: int) -> LibraryTokenizer:
+    """Train a byte-level BPE (arXiv:1508.07909 on bytes) with at most `vocabulary` ids; it round-trips any text.
+
+    A small text may hold fewer merges than asked for: the tokenizer then has a smaller vocabulary, and says so.
+    """
+    library = _library()
+    backend = library.Tokenizer(library.models.BPE())
+    backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT_NAMES[0]],
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer=trainer)
+    return LibraryTokenizer(f"bpe:{vocabulary}", backend.to_str().encode("utf-8"))

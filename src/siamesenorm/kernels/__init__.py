@@ -1,0 +1,1 @@
+"""Fused operators; each names the plain function that it must equal."""

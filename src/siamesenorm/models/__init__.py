@@ -1,0 +1,1 @@
+"""Model families; the residual path of each is a topology's."""

@@ -1,0 +1,81 @@
+"""Initial weights, drawn for each parameter by its name.
+
+The same seed gives the same sublayer weights whatever the topology, the world size and the order of construction, up to
+the factors that a topology declares. Every weight is a normal truncated at three standard deviations:
+
+    scheme    embedding, query, key, value, up, gate, head    attention output            MLP output
+    mitchell  1/sqrt(fan in)                                  1/sqrt(2 fan_in (l+1))      1/sqrt(2 fan_in (l+1))
+    normal    0.02                                            0.02                        0.02
+    megatron  sqrt(2/(5 d))                                   sqrt(2/(5 d)) / sqrt(2 L)   sqrt(2/(5 d)) / sqrt(2 L)
+
+with d the model's width, l the 0-based block, L the number of blocks; the embedding's fan in counts as d. Biases start
+at 0, declared parameters (norms, gates, mixing weights) at their declared values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from siamesenorm.norms import Declared
+from siamesenorm.sublayers.projection import Projection
+from siamesenorm.topologies import Topology
+
+Initialisation = Literal["mitchell", "normal", "megatron"]
+_OUTPUTS = ("attention_output", "mlp_output")
+
+
+def _mitchell(role: str, fan_in: int, dim: int, block: int, depth: int) -> float:
+    return 1 / math.sqrt(2 * fan_in * (block + 1)) if role in _OUTPUTS else 1 / math.sqrt(fan_in)
+
+
+def _normal(role: str, fan_in: int, dim: int, block: int, depth: int) -> float:
+    return 0.02
+
+
+def _megatron(role: str, fan_in: int, dim: int, block: int, depth: int) -> float:
+    return math.sqrt(2 / (5 * dim)) / (math.sqrt(2 * depth) if role in _OUTPUTS else 1)
+
+
+SCHEMES: dict[str, Callable[[str, int, int, int, int], float]] = {
+    "mitchell": _mitchell,
+    "normal": _normal,
+    "megatron": _megatron,
+}
+
+
+@torch.no_grad()
+def initialise(
+    model: nn.Module, blocks: nn.ModuleList, *, scheme: str, topology: Topology, dim: int, seed: int
+) -> None:
+    """Fill every parameter of `model`, whose `blocks` are in order; also after construction on the meta device."""
+    depth = len(blocks)
+    block_of = {module: index for index, block in enumerate(blocks) for module in block.modules()}
+    for name, module in model.named_modules():
+        if isinstance(module, Declared):
+            module.reset_parameters()
+        elif isinstance(module, nn.Embedding):
+            fill_normal(module.weight, SCHEMES[scheme]("embedding", dim, dim, 0, depth), seed, f"{name}.weight")
+        elif isinstance(module, Projection):
+            std = SCHEMES[scheme](module.role, module.in_features, dim, block_of.get(module, 0), depth)
+            factor = topology.initial_factor(module.role, depth)
+            fill_normal(module.weight, std * factor, seed, f"{name}.weight")
+            if module.bias is not None:
+                module.bias.zero_()
+
+
+def fill_normal(parameter: Tensor, std: float, seed: int, name: str) -> None:
+    """Fill with N(0, std^2) truncated at 3 std, from a generator seeded by `seed` and the parameter's name.
+
+    Drawn in fp32 on the CPU, so that a model holds the same numbers on every device.
+    """
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    drawn = torch.empty(parameter.shape)
+    nn.init.trunc_normal_(drawn, 0.0, std, -3 * std, 3 * std, generator=generator)
+    parameter.copy_(drawn)

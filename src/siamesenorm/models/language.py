@@ -1,0 +1,308 @@
+"""The language model: embedding, blocks, head; the residual path is the topology's.
+
+* decoder-only, causal, rotary positions, no biases by default (OLMo)
+* any topology, any norm; the attention norm is what the topology needs, else whole-width QK-norm
+* untied head by default; logits in fp32 (fp64 for fp64 models)
+* weights drawn by parameter name (`initialisation`)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from siamesenorm.errors import UserError, unknown
+from siamesenorm.models.block import Losses, TransformerBlock
+from siamesenorm.models.initialisation import SCHEMES, Initialisation, initialise
+from siamesenorm.models.sizes import size_fields
+from siamesenorm.norms import NORMS, Declared, NormSpec
+from siamesenorm.sublayers.attention import ATTENTION_NORMS, Attention, AttentionShape
+from siamesenorm.sublayers.cache import AttentionCache
+from siamesenorm.sublayers.mlp import Activation, build_mlp
+from siamesenorm.sublayers.projection import Projection
+from siamesenorm.sublayers.rotary import Rotation, rotation
+from siamesenorm.topologies import (
+    AttentionNorm,
+    Materials,
+    Topology,
+    build_topology,
+    topology_from_json,
+    topology_name,
+    topology_to_json,
+    transformer_places,
+)
+
+DTYPES: dict[str, torch.dtype | None] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+    "inherit": None,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelConfig:
+    """Everything that determines a language model's function and its initial weights but the seed.
+
+    `kv_heads` 0 means as many as `heads`. `attention_norm` "auto" is what the topology needs, else "qk".
+    `residual_dtype` is the dtype of the streams, `compute_dtype` that of what sublayers see; "inherit" keeps the
+    embedding's. `document_mask` keeps attention inside a document; off, as in OLMo, packed documents see each other.
+    """
+
+    depth: int = 8
+    dim: int = 128
+    heads: int = 4
+    kv_heads: int = 0
+    hidden: int = 512
+    vocabulary: int = 257
+    context: int = 256
+    topology: Topology = dataclasses.field(default_factory=lambda: build_topology("siamese"))
+    norm: NormSpec = NormSpec()
+    attention_norm: AttentionNorm = "auto"
+    context_norm: bool = False
+    activation: Activation = "swiglu"
+    bias: bool = False
+    tied: bool = False
+    rope_theta: float = 10_000.0
+    initialisation: Initialisation = "mitchell"
+    dropout: float = 0.0
+    document_mask: bool = False
+    residual_dtype: str = "inherit"
+    compute_dtype: str = "inherit"
+    kernels: str = "plain"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be built, naming the value and the remedy."""
+        for name in ("depth", "dim", "hidden", "vocabulary", "context"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}: choose at least 1")
+        for name, known in (("residual_dtype", DTYPES), ("compute_dtype", DTYPES), ("initialisation", SCHEMES)):
+            if getattr(self, name) not in known:
+                raise unknown(name, getattr(self, name), known)
+        if self.attention_norm not in ("auto", *ATTENTION_NORMS):
+            raise unknown("attention norm", self.attention_norm, ("auto", *ATTENTION_NORMS))
+        if self.kernels not in ("plain", "fused"):
+            raise unknown("kernels", self.kernels, ("plain", "fused"))
+        if self.attention_shape.head_dim % 2:
+            raise UserError(f"a head is {self.attention_shape.head_dim} wide: rotary positions need an even width")
+
+    @property
+    def attention_shape(self) -> AttentionShape:
+        """Return the resolved attention; raises UserError when an explicit attention norm conflicts."""
+        needed = self.topology.attention_norm
+        if self.attention_norm == "auto":
+            resolved = "qk" if needed == "auto" else needed
+        elif needed in ("auto", self.attention_norm):
+            resolved = self.attention_norm
+        else:
+            raise UserError(
+                f"topology {topology_name(self.topology)} needs attention norm {needed!r}, not "
+                f"{self.attention_norm!r}: use 'auto'"
+            )
+        operator = "layernorm" if self.norm.name == "layernorm" else "rmsnorm"
+        eps = {key: value for key, value in self.norm.options if key == "eps"} if self.norm.name == operator else {}
+        return AttentionShape(
+            dim=self.dim,
+            heads=self.heads,
+            kv_heads=self.kv_heads or self.heads,
+            attention_norm=resolved,
+            context_norm=self.context_norm,
+            norm=NormSpec.parse(operator, **eps),
+            bias=self.bias,
+        )
+
+    def materials(self) -> Materials:
+        """Return what the topology builds from."""
+        return Materials(
+            dim=self.dim,
+            norm=self.norm,
+            residual_dtype=DTYPES[self.residual_dtype],
+            compute_dtype=DTYPES[self.compute_dtype],
+            kernels=self.kernels,  # type: ignore[arg-type]
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return every field, resolved, as JSON values."""
+        record: dict[str, Any] = {"family": "language"}
+        for field in dataclasses.fields(self):
+            record[field.name] = getattr(self, field.name)
+        record["topology"] = topology_to_json(self.topology)
+        record["norm"] = self.norm.to_json()
+        record["attention_norm"] = self.attention_shape.attention_norm
+        record["kv_heads"] = self.kv_heads or self.heads
+        return record
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> LanguageModelConfig:
+        """Read what `to_json` wrote; raises UserError for a field that does not exist."""
+        fields = {key: value for key, value in record.items() if key != "family"}
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in fields:
+            if name not in known:
+                raise unknown("field of a language model", name, known)
+        fields["topology"] = topology_from_json(fields["topology"])
+        fields["norm"] = NormSpec.from_json(fields["norm"])
+        return cls(**fields)
+
+
+def language_model_config(
+    size: str, *, topology: str | Topology = "siamese", norm: str | NormSpec | None = None, **overrides: Any
+) -> LanguageModelConfig:
+    """Return the configuration of a named size with a topology, a norm and overridden fields.
+
+    Raises UserError for an unknown size, topology, norm, option or field.
+    """
+    fields = {**size_fields(size), **overrides}
+    known = {field.name for field in dataclasses.fields(LanguageModelConfig)}
+    for name in fields:
+        if name not in known:
+            raise unknown("field of a language model", name, known)
+    norm = norm or fields.pop("norm", "rmsnorm")
+    fields["norm"] = NormSpec.parse(norm) if isinstance(norm, str) else norm
+    fields["topology"] = build_topology(topology) if isinstance(topology, str) else topology
+    return LanguageModelConfig(**fields)
+
+
+class LanguageModelOutput(NamedTuple):
+    """Logits [batch, tokens, vocabulary] and the auxiliary losses of the sublayers, summed over blocks, by name."""
+
+    logits: Tensor
+    losses: Losses
+
+
+class LanguageModel(nn.Module):
+    """A decoder-only Transformer with any topology."""
+
+    def __init__(self, config: LanguageModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        materials, shape = config.materials(), config.attention_shape
+        places = transformer_places(config.depth)
+        self.embedding = nn.Embedding(config.vocabulary, config.dim)
+        self.embedding_scale: nn.Module = EmbeddingScale(config.dim) if _scales_embedding(config) else nn.Identity()
+        self.dropout = nn.Dropout(config.dropout)
+        self.opening = config.topology.opening(materials)
+        self.blocks = nn.ModuleList(
+            TransformerBlock(
+                Attention(shape),
+                build_mlp(config.activation, config.dim, config.hidden, bias=config.bias),
+                (
+                    config.topology.connection(attention, materials),
+                    config.topology.connection(mlp, materials),
+                ),
+                config.dropout,
+            )
+            for attention, mlp in places
+        )
+        self.closing = config.topology.closing(places[-1][-1], materials)
+        self.head = Projection(config.dim, config.vocabulary, role="head")
+        if config.tied:
+            self.head.weight = self.embedding.weight
+
+    def reset_parameters(self, seed: int = 0) -> None:
+        """Draw the initial weights."""
+        config = self.config
+        initialise(self, self.blocks, scheme=config.initialisation, topology=config.topology, dim=config.dim, seed=seed)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        caches: Sequence[AttentionCache] | None = None,
+        documents: Tensor | None = None,
+        last_only: bool = False,
+    ) -> LanguageModelOutput:
+        """Return the logits of tokens [batch, tokens] (int64).
+
+        `caches`, one a block, hold the past of a generation. `documents` [batch, tokens] numbers the documents of
+        packed sequences, for `document_mask`. `last_only` closes and projects the last token alone.
+        """
+        past = caches[0].tokens if caches else 0
+        streams = self.opening(self.dropout(self.embedding_scale(self.embedding(tokens))))
+        rotary = self._rotary(past + tokens.shape[1])
+        mask = self._mask(tokens, past, documents)
+        losses: Losses = {}
+        for index, block in enumerate(self.blocks):
+            streams, block_losses = block(streams, rotary, mask, caches[index] if caches else None)
+            losses = {name: losses.get(name, 0.0) + loss for name, loss in block_losses.items()}
+        if last_only:
+            streams = tuple(stream[:, -1:] for stream in streams)
+        logits = self.head(self.closing(streams))
+        return LanguageModelOutput(logits.to(torch.promote_types(logits.dtype, torch.float32)), losses)
+
+    def _rotary(self, tokens: int) -> Rotation:
+        positions = torch.arange(tokens, device=self.head.weight.device)
+        head_dim = self.config.attention_shape.head_dim
+        return rotation(positions, head_dim, self.config.rope_theta, self.head.weight.dtype)
+
+    def _mask(self, tokens: Tensor, past: int, documents: Tensor | None) -> Tensor | None:
+        """Return the mask where the plain causal one does not do: several new tokens on a cache, or documents."""
+        count = tokens.shape[1]
+        masks_documents = self.config.document_mask and documents is not None
+        if not masks_documents and (past == 0 or count == 1):
+            return None
+        positions = torch.arange(past + count, device=tokens.device)
+        mask = positions[None, :] <= positions[past:, None]
+        if masks_documents and documents is not None:
+            return (mask & (documents[:, :, None] == documents[:, None, :]))[:, None]
+        return mask
+
+    @torch.no_grad()
+    def generate(
+        self, tokens: Tensor, count: int, *, temperature: float = 0.0, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Return tokens [batch, prompt + count], greedy at temperature 0, else sampled from softmax(logits / T)."""
+        caches = [AttentionCache() for _ in self.blocks]
+        new = tokens
+        for _ in range(count):
+            logits = self(new, caches=caches, last_only=True).logits[:, -1]
+            if temperature > 0:
+                new = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            else:
+                new = logits.argmax(-1, keepdim=True)
+            tokens = torch.cat((tokens, new), dim=1)
+        return tokens
+
+
+class EmbeddingScale(Declared):
+    """A learned scalar of initial value sqrt(d) on the embedding (DyT's recipe for language models)."""
+
+    scale: Tensor
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.declare("scale", (), initial=math.sqrt(dim))
+
+    def forward(self, embedding: Tensor) -> Tensor:
+        """Return the scaled embedding."""
+        return embedding * self.scale
+
+
+def _scales_embedding(config: LanguageModelConfig) -> bool:
+    return NORMS[config.norm.name].scales_embedding
+
+
+def build_language_model(
+    size: str | LanguageModelConfig = "mini", *, seed: int = 0, device: str | torch.device = "cpu", **options: Any
+) -> LanguageModel:
+    """Return an initialised language model of a named size, or of a configuration.
+
+    `options` are those of `language_model_config`: topology, norm, and any field of `LanguageModelConfig`. With
+    `device="meta"` nothing is allocated and nothing drawn. Raises UserError for what cannot be built.
+    """
+    config = size if isinstance(size, LanguageModelConfig) else language_model_config(size, **options)
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    if torch.device(device).type == "meta":
+        return model
+    model.to_empty(device=device)
+    if config.tied:
+        model.head.weight = model.embedding.weight
+    model.reset_parameters(seed)
+    return model

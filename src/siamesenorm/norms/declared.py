@@ -1,0 +1,79 @@
+"""Modules whose parameters say themselves how they start and whether weight decay applies.
+
+No optimizer or initialiser keeps a list of names: it asks the module. Constants (depth scales, DeepNorm's alpha) are
+0-d buffers, so that a compiled block does not specialise on a Python float, and survive casts and meta-device
+construction unrounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+Initial = float | list[float] | list[list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """How a parameter starts (a number, or nested lists of its shape) and whether weight decay applies to it.
+
+    Plain numbers, not a tensor: a tensor made while a model is built on the meta device would hold no values.
+    """
+
+    initial: Initial
+    decay: bool
+
+
+class Declared(nn.Module):
+    """A module that declares its parameters and constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.declarations: dict[str, Declaration] = {}
+        self._constants: dict[str, float] = {}
+
+    def declare(self, name: str, shape: tuple[int, ...], *, initial: Initial, decay: bool = False) -> None:
+        """Register the parameter `name` of the given shape, with its initial value and weight-decay rule."""
+        self.declarations[name] = Declaration(initial, decay)
+        self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+        self._reset_parameter(name)
+
+    def constant(self, name: str, value: float) -> None:
+        """Register `value` as a 0-d buffer that is not saved: it follows from the configuration."""
+        self._constants[name] = value
+        self.register_buffer(name, torch.tensor(value), persistent=False)
+
+    def reset_parameters(self) -> None:
+        """Put every declared parameter at its initial value and refill the constants (after meta-device construction)."""
+        for name in self.declarations:
+            self._reset_parameter(name)
+        self._refill_constants()
+
+    @torch.no_grad()
+    def _reset_parameter(self, name: str) -> None:
+        parameter = self.get_parameter(name)
+        parameter.copy_(torch.tensor(self.declarations[name].initial, dtype=parameter.dtype, device=parameter.device))
+
+    def _refill_constants(self) -> None:
+        for name, value in self._constants.items():
+            buffer = self.get_buffer(name)
+            dtype = torch.promote_types(buffer.dtype, torch.float32)
+            self._buffers[name] = torch.tensor(value, dtype=dtype, device=buffer.device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Declared:
+        # A constant is refilled rather than cast: 1/sqrt(2) rounded to bf16 or fp32 would follow the model into fp64.
+        super()._apply(fn, recurse)
+        self._refill_constants()
+        return self
+
+
+def declared_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Declaration]]:
+    """Yield (qualified name, parameter, declaration) of every declared parameter of a model."""
+    for prefix, module in model.named_modules():
+        if isinstance(module, Declared):
+            for name, declaration in module.declarations.items():
+                yield f"{prefix}.{name}".lstrip("."), module.get_parameter(name), declaration

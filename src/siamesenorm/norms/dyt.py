@@ -1,0 +1,104 @@
+"""DyT, the dynamic tanh (arXiv 2503.10622), and its recipe.
+
+The published language recipe names three widths. Between them the initial value is interpolated linearly in the width;
+below and above, that of the nearest width is taken. The norm's `note` then says so, for the run's record.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from siamesenorm.errors import UserError
+from siamesenorm.norms.norm import Norm, Role
+
+VISION_ALPHA = 0.5
+LANGUAGE_ALPHA: dict[int, tuple[float, float]] = {4096: (0.8, 0.2), 5120: (0.6, 0.15), 8192: (0.2, 0.05)}
+"""Width -> initial a before attention, and everywhere else (before the MLP, final)."""
+
+
+class DyT(Norm):
+    """Squash each element instead of normalising: N(x) = g tanh(a x) + b, a one learned number (arXiv 2503.10622).
+
+    g and b [dim] start at 1 and 0; a [1] starts at `alpha_initial`. "auto" is what the recipe says for the role: in
+    vision and without a role a = 0.5 with bias; in language a depends on width and place, and there is no bias.
+    Without `affine` there is neither g nor b, and a stays. Weight decay applies to none of them.
+    The language recipe also multiplies the embedding by a learned number: see `scales_embedding`.
+    """
+
+    statistic = "dyt"
+    scale_invariant = False
+    idempotent = False
+    scales_embedding = True
+    gain: Tensor | None
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        alpha_initial: float | Literal["auto"] = "auto",
+        bias: bool | Literal["auto"] = "auto",
+        affine: bool = True,
+        axis: int = -1,
+    ) -> None:
+        super().__init__(dim, affine=affine, axis=axis)
+        self.alpha_initial = VISION_ALPHA if alpha_initial == "auto" else alpha_initial
+        if isinstance(self.alpha_initial, (bool, str)):
+            raise UserError(f"alpha_initial of DyT is {alpha_initial!r}: write a number, such as 0.5, or auto")
+        if not isinstance(bias, bool) and bias != "auto":
+            raise UserError(f"bias of DyT is {bias!r}: write true, false or auto")
+        self.declare("alpha", (1,), initial=self.alpha_initial)
+        self.register_parameter("gain", None)
+        self.register_parameter("bias", None)
+        if affine:
+            self.declare("gain", (dim,), initial=1.0)
+        if affine and bias:  # "auto" without a role means with bias
+            self.declare("bias", (dim,), initial=0.0)
+
+    @classmethod
+    def for_role(cls, dim: int, role: Role, **options: Any) -> Self:
+        """Build it as the recipe of the role's domain says; an explicit `alpha_initial` or `bias` wins."""
+        note = ""
+        if role.domain == "language":
+            if options.get("alpha_initial", "auto") == "auto":
+                options["alpha_initial"], note = language_alpha(dim, role.kind)
+            if options.get("bias", "auto") == "auto":
+                options["bias"] = False
+        norm = cls(dim, **options)
+        norm.note = note
+        return norm
+
+    def formula(self, x: Tensor) -> Tensor:
+        """Return g tanh(a x) + b."""
+        squashed = torch.tanh(self.alpha.to(x.dtype) * x)
+        if self.gain is not None:
+            squashed = squashed * self.gain.to(x.dtype)
+        return squashed if self.bias is None else squashed + self.bias.to(x.dtype)
+
+    @torch.no_grad()
+    def zero_(self) -> None:
+        """Set g and b to 0."""
+        self.refuse_zero_without_gain()
+        for parameter in (self.gain, self.bias):
+            if parameter is not None:
+                parameter.zero_()
+
+
+def language_alpha(dim: int, kind: str) -> tuple[float, str]:
+    """Return the initial a of the language recipe at this width before a sublayer of this kind, and a note.
+
+    The note is empty at a published width, and elsewhere says how the value was found.
+    """
+    column = 0 if kind == "attention" else 1
+    if dim in LANGUAGE_ALPHA:
+        return LANGUAGE_ALPHA[dim][column], ""
+    narrower = max((width for width in LANGUAGE_ALPHA if width < dim), default=min(LANGUAGE_ALPHA))
+    wider = min((width for width in LANGUAGE_ALPHA if width > dim), default=max(LANGUAGE_ALPHA))
+    low, high = LANGUAGE_ALPHA[narrower][column], LANGUAGE_ALPHA[wider][column]
+    if narrower == wider:
+        return low, f"DyT alpha {low:g} for {kind}: no published value at width {dim}, that of {wider} is taken"
+    value = low + (high - low) * (dim - narrower) / (wider - narrower)
+    return value, f"DyT alpha {value:.4g} for {kind}: interpolated at width {dim} between {narrower} and {wider}"

@@ -1,0 +1,122 @@
+"""The contract of a normalisation operator."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from siamesenorm.errors import UserError
+from siamesenorm.norms.declared import Declared
+from siamesenorm.norms.function import NormFunction, take_bias, take_gain, take_statistic
+from siamesenorm.options import Scalar
+
+STRUCTURE = ("self", "dim", "affine", "axis")
+"""Arguments of an operator that the place decides; all others are its options."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """Where a norm stands: before which kind of sublayer ("attention", "mlp", "final", ...), in which domain."""
+
+    kind: str = "mlp"
+    domain: Literal["language", "vision"] = "language"
+
+
+class Norm(Declared):
+    """A map of one token's vector x of width `dim`, applied along `axis` (-1; 1 for channels-first images).
+
+    Statistics and gains are computed in fp32 (fp64 for fp64 input) whatever the input's dtype and the gains' storage;
+    the result has the input's dtype. Autocast has no say: no operation inside is one that autocast would lower.
+    """
+
+    statistic: ClassVar[str] = "unknown"
+    """Registered name of the operator whose formula this one follows once gain and bias are taken out."""
+    scale_invariant: bool
+    """Whether N(c x) = N(x) for c > 0, up to eps, at the initial parameters and at any other."""
+    idempotent: bool
+    """Whether N(N(x)) = N(x) at the initial parameters, up to eps."""
+    scales_embedding: ClassVar[bool] = False
+    """Whether the language recipe multiplies the embedding by a learned scalar of initial value sqrt(d)."""
+    note: str = ""
+    """What a run's record should say about how the recipe was read for this width and role; usually nothing."""
+
+    def __init__(self, dim: int, *, affine: bool = True, axis: int = -1) -> None:
+        super().__init__()
+        if dim < 1:
+            raise UserError(f"dim is {dim}: a norm needs at least one channel")
+        self.dim = dim
+        self.affine = affine
+        self.axis = axis
+
+    @classmethod
+    def for_role(cls, dim: int, role: Role, **options: Any) -> Self:
+        """Build the operator as its published recipe sets it up for this role; most recipes do not depend on it."""
+        return cls(dim, **options)
+
+    @classmethod
+    def option_defaults(cls) -> dict[str, Scalar]:
+        """Return the options with their default values; "auto" leaves the value to the recipe of the role."""
+        parameters = inspect.signature(cls.__init__).parameters
+        return {name: value.default for name, value in parameters.items() if name not in STRUCTURE}
+
+    def settings(self) -> dict[str, Scalar]:
+        """Return the value of every option, with recipes resolved; an option may say whether a parameter exists."""
+        values = {name: getattr(self, name) for name in self.option_defaults()}
+        present = {k: v is not None for k, v in values.items() if v is None or isinstance(v, nn.Parameter)}
+        return {**values, **present}
+
+    def formula(self, x: Tensor) -> Tensor:
+        """Return the operator's value; x and the result are [..., dim] in fp32 or fp64."""
+        raise NotImplementedError
+
+    def zero_(self) -> None:
+        """Set the parameters to where the operator returns 0 for every input."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the operator along the channel axis, in at least fp32, and return the input's dtype."""
+        if x.shape[self.axis] != self.dim:
+            raise UserError(f"the input has {x.shape[self.axis]} channels on axis {self.axis}: this norm has {self.dim}")
+        wide = x.movedim(self.axis, -1).to(torch.promote_types(x.dtype, torch.float32))
+        return self.formula(wide).to(x.dtype).movedim(-1, self.axis)
+
+    def function(self) -> NormFunction:
+        """Return what the operator computes at its present parameters, as a gain and a bias around a statistic."""
+        return NormFunction(
+            statistic=self.statistic, dim=self.dim, axis=self.axis, eps=getattr(self, "eps", None),
+            gain=getattr(self, "gain", None), offset=getattr(self, "offset", 0.0), bias=getattr(self, "bias", None),
+        )  # fmt: skip
+
+    def adopt(self, source: NormFunction) -> list[str]:
+        """Take over the gain and bias of a norm that this one replaces.
+
+        Returns, in words, each way in which this operator now differs from it: nothing where the function is kept.
+        """
+        return [
+            *take_statistic(self.statistic, getattr(self, "eps", None), source),
+            *take_gain(getattr(self, "gain", None), getattr(self, "offset", 0.0), source),
+            *take_bias(getattr(self, "bias", None), source),
+        ]
+
+    def refuse_zero_without_gain(self) -> None:
+        """Raise UserError when there is no gain that zero_() could set."""
+        if not self.affine:
+            raise UserError(f"{type(self).__name__}(affine=False) has no gain: it cannot be set to zero")
+
+    def extra_repr(self) -> str:
+        """Show the width and what differs from the default."""
+        defaults = {**self.option_defaults(), "affine": True, "axis": -1}
+        shown = {**self.settings(), "affine": self.affine, "axis": self.axis}
+        return ", ".join([f"{self.dim}", *(f"{k}={v}" for k, v in shown.items() if v != defaults[k])])
+
+
+def check_eps(eps: float) -> float:
+    """Return eps; raises UserError if it is negative or not finite."""
+    if not (eps >= 0 and math.isfinite(eps)):
+        raise UserError(f"eps is {eps}: write a number that is not negative, such as 1e-5")
+    return eps

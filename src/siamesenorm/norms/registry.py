@@ -1,0 +1,83 @@
+"""Names of operators, and the frozen description of one that configurations hold."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+from siamesenorm.errors import unknown
+from siamesenorm.norms.layer_norm import LayerNorm
+from siamesenorm.norms.norm import Norm, Role
+from siamesenorm.norms.rms_norm import RMSNorm
+from siamesenorm.options import Scalar, parse_specification
+
+NORMS: dict[str, type[Norm]] = {
+    "layernorm": LayerNorm,
+    "rmsnorm": RMSNorm,
+}
+
+_STRUCTURAL = ("self", "dim", "affine", "axis")
+
+
+def available_norms() -> tuple[str, ...]:
+    """Return the names that `build_norm` knows."""
+    return tuple(NORMS)
+
+
+def norm_options(name: str) -> dict[str, Scalar]:
+    """Return the options of an operator with their default values; raises UserError for an unknown name."""
+    if name not in NORMS:
+        raise unknown("norm", name, NORMS)
+    parameters = inspect.signature(NORMS[name].__init__).parameters
+    return {key: value.default for key, value in parameters.items() if key not in _STRUCTURAL}
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """An operator by name with the options that differ from its defaults, as sorted pairs; JSON-serialisable."""
+
+    name: str = "rmsnorm"
+    options: tuple[tuple[str, Scalar], ...] = field(default=())
+
+    @classmethod
+    def parse(cls, text: str, **overrides: Scalar) -> NormSpec:
+        """Read "name" or "name:option=value,..."; raises UserError naming the nearest name or option."""
+        name, given = parse_specification("norm", text, norm_options)
+        defaults = norm_options(name)
+        for key in overrides:
+            if key not in defaults:
+                raise unknown(f"option of norm {name}", key, defaults)
+        merged = {**given, **overrides}
+        return cls(name, tuple(sorted((k, v) for k, v in merged.items() if v != defaults[k])))
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> NormSpec:
+        """Read what `to_json` wrote."""
+        options = {key: value for key, value in record.items() if key != "name"}
+        return cls.parse(record["name"], **options)
+
+    def to_json(self) -> dict[str, Scalar]:
+        """Return the name and every option, defaults included."""
+        return {"name": self.name, **norm_options(self.name), **dict(self.options)}
+
+    def __str__(self) -> str:
+        """Return the text that `parse` reads."""
+        options = ",".join(f"{key}={value}" for key, value in self.options)
+        return f"{self.name}:{options}" if options else self.name
+
+    def build(self, dim: int, *, role: Role | None = None, affine: bool = True, axis: int = -1) -> Norm:
+        """Return the operator for width `dim`, set up for its role."""
+        operator = NORMS[self.name]
+        options: dict[str, Any] = {**dict(self.options), "affine": affine, "axis": axis}
+        return operator(dim, **options) if role is None else operator.for_role(dim, role, **options)
+
+
+def build_norm(name: str, dim: int, *, affine: bool = True, axis: int = -1, **options: Scalar) -> Norm:
+    """Return the operator `name` ("rmsnorm", "seednorm:heads=4", ...) for vectors of width `dim`.
+
+    Raises UserError for an unknown name or option.
+    """
+    return NormSpec.parse(name, **options).build(dim, affine=affine, axis=axis)
+
+

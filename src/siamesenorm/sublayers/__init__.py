@@ -1,0 +1,1 @@
+"""Sublayers: attention, MLPs and their adapters. They know nothing about topologies."""

@@ -1,0 +1,117 @@
+"""Multi-head and grouped-query attention with the attention norms of the field.
+
+    "none"        no norm
+    "qk"          queries and keys over their whole width, before the split into heads (OLMo, OLMo 2; "QK-norm")
+    "qk-head"     queries and keys per head, one gain of a head's width shared by all heads
+    "qkv-head"    values too (HybridNorm, SiameseNorm Hybrid-Pre)
+    context_norm  besides, the attention's output per head, before the output projection
+
+All stand before the rotation. They are RMSNorms, or LayerNorms in a model of LayerNorms, whatever the operator of the
+residual path: that one is what the project studies, this one is held fixed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from siamesenorm.errors import UserError, unknown
+from siamesenorm.norms import NormSpec
+from siamesenorm.sublayers.cache import AttentionCache
+from siamesenorm.sublayers.projection import Projection
+from siamesenorm.sublayers.rotary import Rotation, rotate
+
+ATTENTION_NORMS = ("none", "qk", "qk-head", "qkv-head")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """Widths and options of an attention: `dim` model width, `heads` query heads, `kv_heads` key and value heads."""
+
+    dim: int
+    heads: int
+    kv_heads: int
+    attention_norm: Literal["none", "qk", "qk-head", "qkv-head"] = "none"
+    context_norm: bool = False
+    norm: NormSpec = NormSpec()
+    bias: bool = False
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse widths that do not divide and unknown attention norms."""
+        if self.heads < 1 or self.dim % self.heads:
+            raise UserError(f"{self.heads} heads do not divide the width {self.dim}: choose a divisor of {self.dim}")
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise UserError(
+                f"{self.kv_heads} key/value heads do not divide {self.heads} heads: choose a divisor of {self.heads}"
+            )
+        if self.attention_norm not in ATTENTION_NORMS:
+            raise unknown("attention norm", self.attention_norm, ATTENTION_NORMS)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.dim // self.heads
+
+
+class Attention(nn.Module):
+    """Softmax attention over h [batch, tokens, dim], by PyTorch's scaled_dot_product_attention."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__()
+        self.shape = shape
+        kv_dim = shape.kv_heads * shape.head_dim
+        self.query = Projection(shape.dim, shape.dim, role="query", bias=shape.bias)
+        self.key = Projection(shape.dim, kv_dim, role="key", bias=shape.bias)
+        self.value = Projection(shape.dim, kv_dim, role="value", bias=shape.bias)
+        self.output = Projection(shape.dim, shape.dim, role="attention_output", bias=shape.bias)
+        whole, per_head = shape.attention_norm == "qk", shape.attention_norm in ("qk-head", "qkv-head")
+        self.query_norm = _norm_or_identity(shape, shape.dim, whole)
+        self.key_norm = _norm_or_identity(shape, kv_dim, whole)
+        self.query_head_norm = _norm_or_identity(shape, shape.head_dim, per_head)
+        self.key_head_norm = _norm_or_identity(shape, shape.head_dim, per_head)
+        self.value_head_norm = _norm_or_identity(shape, shape.head_dim, shape.attention_norm == "qkv-head")
+        self.context_head_norm = _norm_or_identity(shape, shape.head_dim, shape.context_norm)
+
+    def forward(
+        self,
+        h: Tensor,
+        rotary: Rotation | None = None,
+        mask: Tensor | None = None,
+        cache: AttentionCache | None = None,
+    ) -> Tensor:
+        """Return [batch, tokens, dim].
+
+        `rotary` holds cos and sin of all positions, cached ones included; `mask` is boolean, True where a query may
+        look, broadcastable to [batch, heads, tokens, all tokens], and replaces the causal mask.
+        """
+        query = self.query_head_norm(self._split(self.query_norm(self.query(h))))
+        key = self.key_head_norm(self._split(self.key_norm(self.key(h))))
+        value = self.value_head_norm(self._split(self.value(h)))
+        if cache is not None:
+            key, value = cache.update(key, value)
+        if rotary is not None:
+            cos, sin = rotary
+            query = rotate(query, (cos[-query.shape[-2] :], sin[-query.shape[-2] :]))
+            key = rotate(key, rotary)
+        context = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=self.shape.causal and mask is None and query.shape[-2] > 1,
+            enable_gqa=self.shape.kv_heads != self.shape.heads,
+        )
+        output: Tensor = self.output(self.context_head_norm(context).transpose(1, 2).flatten(2))
+        return output
+
+    def _split(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        return x.view(batch, tokens, -1, self.shape.head_dim).transpose(1, 2)
+
+
+def _norm_or_identity(shape: AttentionShape, dim: int, present: bool) -> nn.Module:
+    return shape.norm.build(dim) if present else nn.Identity()

@@ -1,0 +1,26 @@
+"""Keys and values of past tokens. Streams are not cached: every topology is local to a token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class AttentionCache:
+    """Past keys (normalised, before rotation) and values of one attention, [batch, kv_heads, tokens, head_dim]."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens held."""
+        return 0 if self.keys is None else self.keys.shape[-2]
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the keys and values of new tokens; return those of all tokens."""
+        if self.keys is not None and self.values is not None:
+            keys, values = torch.cat((self.keys, keys), dim=-2), torch.cat((self.values, values), dim=-2)
+        self.keys, self.values = keys, values
+        return keys, values

@@ -1,0 +1,209 @@
+"""Hyper-Connections (arXiv 2409.19606): n streams, mixed by small learned matrices around every sublayer.
+
+The streams are one tensor H of shape [..., n, dim]. Between a read and a write the state is the mixed streams and the
+weights with which the sublayer's output is added: both come from the same H, before the update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from siamesenorm.errors import UserError, unknown
+from siamesenorm.norms import NormSpec
+from siamesenorm.topologies.topology import (
+    BoundaryCost,
+    Closing,
+    Connection,
+    Materials,
+    Opening,
+    Place,
+    Streams,
+    Topology,
+)
+
+STREAM_NORMS = ("layernorm", "rmsnorm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiStream(Topology):
+    """What every topology with n interchangeable streams in one tensor H [..., n, dim] shares."""
+
+    streams: int = 2
+
+    def __post_init__(self) -> None:
+        """Refuse fewer than one stream."""
+        if self.streams < 1:
+            raise UserError(f"streams is {self.streams}: choose at least one stream")
+
+    @property
+    def stream_names(self) -> tuple[str, ...]:
+        """All n streams are one tensor."""
+        return ("streams",)
+
+    def opening(self, materials: Materials) -> Opening:
+        """Return n copies of the embedding."""
+        if materials.axis != -1:
+            raise UserError(f"{self.title} needs channels last: it keeps its streams on the axis before the channels")
+        return StackedOpening(materials, self.streams)
+
+    def closing(self, last: Place, materials: Materials) -> Closing:
+        """Return the sum of the streams and the final norm."""
+        return SumClosing(materials)
+
+    def pack(self, streams: Streams) -> Tensor:
+        """Return H, which is packed already."""
+        return streams[0]
+
+    def unpack(self, packed: Tensor) -> Streams:
+        """Return H as the only tensor of the state."""
+        return (packed,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HyperConnections(MultiStream):
+    """Static or dynamic Hyper-Connections with n = `streams` residual streams (arXiv 2409.19606).
+
+    Dynamic ones add s tanh(norm(H) W) to the static mixing weights, W = 0 and s = 0.01 at the start. `stream_norm` is
+    that norm: LayerNorm in the paper, RMSNorm in a widely used implementation. `tanh=False` leaves the tanh out.
+    At the start both forms equal Pre-Norm in every stream, up to the eps of the final norm.
+    """
+
+    title: ClassVar[str] = "Hyper-Connections"
+    paper: ClassVar[str] = "Zhu et al. 2024, arXiv 2409.19606"
+    formula: ClassVar[str] = """\
+        open    H_1 = ... = H_n = e
+        read    h = N_k(A_m^T H),  H~ = A_r^T H
+        write   H <- H~ + B O
+        close   N_f(H_1 + ... + H_n)
+        static  A_m = one-hot(k mod n), A_r = I, B = 1 at the start
+        dynamic A_m + s tanh(norm(H) W_m), A_r + s tanh(norm(H) W_r), B + s' tanh(norm(H) w_B)"""
+    diagram: ClassVar[str] = """\
+        H_1 ──┬─▶ A_r ────────────── + B_1·O ──▶ H_1
+        H_2 ──┼─▶  ⋮  ────────────── + B_2·O ──▶ H_2
+              └─▶ A_m ─▶ N ─▶ F ─▶ O ─┘"""
+    special_cases: ClassVar[tuple[str, ...]] = ("at the start: Pre-Norm in every stream, up to eps",)
+
+    dynamic: bool = True
+    stream_norm: str = "layernorm"
+    tanh: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown stream norm."""
+        super().__post_init__()
+        if self.stream_norm not in STREAM_NORMS:
+            raise unknown("stream_norm", self.stream_norm, STREAM_NORMS)
+
+    @property
+    def cost(self) -> BoundaryCost:
+        """One ideal kernel: 2n + 2 passes forward, 3n + 3 backward, n + 1 tensors kept."""
+        n = self.streams
+        return BoundaryCost(forward=2 * n + 2, backward=3 * n + 3, saved=n + 1)
+
+    def connection(self, place: Place, materials: Materials) -> Connection:
+        """Return the static or dynamic connection."""
+        if self.dynamic:
+            return DynamicHyperConnection(materials, place, self)
+        return HyperConnection(materials, place, self.streams)
+
+
+class StackedOpening(Opening):
+    """H [..., n, dim]: n copies of the embedding."""
+
+    def forward(self, embedding: Tensor) -> Streams:
+        """Return H."""
+        return (torch.stack((self.to_residual(embedding),) * self.count, dim=-2),)
+
+
+class SumClosing(Closing):
+    """The final norm of the streams' sum."""
+
+    def __init__(self, materials: Materials) -> None:
+        super().__init__(materials)
+        self.norm = materials.build_final_norm()
+
+    def forward(self, streams: Streams) -> Tensor:
+        """Return N_f(sum_i H_i)."""
+        return self.to_compute(self.norm(streams[0].sum(-2)))
+
+
+class HyperConnection(Connection):
+    """Static Hyper-Connection: `mix_in` A_m [n], `mix_residual` A_r [n, n] (from, to), `mix_out` B [n]."""
+
+    mix_in: Tensor
+    mix_residual: Tensor
+    mix_out: Tensor
+
+    def __init__(self, materials: Materials, place: Place, count: int) -> None:
+        super().__init__(materials)
+        self.norm = materials.build_input_norm(place)
+        identity = [[float(row == column) for column in range(count)] for row in range(count)]
+        self.declare("mix_in", (count,), initial=identity[place.index % count])
+        self.declare("mix_residual", (count, count), initial=identity)
+        self.declare("mix_out", (count,), initial=1.0)
+
+    def mixing_weights(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return A_m [..., n], A_r [..., n, n] and B [..., n] in the dtype of the streams given."""
+        return (
+            self.mix_in.to(streams.dtype),
+            self.mix_residual.to(streams.dtype),
+            self.mix_out.to(streams.dtype),
+        )
+
+    def read(self, streams: Streams) -> tuple[Tensor, Streams]:
+        """Return N(A_m^T H), and A_r^T H with B for the write."""
+        (packed,) = streams
+        wide = packed.to(torch.promote_types(packed.dtype, torch.float32))
+        with torch.autocast(packed.device.type, enabled=False):
+            mix_in, mix_residual, mix_out = self.mixing_weights(wide)
+            h = torch.matmul(mix_in.unsqueeze(-2), wide).squeeze(-2)
+            mixed = torch.matmul(mix_residual.mT, wide).to(packed.dtype)
+        return self.to_compute(self.norm(h)), (mixed, mix_out)
+
+    def write(self, streams: Streams, output: Tensor) -> Streams:
+        """Return H~ + B O."""
+        mixed, mix_out = streams
+        update = mix_out.unsqueeze(-1) * output.unsqueeze(-2).to(mix_out.dtype)
+        return ((mixed + update).to(mixed.dtype),)
+
+
+class DynamicHyperConnection(HyperConnection):
+    """Dynamic Hyper-Connection: the mixing weights depend on each token's streams.
+
+    `project_in` W_m [dim], `project_residual` W_r [dim, n], `project_out` w_B [dim] start at 0 and are decayed, the
+    static parts and the two scales are not.
+    """
+
+    project_in: Tensor
+    project_residual: Tensor
+    project_out: Tensor
+    scale_in: Tensor
+    scale_out: Tensor
+
+    def __init__(self, materials: Materials, place: Place, topology: HyperConnections) -> None:
+        super().__init__(materials, place, topology.streams)
+        self.stream_norm = NormSpec(topology.stream_norm).build(materials.dim)
+        self.squash = nn.Tanh() if topology.tanh else nn.Identity()
+        self.declare("project_in", (materials.dim,), initial=0.0, decay=True)
+        self.declare("project_residual", (materials.dim, topology.streams), initial=0.0, decay=True)
+        self.declare("project_out", (materials.dim,), initial=0.0, decay=True)
+        self.declare("scale_in", (), initial=0.01)
+        self.declare("scale_out", (), initial=0.01)
+
+    def mixing_weights(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the static weights plus the dynamic ones, each [..., n] or [..., n, n]."""
+        mix_in, mix_residual, mix_out = super().mixing_weights(streams)
+        normalised = self.stream_norm(streams)
+        projections = torch.cat(
+            (self.project_in.unsqueeze(-1), self.project_residual, self.project_out.unsqueeze(-1)), dim=-1
+        )
+        dynamic = self.squash(torch.matmul(normalised, projections.to(streams.dtype)))
+        scale_in, scale_out = self.scale_in.to(streams.dtype), self.scale_out.to(streams.dtype)
+        return (
+            mix_in + scale_in * dynamic[..., 0],
+            mix_residual + scale_in * dynamic[..., 1:-1],
+            mix_out + scale_out * dynamic[..., -1],
+        )

@@ -1,0 +1,66 @@
+"""Mix-LN: Post-Norm in the first blocks, Pre-Norm in the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from siamesenorm.errors import UserError
+from siamesenorm.topologies.single_stream import SingleStreamClosing, SingleStreamConnection
+from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, Materials, Place, Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixLN(Topology):
+    """Mix-LN (arXiv 2412.13795): blocks l < m are Post-Norm, blocks l >= m Pre-Norm, always with a final norm.
+
+    m = floor(`post_fraction` * L), or `post_blocks` where that is not negative. Its granularity is the block.
+    """
+
+    title: ClassVar[str] = "Mix-LN"
+    paper: ClassVar[str] = "Li et al. 2024, arXiv 2412.13795"
+    formula: ClassVar[str] = """\
+        open    x = e
+        blocks l < m:   read h = x,       write x <- N_k(x + O)
+        blocks l >= m:  read h = N_k(x),  write x <- x + O
+        close   N_f(x);  m = floor(post_fraction L)"""
+    diagram: ClassVar[str] = """\
+        l < m:  x ──┬─────────── + ─▶ N ──▶ x      l ≥ m:  x ──┬──────────────── + ──▶ x
+                    └─▶ F ─▶ O ──┘                              └─▶ N ─▶ F ─▶ O ──┘"""
+    special_cases: ClassVar[tuple[str, ...]] = (
+        "m = 0 is Pre-Norm",
+        "m = L is Post-Norm with a final norm",
+    )
+
+    post_fraction: float = 0.25
+    post_blocks: int = -1
+
+    def __post_init__(self) -> None:
+        """Refuse a fraction outside [0, 1]."""
+        if not 0 <= self.post_fraction <= 1:
+            raise UserError(f"mixln: post_fraction is {self.post_fraction}: choose a number from 0 to 1")
+
+    @property
+    def cost(self) -> BoundaryCost:
+        """As Pre-Norm and Post-Norm."""
+        return BoundaryCost(forward=4, backward=4, saved=1)
+
+    def is_post(self, place: Place) -> bool:
+        """Return whether the place is in a Post-Norm block."""
+        blocks = self.post_blocks if self.post_blocks >= 0 else int(self.post_fraction * place.depth)
+        return place.block < blocks
+
+    def connection(self, place: Place, materials: Materials) -> Connection:
+        """Return a reader whose settle is its predecessor's Post-Norm and whose input norm is its own Pre-Norm."""
+        return SingleStreamConnection(
+            materials,
+            settle=materials.build_norm(place.previous.kind)
+            if place.previous and self.is_post(place.previous)
+            else None,
+            norm=None if self.is_post(place) else materials.build_input_norm(place),
+        )
+
+    def closing(self, last: Place, materials: Materials) -> Closing:
+        """Return the final norm, after the last Post-Norm if every block is one."""
+        settle = materials.build_norm(last.kind) if self.is_post(last) else None
+        return SingleStreamClosing(materials, settle=settle, norm=materials.build_final_norm())

@@ -1,0 +1,106 @@
+"""Post-Norm and DeepNorm: the stream is normalised after each addition, and the sublayer sees it as it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from siamesenorm.topologies.single_stream import SingleStreamClosing, SingleStreamConnection
+from siamesenorm.topologies.topology import (
+    BoundaryCost,
+    Closing,
+    Connection,
+    Materials,
+    Place,
+    Streams,
+    Topology,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostNorm(Topology):
+    """Post-Norm: x <- N(x + F(x)) (Vaswani et al. 2017, arXiv 1706.03762). The first sublayer sees the raw embedding.
+
+    `final_norm` adds a norm before the head, as some code bases keep for every variant; the papers' equation has none.
+    """
+
+    title: ClassVar[str] = "Post-Norm"
+    paper: ClassVar[str] = "Vaswani et al. 2017, arXiv 1706.03762"
+    formula: ClassVar[str] = """\
+        open    x = e
+        read    h = x
+        write   x <- N_k(x + O)
+        close   x                      (final_norm: N_f(x))"""
+    diagram: ClassVar[str] = """\
+        x ──┬─────────── + ─▶ N ──▶ x
+            └─▶ F ─▶ O ──┘"""
+    special_cases: ClassVar[tuple[str, ...]] = ("a zero-gated sublayer gives N(x), not the identity",)
+
+    final_norm: bool = False
+
+    @property
+    def cost(self) -> BoundaryCost:
+        """Reads X, O and writes X + O, X'; the backward pass reads dX', dH, U and writes dU."""
+        return BoundaryCost(forward=4, backward=4, saved=1)
+
+    def connection(self, place: Place, materials: Materials) -> Connection:
+        """Return the connection that settles its predecessor's addition, if there is one."""
+        return SingleStreamConnection(materials, settle=settle_norm(place, materials))
+
+    def closing(self, last: Place, materials: Materials) -> Closing:
+        """Return the norm of the last addition, and the final norm if asked for."""
+        final = materials.build_final_norm() if self.final_norm else None
+        return SingleStreamClosing(materials, settle=materials.build_norm(last.kind), norm=final)
+
+
+def settle_norm(place: Place, materials: Materials) -> nn.Module | None:
+    """Return the norm after the predecessor's addition, or None before the first sublayer."""
+    return materials.build_norm(place.previous.kind) if place.previous else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepNorm(PostNorm):
+    """DeepNorm (arXiv 2203.00555): x <- N(alpha x + F(x)), alpha = (2L)^(1/4), initial weights times (8L)^(-1/4).
+
+    L counts blocks (decoder-only and encoder-only). The factor applies to the value and output projections of attention
+    and to the MLP's up and down matrices; a gate matrix, which the paper's MLP has not, is left unscaled.
+    """
+
+    title: ClassVar[str] = "DeepNorm"
+    paper: ClassVar[str] = "Wang et al. 2022, arXiv 2203.00555"
+    formula: ClassVar[str] = """\
+        open    x = e
+        read    h = x
+        write   x <- N_k(alpha x + O), alpha = (2L)^(1/4)
+        close   x
+        init    value, attention output, MLP up and down times beta = (8L)^(-1/4)"""
+    diagram: ClassVar[str] = """\
+        x ──┬─▶ α ─────── + ─▶ N ──▶ x
+            └─▶ F ─▶ O ───┘"""
+
+    def connection(self, place: Place, materials: Materials) -> Connection:
+        """Return the Post-Norm connection with a weighted skip."""
+        alpha = (2 * place.depth) ** 0.25
+        return WeightedSkipConnection(materials, skip=alpha, settle=settle_norm(place, materials))
+
+    def initial_factor(self, role: str, depth: int) -> float:
+        """Return beta = (8L)^(-1/4) for the projections whose scale it tames."""
+        tamed = ("value", "attention_output", "mlp_up", "mlp_output")
+        return (8 * depth) ** -0.25 if role in tamed else 1.0
+
+
+class WeightedSkipConnection(SingleStreamConnection):
+    """A single-stream connection whose write is x <- skip x + O."""
+
+    skip: Tensor
+
+    def __init__(self, materials: Materials, *, skip: float, settle: nn.Module | None) -> None:
+        super().__init__(materials, settle=settle)
+        self.constant("skip", skip)
+
+    def write(self, streams: Streams, output: Tensor) -> Streams:
+        """Add the output to the weighted stream."""
+        (x,) = streams
+        return (x * self.skip + self.output(output.to(x.dtype)),)

@@ -1,0 +1,94 @@
+"""Pre-Norm and its variants: the stream is left alone, the sublayer sees its norm."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from siamesenorm.norms.rms_norm import RMSNorm
+from siamesenorm.topologies.single_stream import Scaled, SingleStreamClosing, SingleStreamConnection
+from siamesenorm.topologies.topology import (
+    BoundaryCost,
+    Closing,
+    Connection,
+    Materials,
+    Opening,
+    Place,
+    Streams,
+    Topology,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreNorm(Topology):
+    """Pre-Norm (GPT-2, Llama): x <- x + F(N(x)), a final norm before the head; x_K = e + sum of all outputs.
+
+    `embedding_norm` opens with the parameter-free e / RMS(e) (SiameseNorm, arXiv 2602.08064, section 2.2).
+    """
+
+    title: ClassVar[str] = "Pre-Norm"
+    paper: ClassVar[str] = "Xiong et al. 2020, arXiv 2002.04745"
+    formula: ClassVar[str] = """\
+        open    x = e                  (embedding_norm: x = e / RMS(e), no parameter)
+        read    h = N_k(x)
+        write   x <- x + O
+        close   N_f(x)"""
+    diagram: ClassVar[str] = """\
+        x ──┬──────────────── + ──▶ x
+            └─▶ N ─▶ F ─▶ O ──┘"""
+    special_cases: ClassVar[tuple[str, ...]] = ("x_K = e + sum of all outputs, exactly",)
+
+    embedding_norm: bool = False
+
+    @property
+    def cost(self) -> BoundaryCost:
+        """Reads Y, O and writes Y', H; the backward pass reads dH, dY', Y' and writes dY."""
+        return BoundaryCost(forward=4, backward=4, saved=1)
+
+    def opening(self, materials: Materials) -> Opening:
+        """Return the copy, or the normalising opening."""
+        return NormalisedOpening(materials) if self.embedding_norm else Opening(materials)
+
+    def connection(self, place: Place, materials: Materials) -> Connection:
+        """Return the connection with an input norm."""
+        return SingleStreamConnection(materials, norm=materials.build_input_norm(place))
+
+    def closing(self, last: Place, materials: Materials) -> Closing:
+        """Return the final norm."""
+        return SingleStreamClosing(materials, norm=materials.build_final_norm())
+
+
+class NormalisedOpening(Opening):
+    """x = e / sqrt(mean(e^2) + 1e-5), without parameters, whatever the model's norm (PreNorm-EmbedNorm)."""
+
+    def __init__(self, materials: Materials) -> None:
+        super().__init__(materials)
+        self.norm = RMSNorm(materials.dim, affine=False, axis=materials.axis)
+
+    def forward(self, embedding: Tensor) -> Streams:
+        """Return the normalised embedding as the stream."""
+        return (self.norm(self.to_residual(embedding)),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNormScaling(PreNorm):
+    """LayerNorm-Scaling: Pre-Norm whose input norm is divided by sqrt(l + 1), l the 0-based block."""
+
+    title: ClassVar[str] = "LayerNorm-Scaling"
+    paper: ClassVar[str] = "Sun et al. 2025, arXiv 2502.05795"
+    formula: ClassVar[str] = """\
+        open    x = e
+        read    h = N_k(x) / sqrt(l + 1)
+        write   x <- x + O
+        close   N_f(x)"""
+    diagram: ClassVar[str] = """\
+        x ──┬──────────────────────────── + ──▶ x
+            └─▶ N ─▶ 1/√(l+1) ─▶ F ─▶ O ──┘"""
+
+    def connection(self, place: Place, materials: Materials) -> Connection:
+        """Return the connection with a scaled input norm."""
+        norm = Scaled(materials.build_input_norm(place), 1 / math.sqrt(place.block + 1))
+        return SingleStreamConnection(materials, norm=norm)

@@ -1,0 +1,83 @@
+"""Names of topologies. A variant is a name; options override: "dhc-2:streams=4"."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from siamesenorm.errors import unknown
+from siamesenorm.options import Scalar, parse_specification
+from siamesenorm.topologies.hyper_connections import HyperConnections
+from siamesenorm.topologies.mix_ln import MixLN
+from siamesenorm.topologies.post_norm import DeepNorm, PostNorm
+from siamesenorm.topologies.pre_norm import LayerNormScaling, PreNorm
+from siamesenorm.topologies.siamese import SiameseHybridPre, SiamesePostPre
+from siamesenorm.topologies.topology import Topology
+
+TOPOLOGIES: dict[str, Topology] = {
+    "pre": PreNorm(),
+    "pre-embednorm": PreNorm(embedding_norm=True),
+    "post": PostNorm(),
+    "deepnorm": DeepNorm(),
+    "mixln": MixLN(),
+    "ln-scaling": LayerNormScaling(),
+    "dhc-2": HyperConnections(),
+    "siamese-post-pre": SiamesePostPre(),
+    "siamese": SiameseHybridPre(),
+}
+
+
+def register_topology(name: str, topology: Topology) -> None:
+    """Add a topology under a new name; raises ValueError if the name is taken by another one."""
+    if TOPOLOGIES.setdefault(name, topology) != topology:
+        raise ValueError(f"topology name {name!r} is taken: choose another")
+
+
+def available_topologies() -> tuple[str, ...]:
+    """Return the names that `build_topology` knows."""
+    return tuple(TOPOLOGIES)
+
+
+def topology_options(name: str) -> dict[str, Scalar]:
+    """Return the options of a registered topology with their values; raises UserError for an unknown name."""
+    if name not in TOPOLOGIES:
+        raise unknown("topology", name, TOPOLOGIES)
+    return dataclasses.asdict(TOPOLOGIES[name])
+
+
+def build_topology(name: str, **options: Scalar) -> Topology:
+    """Return the topology `name` ("siamese", "dhc-2:streams=4", ...) with options overridden.
+
+    Raises UserError for an unknown name, an unknown option, or a value that the option does not take.
+    """
+    name, given = parse_specification("topology", name, topology_options)
+    known = topology_options(name)
+    for option in options:
+        if option not in known:
+            raise unknown(f"option of topology {name}", option, known)
+    return dataclasses.replace(TOPOLOGIES[name], **{**given, **options})
+
+
+def topology_name(topology: Topology) -> str:
+    """Return the text that `build_topology` reads: the nearest registered name, and the options that differ."""
+
+    def differences(name: str) -> dict[str, Any]:
+        registered = dataclasses.asdict(TOPOLOGIES[name])
+        return {k: v for k, v in dataclasses.asdict(topology).items() if v != registered[k]}
+
+    family = [name for name, registered in TOPOLOGIES.items() if type(registered) is type(topology)]
+    if not family:
+        raise ValueError(f"{type(topology).__name__} is not registered: call register_topology first")
+    name = min(family, key=lambda candidate: len(differences(candidate)))
+    options = ",".join(f"{key}={value}" for key, value in differences(name).items())
+    return f"{name}:{options}" if options else name
+
+
+def topology_to_json(topology: Topology) -> dict[str, Scalar]:
+    """Return the registered name and every option."""
+    return {"name": topology_name(topology).partition(":")[0], **dataclasses.asdict(topology)}
+
+
+def topology_from_json(record: dict[str, Any]) -> Topology:
+    """Read what `topology_to_json` wrote."""
+    return build_topology(**record)

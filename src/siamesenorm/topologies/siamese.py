@@ -1,0 +1,223 @@
+"""SiameseNorm (arXiv 2602.08064): two streams share every sublayer.
+
+The bounded stream (the paper's X) is normalised after additions, the identity stream (Y) is left alone. Post-Pre
+couples Post-Norm with Pre-Norm; Hybrid-Pre, the paper's main form, couples HybridNorm with Pre-Norm.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from torch import nn
+
+from siamesenorm.errors import unknown
+from siamesenorm.topologies.siamese_connection import (
+    FusedSiameseConnection,
+    Gate,
+    GatedOpening,
+    PendingSiameseClosing,
+    PendingSiameseConnection,
+    SiameseClosing,
+    SiameseConnection,
+)
+from siamesenorm.topologies.topology import (
+    AttentionNorm,
+    BoundaryCost,
+    Closing,
+    Connection,
+    Materials,
+    Opening,
+    Place,
+    Topology,
+)
+
+DEPTH_SCALES = ("code", "paper_block", "paper_sublayer", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Siamese(Topology):
+    """What both forms share: the write X <- X + s O, Y <- Y + O, and the readings of the depth scale s.
+
+    `depth_scale`: "code" = 1/sqrt(2(l+1)) with l the 0-based block, as in all released code; "paper_block" =
+    1/sqrt(l+1); "paper_sublayer" = 1/sqrt(k+1) with k the 0-based sublayer; "none" = 1.
+    `normalized_input` is the norm N^in of the sum before the sublayer.
+    """
+
+    paper: ClassVar[str] = "SiameseNorm, arXiv 2602.08064"
+
+    depth_scale: Literal["code", "paper_block", "paper_sublayer", "none"] = "code"
+    normalized_input: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown reading of the depth scale."""
+        if self.depth_scale not in DEPTH_SCALES:
+            raise unknown("depth_scale", self.depth_scale, DEPTH_SCALES)
+
+    @property
+    def stream_names(self) -> tuple[str, ...]:
+        """The bounded stream X and the identity stream Y."""
+        return ("bounded", "identity")
+
+    def scale(self, place: Place) -> float:
+        """Return s at a place."""
+        return {
+            "code": 1 / math.sqrt(2 * (place.block + 1)),
+            "paper_block": 1 / math.sqrt(place.block + 1),
+            "paper_sublayer": 1 / math.sqrt(place.index + 1),
+            "none": 1.0,
+        }[self.depth_scale]
+
+    def build_connection(self, place: Place, materials: Materials, **parts: Any) -> Connection:
+        """Return the plain connection of these parts, or the one whose read completes the previous pending write."""
+        scale = self.scale(place)
+        if materials.kernels == "plain":
+            return SiameseConnection(materials, scale=scale, **parts)
+        if place.previous is None:
+            return PendingSiameseConnection(materials, scale=scale, **parts)
+        return FusedSiameseConnection(materials, arrival=self.scale(place.previous), scale=scale, **parts)
+
+    def build_closing(self, last: Place, materials: Materials, *, output_norm: nn.Module | None) -> Closing:
+        """Return the closing N_out(N^X_f(X) + N^Y_f(Y))."""
+        settle, identity_norm = materials.build_norm("final"), materials.build_norm("final")
+        if materials.kernels == "plain":
+            return SiameseClosing(materials, settle=settle, identity_norm=identity_norm, output_norm=output_norm)
+        return PendingSiameseClosing(
+            materials,
+            arrival=self.scale(last),
+            settle=settle,
+            identity_norm=identity_norm,
+            output_norm=output_norm,
+        )
+
+    def build_identity_norm(self, place: Place, materials: Materials) -> nn.Module:
+        """Return N^Y, which is the last norm before the sublayer where there is no N^in."""
+        return materials.build_norm(place.kind) if self.normalized_input else materials.build_input_norm(place)
+
+    def build_sum_norm(self, place: Place, materials: Materials) -> nn.Module | None:
+        """Return N^in, if the input is normalised."""
+        return materials.build_input_norm(place) if self.normalized_input else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiamesePostPre(Siamese):
+    """SiameseNorm Post-Pre: Post-Norm and Pre-Norm share every sublayer.
+
+    `settle`: "eager" normalises X after each addition (the paper's algorithm, X_0 = e); "lazy" before each sublayer, so
+    that the embedding is normalised too (the released vision code).  The two differ by one norm at the first reader.
+    `readout`: "paper" closes with X + N_f(Y); "code" with N_out(N^X_f(X) + N^Y_f(Y)).
+    `gated_opening` starts X at gamma e with a learned gamma (for conversion: gamma = 0 starts it at zero).
+    """
+
+    title: ClassVar[str] = "SiameseNorm Post-Pre"
+    formula: ClassVar[str] = """\
+        open    X = Y = e              (gated_opening: X = gamma e)
+        read    h = N^in_k(X + N^Y_k(Y))
+        write   X <- N^X_k(X + s O),  Y <- Y + O
+        close   X + N_f(Y)             (readout=code: N_out(X + N_f(Y)))
+        scale   s = 1/sqrt(2(l+1))"""
+    diagram: ClassVar[str] = """\
+        X ──┬──────────────────── s·O + ─▶ N^X ──▶ X
+            +─▶ N^in ─▶ F ─▶ O ──────┤
+        Y ──┴─▶ N^Y ┘ Y ───────────── + ─────────▶ Y"""
+    special_cases: ClassVar[tuple[str, ...]] = (
+        "Pre-Norm: N^X = 0, normalized_input off, and X_0 = 0 (gated_opening with gamma 0, or lazy): exact",
+        "Post-Norm: N^Y = 0 and N_f = 0, normalized_input off, depth_scale none: exact",
+        "DeepNorm-like: N(X + s O) = N(X/s + O) at eps 0, so depth scaling is a per-block alpha of sqrt(2(l+1))",
+        "Mix-LN: no setting reproduces it",
+    )
+
+    settle: Literal["eager", "lazy"] = "eager"
+    readout: Literal["paper", "code"] = "paper"
+    gated_opening: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse unknown options."""
+        super().__post_init__()
+        if self.settle not in ("eager", "lazy"):
+            raise unknown("settle", self.settle, ("eager", "lazy"))
+        if self.readout not in ("paper", "code"):
+            raise unknown("readout", self.readout, ("paper", "code"))
+
+    @property
+    def cost(self) -> BoundaryCost:
+        """Reads X, Y, O and writes U, X', Y', H; the backward pass reads five and writes three."""
+        return BoundaryCost(forward=7, backward=8, saved=2)
+
+    def opening(self, materials: Materials) -> Opening:
+        """Return two copies of the embedding, the first one gated if asked for."""
+        return GatedOpening(materials) if self.gated_opening else super().opening(materials)
+
+    def connection(self, place: Place, materials: Materials) -> Connection:
+        """Return the connection; the eager first reader alone has nothing to settle."""
+        settles = place.previous is not None or self.settle == "lazy"
+        return self.build_connection(
+            place,
+            materials,
+            settle=materials.build_norm(place.kind) if settles else None,
+            identity_norm=self.build_identity_norm(place, materials),
+            input_norm=self.build_sum_norm(place, materials),
+        )
+
+    def closing(self, last: Place, materials: Materials) -> Closing:
+        """Return the last norms and the sum."""
+        output_norm = materials.build_final_norm() if self.readout == "code" else None
+        return self.build_closing(last, materials, output_norm=output_norm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiameseHybridPre(Siamese):
+    """SiameseNorm Hybrid-Pre, the paper's main form: HybridNorm and Pre-Norm share every sublayer.
+
+    Attention reads gamma X + N^Y(Y) and normalises its own queries, keys and values; the MLP settles X first and reads
+    through N^in. Three final norms. `normalized_input=False` drops the MLP's N^in and keeps QKV-norm (what the paper's
+    ablation row removed is not published).
+    """
+
+    title: ClassVar[str] = "SiameseNorm Hybrid-Pre"
+    formula: ClassVar[str] = """\
+        open    X = Y = e
+        attention   read   h = gamma_l X + N^Y_k(Y)              (QKV-norm inside the attention)
+        MLP         read   X <- N^X_l(X),  h = N^in_l(X + N^Y_k(Y))
+        write   X <- X + s O,  Y <- Y + O
+        close   N_out(N^X_f(X) + N^Y_f(Y))
+        scale   s = 1/sqrt(2(l+1))"""
+    diagram: ClassVar[str] = """\
+        X ──┬───────────── s·O + ─▶ N^X ─┬────────────────── s·O + ──▶ X
+            γ                  │         │                       │
+            +─▶ Attn(QKV-norm)─┤         +─▶ N^in ─▶ MLP ─▶ O ───┤
+            N^Y                │         N^Y                     │
+        Y ──┴───────────────── + ────────┴────────────────────── + ──▶ Y"""
+    special_cases: ClassVar[tuple[str, ...]] = (
+        "Pre-Norm: gamma, N^X, N^X_f = 0 and N^Y = 1 at the MLP and the closing: exact up to the double norm's eps",
+        "HybridNorm: N^Y = 0, gamma = 1, N^X constant, N^X_f = 1, depth_scale none: exact up to eps",
+    )
+
+    @property
+    def attention_norm(self) -> AttentionNorm:
+        """QKV-norm stands in for the attention's input norm."""
+        return "qkv-head"
+
+    @property
+    def cost(self) -> BoundaryCost:
+        """Mean of the attention boundary (6 and 8 passes) and the MLP boundary (7 and 8)."""
+        return BoundaryCost(forward=6.5, backward=8, saved=2)
+
+    def connection(self, place: Place, materials: Materials) -> Connection:
+        """Return the attention's or the MLP's connection."""
+        if place.kind == "attention":
+            return self.build_connection(
+                place, materials, gate=Gate(materials), identity_norm=materials.build_input_norm(place)
+            )
+        return self.build_connection(
+            place,
+            materials,
+            settle=materials.build_norm(place.kind),
+            identity_norm=self.build_identity_norm(place, materials),
+            input_norm=self.build_sum_norm(place, materials),
+        )
+
+    def closing(self, last: Place, materials: Materials) -> Closing:
+        """Return the three final norms."""
+        return self.build_closing(last, materials, output_norm=materials.build_final_norm())

@@ -1,0 +1,185 @@
+"""The modules of SiameseNorm: two streams, the bounded X and the identity Y, around every sublayer.
+
+The plain ones are the readable reference. The fused ones leave a write pending, as the state (X, Y, O), and do
+addition, settle and read in one operator, also across a block's edge. Parameters are the same: a state dict fits both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from siamesenorm.errors import UserError
+from siamesenorm.kernels.siamese_boundary import siamese_boundary
+from siamesenorm.norms import Declared
+from siamesenorm.norms.rms_norm import RMSNorm
+from siamesenorm.topologies.topology import Closing, Connection, Materials, Opening, Streams
+
+
+class SiameseConnection(Connection):
+    """Around one sublayer: X <- settle(X), h = input_norm(gate X + identity_norm(Y)); X <- X + s O, Y <- Y + O.
+
+    What is absent is the identity. The gate, a vector gamma of initial value 1, is that of Hybrid-Pre's attention.
+    """
+
+    scale: Tensor
+
+    def __init__(
+        self,
+        materials: Materials,
+        *,
+        scale: float,
+        identity_norm: nn.Module,
+        settle: nn.Module | None = None,
+        input_norm: nn.Module | None = None,
+        gate: nn.Module | None = None,
+    ) -> None:
+        super().__init__(materials)
+        self.settle = settle or nn.Identity()
+        self.gate = gate or nn.Identity()
+        self.identity_norm = identity_norm
+        self.input_norm = input_norm or nn.Identity()
+        self.constant("scale", scale)
+
+    def read(self, streams: Streams) -> tuple[Tensor, Streams]:
+        """Settle the bounded stream and return the norm of the two streams' sum."""
+        bounded, identity = streams
+        bounded = self.settle(bounded)
+        h = self.input_norm(self.gate(bounded) + self.identity_norm(identity))
+        return self.to_compute(h), (bounded, identity)
+
+    def write(self, streams: Streams, output: Tensor) -> Streams:
+        """Add the scaled output to the bounded stream and the full one to the identity stream."""
+        bounded, identity = streams
+        output = output.to(identity.dtype)
+        return bounded + output * self.scale, identity + output
+
+
+class SiameseClosing(Closing):
+    """N_out( settle(X) + identity_norm(Y) ); what is absent is the identity."""
+
+    def __init__(
+        self,
+        materials: Materials,
+        *,
+        settle: nn.Module,
+        identity_norm: nn.Module,
+        output_norm: nn.Module | None,
+    ) -> None:
+        super().__init__(materials)
+        self.settle = settle
+        self.identity_norm = identity_norm
+        self.output_norm = output_norm or nn.Identity()
+
+    def forward(self, streams: Streams) -> Tensor:
+        """Fuse the two streams."""
+        bounded, identity = streams
+        return self.to_compute(self.output_norm(self.settle(bounded) + self.identity_norm(identity)))
+
+
+class Gate(Declared):
+    """A learned factor per channel, gamma x, without weight decay."""
+
+    gain: Tensor
+
+    def __init__(self, materials: Materials) -> None:
+        super().__init__()
+        self.axis = materials.axis
+        self.declare("gain", (materials.dim,), initial=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return gamma x."""
+        return (x.movedim(self.axis, -1) * self.gain.to(x.dtype)).movedim(-1, self.axis)
+
+
+class GatedOpening(Opening):
+    """X_0 = gamma e, Y_0 = e: with gamma = 0 the paper's claim that zero N^X gives Pre-Norm becomes true."""
+
+    def __init__(self, materials: Materials) -> None:
+        super().__init__(materials, count=2)
+        self.gate = Gate(materials)
+
+    def forward(self, embedding: Tensor) -> Streams:
+        """Return the gated and the plain embedding."""
+        identity = self.to_residual(embedding)
+        return self.gate(identity), identity
+
+
+class PendingSiameseConnection(SiameseConnection):
+    """The first connection of a fused model: a plain read, a pending write."""
+
+    def write(self, streams: Streams, output: Tensor) -> Streams:
+        """Leave the addition to the next read."""
+        return (*streams, output)
+
+
+class FusedSiameseConnection(PendingSiameseConnection):
+    """Addition, settle and read in one operator; `arrival` is the depth scale of the pending write.
+
+    Raises UserError unless every norm is an RMSNorm with a plain gain and the same eps.
+    """
+
+    arrival: Tensor
+
+    def __init__(
+        self,
+        materials: Materials,
+        *,
+        arrival: float,
+        scale: float,
+        identity_norm: nn.Module,
+        settle: nn.Module | None = None,
+        input_norm: nn.Module | None = None,
+        gate: nn.Module | None = None,
+    ) -> None:
+        super().__init__(
+            materials, scale=scale, identity_norm=identity_norm, settle=settle, input_norm=input_norm, gate=gate
+        )
+        self.constant("arrival", arrival)
+        self.eps = shared_eps(norm for norm in (identity_norm, settle, input_norm) if norm is not None)
+
+    def read(self, streams: Streams) -> tuple[Tensor, Streams]:
+        """Complete the pending write and read."""
+        bounded, identity, output = streams
+        gains = (getattr(part, "gain", None) for part in (self.settle, self.gate, self.input_norm))
+        bounded, identity, h, _ = siamese_boundary(
+            bounded, identity, output, self.arrival, self.identity_norm.gain, *gains, self.eps
+        )
+        return self.to_compute(h), (bounded, identity)
+
+
+def shared_eps(norms: Iterable[nn.Module]) -> float:
+    """Return the eps of norms that the fused boundary can stand in for; raises UserError if there is none."""
+    found = set()
+    for norm in norms:
+        if not (isinstance(norm, RMSNorm) and norm.affine and norm.offset == 0):
+            raise UserError(f"the fused boundary knows plain RMSNorm with gain, not {norm}: use kernels='plain'")
+        found.add(norm.eps)
+    if len(found) != 1:
+        raise UserError(f"the fused boundary needs one eps, not {sorted(found)}: use kernels='plain'")
+    return found.pop()
+
+
+class PendingSiameseClosing(SiameseClosing):
+    """A closing that completes the last pending write."""
+
+    arrival: Tensor
+
+    def __init__(
+        self,
+        materials: Materials,
+        *,
+        arrival: float,
+        settle: nn.Module,
+        identity_norm: nn.Module,
+        output_norm: nn.Module | None,
+    ) -> None:
+        super().__init__(materials, settle=settle, identity_norm=identity_norm, output_norm=output_norm)
+        self.constant("arrival", arrival)
+
+    def forward(self, streams: Streams) -> Tensor:
+        """Add the pending output, then fuse the two streams."""
+        bounded, identity, output = streams
+        output = output.to(identity.dtype)
+        return super().forward((bounded + output * self.arrival, identity + output))

@@ -1,0 +1,67 @@
+"""The connection of every topology that has one stream: what differs is where its norms stand."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from siamesenorm.norms import Declared
+from siamesenorm.topologies.topology import Closing, Connection, Materials, Streams
+
+
+class SingleStreamConnection(Connection):
+    """One stream x with a norm after the previous addition, before the sublayer, or on its output.
+
+    read: x <- settle(x), h = norm(x); write: x <- x + output(O). What is absent is the identity.
+    """
+
+    def __init__(
+        self,
+        materials: Materials,
+        *,
+        settle: nn.Module | None = None,
+        norm: nn.Module | None = None,
+        output: nn.Module | None = None,
+    ) -> None:
+        super().__init__(materials)
+        self.settle = settle or nn.Identity()
+        self.norm = norm or nn.Identity()
+        self.output = output or nn.Identity()
+
+    def read(self, streams: Streams) -> tuple[Tensor, Streams]:
+        """Settle the stream and return its norm."""
+        x = self.settle(streams[0])
+        return self.to_compute(self.norm(x)), (x,)
+
+    def write(self, streams: Streams, output: Tensor) -> Streams:
+        """Add the output to the stream."""
+        (x,) = streams
+        return (x + self.output(output.to(x.dtype)),)
+
+
+class SingleStreamClosing(Closing):
+    """Settle the last addition, then apply the final norm; what is absent is the identity."""
+
+    def __init__(self, materials: Materials, *, settle: nn.Module | None = None, norm: nn.Module | None = None) -> None:
+        super().__init__(materials)
+        self.settle = settle or nn.Identity()
+        self.norm = norm or nn.Identity()
+
+    def forward(self, streams: Streams) -> Tensor:
+        """Return norm(settle(x))."""
+        return self.to_compute(self.norm(self.settle(streams[0])))
+
+
+class Scaled(Declared):
+    """A module followed by a constant factor."""
+
+    factor: Tensor
+
+    def __init__(self, module: nn.Module, factor: float) -> None:
+        super().__init__()
+        self.module = module
+        self.constant("factor", factor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return factor * module(x)."""
+        scaled: Tensor = self.module(x) * self.factor
+        return scaled

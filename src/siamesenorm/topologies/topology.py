@@ -1,0 +1,209 @@
+"""The contract of a residual topology.
+
+A topology is not a block class. It opens the streams, puts a connection around each sublayer, and closes the streams:
+
+    streams = opening(embedding)
+    for connection, sublayer in ...:
+        h, streams = connection.read(streams)             # what the sublayer sees
+        streams = connection.write(streams, sublayer(h))  # what its output does
+    hidden = closing(streams)                             # owns every final norm
+
+A norm that follows an addition belongs to the next reader, as its `settle`, or to the closing: parameters never cross
+a block's edge, and a write may stay pending until the next read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from siamesenorm.norms import Declared, NormSpec, Role
+
+Streams = tuple[Tensor, ...]
+AttentionNorm = Literal["auto", "none", "qk", "qk-head", "qkv-head"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a sublayer stands: its `index` k, its `block` l and its `slot` therein, of `depth` L blocks."""
+
+    index: int
+    block: int
+    slot: int
+    kind: Literal["attention", "mlp"]
+    depth: int
+    previous: Place | None = field(default=None, repr=False)
+    conditioned: bool = False
+    """Whether the sublayer is `Modulated`: the read's last norm is then built without gain."""
+
+
+def transformer_places(depth: int, *, conditioned: bool = False) -> list[tuple[Place, Place]]:
+    """Return the (attention, mlp) places of `depth` blocks."""
+    blocks: list[tuple[Place, Place]] = []
+    previous: Place | None = None
+    for block in range(depth):
+        attention = Place(
+            index=2 * block, block=block, slot=0, kind="attention", depth=depth, previous=previous,
+            conditioned=conditioned,
+        )  # fmt: skip
+        previous = mlp = Place(
+            index=2 * block + 1, block=block, slot=1, kind="mlp", depth=depth, previous=attention,
+            conditioned=conditioned,
+        )  # fmt: skip
+        blocks.append((attention, mlp))
+    return blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Materials:
+    """What a topology's modules are built from.
+
+    `residual_dtype` is the dtype of the streams, `compute_dtype` that of what sublayers see; None keeps it as it is.
+    `final_norm=False` leaves the last norm of the closing to the model (a DiT head has a conditioned one of its own).
+    `kernels="fused"` leaves writes pending and settles them in one operator with the next read.
+    """
+
+    dim: int
+    norm: NormSpec = NormSpec()
+    domain: Literal["language", "vision"] = "language"
+    axis: int = -1
+    residual_dtype: torch.dtype | None = None
+    compute_dtype: torch.dtype | None = None
+    final_norm: bool = True
+    kernels: Literal["plain", "fused"] = "plain"
+
+    def build_norm(self, kind: str, *, affine: bool = True) -> nn.Module:
+        """Return a norm for the stream, in the role of its operator's recipe."""
+        return self.norm.build(self.dim, role=Role(kind, self.domain), affine=affine, axis=self.axis)
+
+    def build_input_norm(self, place: Place) -> nn.Module:
+        """Return the last norm before a sublayer: without gain if the sublayer is conditioned."""
+        return self.build_norm(place.kind, affine=not place.conditioned)
+
+    def build_final_norm(self) -> nn.Module:
+        """Return the norm before the head, or the identity where the model has its own."""
+        return self.build_norm("final") if self.final_norm else nn.Identity()
+
+
+class Reader(Declared):
+    """A module that reads streams and hands on the compute dtype."""
+
+    def __init__(self, materials: Materials) -> None:
+        super().__init__()
+        self.compute_dtype = materials.compute_dtype
+
+    def to_compute(self, h: Tensor) -> Tensor:
+        """Return h in the compute dtype."""
+        return h if self.compute_dtype is None else h.to(self.compute_dtype)
+
+
+class Opening(Declared):
+    """Turn the embedding [..., dim] into the streams: here `count` copies of it in the residual dtype."""
+
+    def __init__(self, materials: Materials, count: int = 1) -> None:
+        super().__init__()
+        self.count = count
+        self.residual_dtype = materials.residual_dtype
+
+    def to_residual(self, embedding: Tensor) -> Tensor:
+        """Return the embedding in the residual dtype."""
+        return embedding if self.residual_dtype is None else embedding.to(self.residual_dtype)
+
+    def forward(self, embedding: Tensor) -> Streams:
+        """Return the streams."""
+        return (self.to_residual(embedding),) * self.count
+
+
+class Connection(Reader):
+    """What a topology puts around one sublayer: a read before it, a write after it."""
+
+    def read(self, streams: Streams) -> tuple[Tensor, Streams]:
+        """Return what the sublayer sees, [..., dim] in the compute dtype, and the settled streams."""
+        raise NotImplementedError
+
+    def write(self, streams: Streams, output: Tensor) -> Streams:
+        """Return the streams after the sublayer's output, added in the residual dtype."""
+        raise NotImplementedError
+
+    def forward(self, streams: Streams, sublayer: Callable[[Tensor], Tensor]) -> Streams:
+        """Read, apply the sublayer, write."""
+        h, streams = self.read(streams)
+        return self.write(streams, sublayer(h))
+
+
+class Closing(Reader):
+    """Turn the streams into what the head sees."""
+
+    def forward(self, streams: Streams) -> Tensor:
+        """Return [..., dim] in the compute dtype."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class BoundaryCost:
+    """Passes of one stream-sized tensor over memory at a fused boundary, and tensors kept for the backward pass."""
+
+    forward: float
+    backward: float
+    saved: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """The wiring of the residual path: a frozen set of options that makes openings, connections and closings.
+
+    Fields are scalars, so that a topology is JSON-serialisable, comparable and hashable. The class variables say what
+    `explain` prints.
+    """
+
+    title: ClassVar[str]
+    paper: ClassVar[str]
+    formula: ClassVar[str]
+    """Opening, read, write and closing, one a line; `O` is the sublayer's output, `N` a norm."""
+    diagram: ClassVar[str]
+    special_cases: ClassVar[tuple[str, ...]] = ()
+    modulation_refusal: ClassVar[str | None] = None
+    """Why the topology does not compose with conditioned (AdaLN) sublayers; None if it does."""
+
+    @property
+    def stream_names(self) -> tuple[str, ...]:
+        """Names of the streams, in order."""
+        return ("residual",)
+
+    @property
+    def attention_norm(self) -> AttentionNorm:
+        """The attention norm that the topology needs; "auto" when it has no need of its own."""
+        return "auto"
+
+    @property
+    def cost(self) -> BoundaryCost:
+        """Memory traffic of a fused boundary."""
+        raise NotImplementedError
+
+    def opening(self, materials: Materials) -> Opening:
+        """Return the module that turns the embedding into the streams."""
+        return Opening(materials, len(self.stream_names))
+
+    def connection(self, place: Place, materials: Materials) -> Connection:
+        """Return what stands around the sublayer at `place`."""
+        raise NotImplementedError
+
+    def closing(self, last: Place, materials: Materials) -> Closing:
+        """Return the module that turns the streams, last written at `last`, into what the head sees."""
+        raise NotImplementedError
+
+    def initial_factor(self, role: str, depth: int) -> float:
+        """Return the factor on the initial weights of a projection of this role ("value", "mlp_output", ...)."""
+        return 1.0
+
+    def pack(self, streams: Streams) -> Tensor:
+        """Return the streams as one tensor [..., streams, dim], for loops that hand on one tensor."""
+        return torch.stack(streams, dim=-2)
+
+    def unpack(self, packed: Tensor) -> Streams:
+        """Return the streams of a packed tensor."""
+        return packed.unbind(dim=-2)

@@ -1,0 +1,197 @@
+"""A loss curve, from our own record or from anybody's file: metrics.jsonl, CSV, JSON lines, a JSON list, a Trainer state."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from siamesenorm.errors import UserError, unknown
+from siamesenorm.training.metrics import parse_lines, read_bytes
+from siamesenorm.training.storage import decode_json
+
+STEP_COLUMNS = ("step", "_step", "global_step")
+GRADIENT_COLUMNS = ("gradient_norm", "grad_norm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossCurve:
+    """Training losses (nats) at increasing steps, and what a verdict can use about the run.
+
+    `gradient_norms` has None where none was logged; `steps_total`, `warmup_steps` (0) and `unigram_entropy` (nats) are
+    known for our own runs only.
+    """
+
+    steps: tuple[int, ...]
+    losses: tuple[float, ...]
+    gradient_norms: tuple[float | None, ...] | None = None
+    steps_total: int | None = None
+    warmup_steps: int = 0
+    unigram_entropy: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One record of a file, and where it stands there ("line 7")."""
+
+    place: str
+    cells: Mapping[str, Any]
+
+
+def loss_curve(records: Iterable[Mapping[str, Any]], *, source: str = "the record") -> LossCurve:
+    """Return the curve in the records of a run; `source` names them in the `UserError` raised when there is none."""
+    rows = [_Row(f"record {number}", record) for number, record in enumerate(records, start=1)]
+    return _curve(rows, "loss", source)
+
+
+def read_loss_curve(path: Path, *, column: str = "loss") -> LossCurve:
+    """Return the loss curve in a file, or in the `metrics.jsonl` of a run directory.
+
+    A table's loss is its `column`; the columns `step` and `gradient_norm` (or `grad_norm`) are used when there. A CSV
+    without a header holds losses, or steps and losses, or steps, losses and gradient norms. Rows with an empty or null
+    loss were logged for something else and are left out: a loss that is not a number must say nan. Raises `UserError`
+    on what cannot be read: no file, an empty or binary one, no such column, text among numbers, steps that fall.
+    """
+    if path.is_dir():
+        path = path / "metrics.jsonl"
+    data = read_bytes(path)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise UserError(f"{path} is not text: expected metrics.jsonl, CSV or JSON")
+    if not text.strip():
+        raise UserError(f"{path} is empty: expected a loss curve as metrics.jsonl, CSV or JSON")
+    rows = {"[": _list_rows, "{": _object_rows}.get(text.lstrip()[0], _csv_rows)(text, column, path)
+    return _curve(rows, column, str(path))
+
+
+def _list_rows(text: str, column: str, path: Path) -> list[_Row]:
+    try:
+        items = decode_json(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}, line {error.lineno} is not JSON: {error.msg}") from error
+    return [_json_row(f"item {number}", item, column, path) for number, item in enumerate(items, start=1)]
+
+
+def _object_rows(text: str, column: str, path: Path) -> list[_Row]:
+    try:
+        history = decode_json(text).get("log_history")  # trainer_state.json of Hugging Face's Trainer
+    except ValueError:
+        history = None
+    if isinstance(history, list):
+        return [_json_row(f"item {number}", item, column, path) for number, item in enumerate(history, start=1)]
+    return [_json_row(f"line {number}", item, column, path) for number, item in parse_lines(text.encode(), path)]
+
+
+def _json_row(place: str, item: Any, column: str, path: Path) -> _Row:
+    if isinstance(item, Mapping):
+        return _Row(place, item)
+    if isinstance(item, list):
+        raise UserError(f"{path}, {place}: expected a number or an object with a {column!r}, found a list")
+    return _Row(place, {column: item})
+
+
+def _csv_rows(text: str, column: str, path: Path) -> list[_Row]:
+    lines = text.splitlines()
+    first = next(line for line in lines if line.strip())
+    delimiter = max(",\t;", key=first.count)
+    try:
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        table = [(reader.line_num, [cell.strip() for cell in row]) for row in reader]
+    except csv.Error as error:
+        raise UserError(f"{path} is not CSV: line {reader.line_num}: {error}") from error
+    table = [(number, row) for number, row in table if any(row)]
+    _, header = table[0]
+    if all(_is_number(cell) for cell in header):
+        header = _headerless_columns(len(header), column, path)
+    else:
+        del table[0]
+    for number, row in table:
+        if len(row) != len(header):
+            raise UserError(f"{path}, line {number}: {len(row)} cells where the first line has {len(header)}")
+    return [_Row(f"line {number}", dict(zip(header, row, strict=True))) for number, row in table]
+
+
+def _headerless_columns(count: int, column: str, path: Path) -> list[str]:
+    if count > 3:
+        raise UserError(f"{path} has {count} columns and no header: add a first line that names them")
+    if column != "loss":
+        raise UserError(f"{path} has no header, so no column {column!r}: add a first line that names its columns")
+    return [["loss"], ["step", "loss"], ["step", "loss", "gradient_norm"]][count - 1]
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _curve(rows: Sequence[_Row], column: str, source: str) -> LossCurve:
+    if any("kind" in row.cells for row in rows):
+        facts: Mapping[str, Any] = next((row.cells for row in rows if row.cells.get("kind") == "model"), {})
+        rows = [row for row in rows if row.cells.get("kind") == "train"]
+    else:
+        facts = {}
+    names = list(dict.fromkeys(name for row in rows for name in row.cells))
+    if rows and (found := _find(names, (column,))) is None:
+        raise UserError(f"{source}: {unknown('column', column, names)}; name the column of the loss")
+    rows = [row for row in rows if row.cells.get(found) not in (None, "")]
+    if not rows:
+        raise UserError(f"{source} has no loss: expected at least one number in {column!r}")
+    gradient_column = _find(names, GRADIENT_COLUMNS)
+    return LossCurve(
+        steps=_steps(rows, _find(names, STEP_COLUMNS), source),
+        losses=tuple(_number(row, found, source) for row in rows),
+        gradient_norms=gradient_column and _gradient_norms(rows, gradient_column, source),
+        steps_total=facts.get("steps"),
+        warmup_steps=facts.get("warmup_steps", 0),
+        unigram_entropy=facts.get("unigram_entropy"),
+    )
+
+
+def _find(names: Sequence[str], wanted: Sequence[str]) -> str | None:
+    """Return the first column with a wanted name, exactly or but for upper case."""
+    for name in wanted:
+        if name in names:
+            return name
+    folded = {name.casefold(): name for name in reversed(names)}
+    return next((folded[name.casefold()] for name in wanted if name.casefold() in folded), None)
+
+
+def _gradient_norms(rows: Sequence[_Row], column: str, source: str) -> tuple[float | None, ...]:
+    return tuple(None if row.cells.get(column) in (None, "") else _number(row, column, source) for row in rows)
+
+
+def _steps(rows: Sequence[_Row], column: str | None, source: str) -> tuple[int, ...]:
+    if column is None:
+        return tuple(range(1, len(rows) + 1))
+    steps: list[int] = []
+    for row in rows:
+        number = _number(row, column, source)
+        if not math.isfinite(number) or number != int(number):
+            raise UserError(f"{source}, {row.place}: {column} is {row.cells.get(column)!r}, not a whole number")
+        if steps and number <= steps[-1]:
+            raise UserError(
+                f"{source}, {row.place}: step {int(number)} follows step {steps[-1]}: "
+                "sort the rows by step and keep one row a step"
+            )
+        steps.append(int(number))
+    return tuple(steps)
+
+
+def _number(row: _Row, column: str, source: str) -> float:
+    cell = row.cells.get(column)
+    try:
+        if isinstance(cell, bool) or not isinstance(cell, int | float | str):
+            raise ValueError
+        return float(cell)
+    except ValueError as error:
+        raise UserError(f"{source}, {row.place}: {column} is {cell!r}, not a number") from error

@@ -1,0 +1,144 @@
+"""The record of a run: `metrics.jsonl`, one JSON object a line, appended step by step.
+
+Every line reaches the operating system before `append` returns, so a killed process loses nothing; `offset` is what a
+checkpoint stores, and `truncate(offset)` what an exact resume does with it. Apart from `TIME_FIELDS` the file is
+bit-reproducible.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from io import SEEK_END, FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from siamesenorm.errors import UserError
+from siamesenorm.training.storage import decode_json, encode_json, write_failure
+
+TIME_FIELDS = ("time", "step_seconds", "peak_memory_bytes")
+
+_TAIL_BYTES = 65536
+
+
+class MetricsLog:
+    """An append-only file of records; opening one cuts off a line that a killed process left half-written."""
+
+    def __init__(self, path: Path) -> None:
+        """Open `path`, new or to go on; raises `UserError` when it cannot be written."""
+        self.path = path
+        try:
+            self._file = FileIO(path, "a+")
+            self._offset = _end_of_last_line(self._file)
+            self._file.truncate(self._offset)
+        except OSError as error:
+            raise write_failure(error, path) from error
+
+    @property
+    def offset(self) -> int:
+        """Bytes written so far: the end of the last whole line."""
+        return self._offset
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one record; on a full disk the line is taken back and `UserError` raised."""
+        line = memoryview(encode_json(record).encode() + b"\n")
+        try:
+            written = 0
+            while written < len(line):
+                written += self._file.write(line[written:])
+        except OSError as error:
+            self._file.truncate(self._offset)
+            raise write_failure(error, self.path) from error
+        self._offset += len(line)
+
+    def sync(self) -> int:
+        """Wait until all records are on the disk (a power failure then keeps them) and return `offset`."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise write_failure(error, self.path) from error
+        return self._offset
+
+    def truncate(self, offset: int) -> None:
+        """Forget everything after the first `offset` bytes; raises `UserError` unless a line ends there."""
+        if not 0 <= offset <= self._offset:
+            raise UserError(
+                f"{self.path} has {self._offset} bytes, its checkpoint was made at byte {offset}: "
+                "restore the file or start the run again in another directory"
+            )
+        if offset and os.pread(self._file.fileno(), 1, offset - 1) != b"\n":
+            raise UserError(f"{self.path} was changed: no line ends at byte {offset}, where its checkpoint was made")
+        self._file.truncate(offset)
+        self._offset = offset
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        """Return the log itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the file."""
+        self.close()
+
+
+def _end_of_last_line(file: FileIO) -> int:
+    end = file.seek(0, SEEK_END)
+    while end > 0:
+        start = max(0, end - _TAIL_BYTES)
+        newline = os.pread(file.fileno(), end - start, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a `metrics.jsonl`, without a half-written last line.
+
+    Raises `UserError` when there is no such file, or naming the first line that is not a JSON object.
+    """
+    records = []
+    for number, record in parse_lines(read_bytes(path), path):
+        if not isinstance(record, dict):
+            raise UserError(f"{path}, line {number}: expected a JSON object, found {str(record)[:40]!r}")
+        records.append(record)
+    return records
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a file, without the zero bytes a power failure may leave at its end."""
+    try:
+        return path.read_bytes().rstrip(b"\0")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def parse_lines(data: bytes, path: Path) -> list[tuple[int, Any]]:
+    """Return (line number, value) of every line of JSON, blank lines left out.
+
+    A last line that does not end is what a killed process leaves: it counts when it is whole, and is dropped when not.
+    """
+    lines = data.split(b"\n")
+    values = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            values.append((number, decode_json(line)))
+        except ValueError as error:
+            if number == len(lines):
+                break
+            found = line[:40].decode(errors="replace")
+            raise UserError(f"{path}, line {number} is not JSON: {found!r}: remove or repair that line") from error
+    return values
+
+
+def strip_time(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record without its time fields: what two runs of the same configuration share to the bit."""
+    return {name: value for name, value in record.items() if name not in TIME_FIELDS}
