@@ -33,7 +33,12 @@ def parse_specification(
 
 
 def read_scalar(what: str, text: str, default: Scalar) -> Scalar:
-    """Read `text` in the type of `default`; raises UserError when it is not of that type."""
+    """Read `text` in the type of `default`; raises UserError when it is not of that type.
+
+    The default "auto" stands for a value that a recipe decides: a truth value or a number is read as such.
+    """
+    if default == "auto":
+        return _read_any(text)
     if isinstance(default, bool):
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
@@ -44,4 +49,16 @@ def read_scalar(what: str, text: str, default: Scalar) -> Scalar:
             return type(default)(text)
         except ValueError:
             raise UserError(f"{what} is {text!r}: write {kind}, such as {default}") from None
+    return text
+
+
+def _read_any(text: str) -> Scalar:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    kinds: tuple[type[int], type[float]] = (int, float)
+    for kind in kinds:
+        try:
+            return kind(text)
+        except ValueError:
+            continue
     return text

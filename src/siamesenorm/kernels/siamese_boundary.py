@@ -99,7 +99,6 @@ def siamese_boundary_backward(
     empty.
     """
     wide = torch.promote_types(bounded.dtype, torch.float32)
-    absent = bounded.new_empty(0)
     settled = bounded.to(wide)
     if settle_gain is not None:
         bounded_hat, bounded_inverse = _normalise(settled, eps)
@@ -108,15 +107,15 @@ def siamese_boundary_backward(
     total = settled if gate is None else settled * gate.to(wide)
     total = total + identity_hat * identity_gain.to(wide)
 
-    grad_total, grad_input_gain = grad_h.to(wide), absent
+    grad_total, grad_input_gain = grad_h.to(wide), bounded.new_empty(0)
     if input_gain is not None:
         total_hat, total_inverse = _normalise(total, eps)
         grad_input_gain = _token_sum(grad_total * total_hat, input_gain)
         grad_total = _pull_back(grad_total * input_gain.to(wide), total_hat, total_inverse)
 
-    grad_gate = absent if gate is None else _token_sum(grad_total * settled, gate)
+    grad_gate = bounded.new_empty(0) if gate is None else _token_sum(grad_total * settled, gate)
     grad_settled = grad_bounded.to(wide) + (grad_total if gate is None else grad_total * gate.to(wide))
-    grad_settle_gain = absent
+    grad_settle_gain = bounded.new_empty(0)
     if settle_gain is not None:
         grad_settle_gain = _token_sum(grad_settled * bounded_hat, settle_gain)
         grad_settled = _pull_back(grad_settled * settle_gain.to(wide), bounded_hat, bounded_inverse)

@@ -1,16 +1,34 @@
 """Normalisation operators: one file an operator, one contract, one registry."""
 
+from siamesenorm.norms.conditioned import AdaLN, AdaSeeDNorm, Modulation, modulate
 from siamesenorm.norms.declared import Declared, declared_parameters
+from siamesenorm.norms.dyt import DyT
+from siamesenorm.norms.function import NormFunction
+from siamesenorm.norms.layer_norm import LayerNorm
 from siamesenorm.norms.norm import Norm, Role
-from siamesenorm.norms.registry import NORMS, NormSpec, available_norms, build_norm
+from siamesenorm.norms.registry import NORMS, NormSpec, available_norms, build_norm, norm_options
+from siamesenorm.norms.rms_norm import RMSNorm
+from siamesenorm.norms.scale_norm import ScaleNorm
+from siamesenorm.norms.seed_norm import SeeDNorm
 
 __all__ = [
     "NORMS",
+    "AdaLN",
+    "AdaSeeDNorm",
     "Declared",
+    "DyT",
+    "LayerNorm",
+    "Modulation",
     "Norm",
+    "NormFunction",
     "NormSpec",
+    "RMSNorm",
     "Role",
+    "ScaleNorm",
+    "SeeDNorm",
     "available_norms",
     "build_norm",
     "declared_parameters",
+    "modulate",
+    "norm_options",
 ]

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+MEAN_CHANGES = {
+    ("layernorm", "rmsnorm"): "the mean is no longer subtracted",
+    ("rmsnorm", "layernorm"): "the mean is subtracted",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NormFunction:
@@ -39,7 +44,8 @@ def vanishes(parameter: Tensor | None) -> bool:
 def take_statistic(statistic: str, eps: float | None, source: NormFunction) -> list[str]:
     """Return the differences of an operator's statistic and eps from the source's."""
     if statistic != source.statistic:
-        return [f"{source.statistic} became {statistic}"]
+        change = (source.statistic, statistic)
+        return [MEAN_CHANGES.get(change, f"{source.statistic} became {statistic}")]
     if eps != source.eps:
         return [f"eps {source.eps:g} became {eps:g}" if source.eps is not None and eps is not None else "eps"]
     return []

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
 from siamesenorm.errors import unknown
+from siamesenorm.norms.dyt import DyT
 from siamesenorm.norms.layer_norm import LayerNorm
 from siamesenorm.norms.norm import Norm, Role
 from siamesenorm.norms.rms_norm import RMSNorm
-from siamesenorm.options import Scalar, parse_specification
+from siamesenorm.norms.scale_norm import ScaleNorm
+from siamesenorm.norms.seed_norm import SeeDNorm
+from siamesenorm.options import Scalar, parse_specification, read_scalar
 
 NORMS: dict[str, type[Norm]] = {
     "layernorm": LayerNorm,
     "rmsnorm": RMSNorm,
+    "scalenorm": ScaleNorm,
+    "dyt": DyT,
+    "seednorm": SeeDNorm,
 }
-
-_STRUCTURAL = ("self", "dim", "affine", "axis")
 
 
 def available_norms() -> tuple[str, ...]:
@@ -29,8 +32,7 @@ def norm_options(name: str) -> dict[str, Scalar]:
     """Return the options of an operator with their default values; raises UserError for an unknown name."""
     if name not in NORMS:
         raise unknown("norm", name, NORMS)
-    parameters = inspect.signature(NORMS[name].__init__).parameters
-    return {key: value.default for key, value in parameters.items() if key not in _STRUCTURAL}
+    return NORMS[name].option_defaults()
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class NormSpec:
         for key in overrides:
             if key not in defaults:
                 raise unknown(f"option of norm {name}", key, defaults)
-        merged = {**given, **overrides}
+        read = {k: read_scalar(f"option {k} of norm {name}", str(v), defaults[k]) for k, v in overrides.items()}
+        merged = {**given, **read}
         return cls(name, tuple(sorted((k, v) for k, v in merged.items() if v != defaults[k])))
 
     @classmethod

@@ -159,7 +159,9 @@ class SeeDNorm(Norm):
     def formula(self, x: Tensor) -> Tensor:
         """Return (sigma(x . beta) alpha + gamma) x / sqrt(mean(x^2) + eps)."""
         normalised = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-        coefficient = F.dropout(self.dynamic_coefficient(x), self.dropout, self.training)
+        coefficient = self.dynamic_coefficient(x)
+        if self.dropout and self.training:
+            coefficient = F.dropout(coefficient, self.dropout)
         if self.gamma is not None:
             coefficient = coefficient + (self.gamma.to(x.dtype) + self.offset)
         elif self.without != "gamma":
@@ -183,21 +185,52 @@ class SeeDNorm(Norm):
 
     @torch.no_grad()
     def _coefficient_at_rest(self) -> Tensor | float:
-        """Return the dynamic coefficient at beta = 0, where it does not depend on x."""
-        return self._activation_at_zero() * (1.0 if self.alpha is None else self.alpha.double())
+        """Return the dynamic coefficient at beta = 0: sigma(0) alpha."""
+        rest = self._activation_at_zero()
+        return rest if rest == 0 or self.alpha is None else rest * self.alpha.double()
 
     def function(self) -> NormFunction:
-        """Return the operator as an RMSNorm where beta = 0; elsewhere as one of its own kind with gain gamma."""
-        gain, offset = None if self.gamma is None else self.gamma.detach(), self.offset
-        rests = self.beta is not None and vanishes(self.beta)
-        if rests and self.without != "none" or not vanishes(torch.as_tensor(self._coefficient_at_rest())):
-            pass
+        """Return the operator as the RMSNorm that it is while beta = 0, else as one of its own kind."""
+        dynamic = self.beta is None or self._activation_at_zero() != 0 or not vanishes(self.beta)
         return NormFunction(
-            statistic="rmsnorm" if rests else self.statistic,
-            dim=self.dim, axis=self.axis, eps=self.eps, gain=gain, offset=offset,
+            statistic=self.statistic if dynamic or self.without == "gamma" else "rmsnorm",
+            dim=self.dim, axis=self.axis, eps=self.eps,
+            gain=None if self.gamma is None else self.gamma.detach(), offset=self.offset,
         )  # fmt: skip
 
     @torch.no_grad()
     def adopt(self, source: NormFunction) -> list[str]:
         """Take the gain for gamma: the function of an RMSNorm is kept, for beta = 0; see `Norm.adopt`."""
-        raise NotImplementedError
+        if source.statistic == self.statistic:
+            differences = ["the dynamic coefficient starts anew"]
+        else:
+            differences = take_statistic("rmsnorm", self.eps, source)
+        rest = self._coefficient_at_rest()
+        if self.without == "beta":
+            differences.append("sigma(alpha x) is added to the gain")
+        elif self.without == "gamma":
+            differences.append("there is no gamma that could be the gain")
+        elif self.gamma is None and not vanishes(torch.as_tensor(rest)):
+            differences.append("sigma(0) alpha is added to the gain")
+        if self.without != "gamma":
+            less = 0.0 if self.beta is None else rest
+            differences += take_gain(self.gamma, self.offset, source, less=less)
+        return differences + take_bias(None, source)
+
+
+def check_choices(**choices: str) -> None:
+    """Raise UserError naming the nearest names if an option is not one of its choices."""
+    known = {"activation": tuple(ACTIVATIONS), "without": ABLATIONS, "scale": SCALES}
+    for option, value in choices.items():
+        if value not in known[option]:
+            raise unknown(f"{option} of SeeDNorm", str(value), known[option])
+
+
+def check_heads(dim: int, heads: object) -> int:
+    """Return the number of heads; raises UserError if it is not a divisor of the width."""
+    if not isinstance(heads, int) or isinstance(heads, bool):
+        raise UserError(f"heads of SeeDNorm is {heads!r}: write an integer or auto")
+    if heads < 1 or dim % heads:
+        divisors = ", ".join(str(n) for n in range(1, min(dim, 64) + 1) if dim % n == 0)
+        raise UserError(f"SeeDNorm: {heads} heads do not divide the width {dim}: choose from {divisors}")
+    return heads

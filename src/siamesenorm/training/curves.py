@@ -1,4 +1,7 @@
-"""A loss curve, from our own record or from anybody's file: metrics.jsonl, CSV, JSON lines, a JSON list, a Trainer state."""
+"""A loss curve, from our own record or from anybody's file.
+
+Read are metrics.jsonl, CSV with or without a header, JSON lines, a JSON list, and Hugging Face's trainer_state.json.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from siamesenorm.errors import UserError, unknown
+from siamesenorm.training.exact_json import decode_json
 from siamesenorm.training.metrics import parse_lines, read_bytes
-from siamesenorm.training.storage import decode_json
 
 STEP_COLUMNS = ("step", "_step", "global_step")
 GRADIENT_COLUMNS = ("gradient_norm", "grad_norm")
@@ -141,16 +144,17 @@ def _curve(rows: Sequence[_Row], column: str, source: str) -> LossCurve:
     else:
         facts = {}
     names = list(dict.fromkeys(name for row in rows for name in row.cells))
-    if rows and (found := _find(names, (column,))) is None:
+    loss_column = _find(names, (column,))
+    if names and loss_column is None:
         raise UserError(f"{source}: {unknown('column', column, names)}; name the column of the loss")
-    rows = [row for row in rows if row.cells.get(found) not in (None, "")]
-    if not rows:
+    rows = [row for row in rows if loss_column and row.cells.get(loss_column) not in (None, "")]
+    if not loss_column or not rows:
         raise UserError(f"{source} has no loss: expected at least one number in {column!r}")
     gradient_column = _find(names, GRADIENT_COLUMNS)
     return LossCurve(
         steps=_steps(rows, _find(names, STEP_COLUMNS), source),
-        losses=tuple(_number(row, found, source) for row in rows),
-        gradient_norms=gradient_column and _gradient_norms(rows, gradient_column, source),
+        losses=tuple(_number(row, loss_column, source) for row in rows),
+        gradient_norms=_gradient_norms(rows, gradient_column, source) if gradient_column else None,
         steps_total=facts.get("steps"),
         warmup_steps=facts.get("warmup_steps", 0),
         unigram_entropy=facts.get("unigram_entropy"),

@@ -14,8 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from siamesenorm.data.storage import room_expected
 from siamesenorm.errors import UserError
-from siamesenorm.training.storage import decode_json, encode_json, write_failure
+from siamesenorm.training.exact_json import decode_json, encode_json
 
 TIME_FIELDS = ("time", "step_seconds", "peak_memory_bytes")
 
@@ -26,14 +27,11 @@ class MetricsLog:
     """An append-only file of records; opening one cuts off a line that a killed process left half-written."""
 
     def __init__(self, path: Path) -> None:
-        """Open `path`, new or to go on; raises `UserError` when it cannot be written."""
+        """Open `path`, new or to go on; raises `OSError` when it cannot be written."""
         self.path = path
-        try:
-            self._file = FileIO(path, "a+")
-            self._offset = _end_of_last_line(self._file)
-            self._file.truncate(self._offset)
-        except OSError as error:
-            raise write_failure(error, path) from error
+        self._file = FileIO(path, "a+")
+        self._offset = _end_of_last_line(self._file)
+        self._file.truncate(self._offset)
 
     @property
     def offset(self) -> int:
@@ -42,22 +40,21 @@ class MetricsLog:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record; on a full disk the line is taken back and `UserError` raised."""
-        line = memoryview(encode_json(record).encode() + b"\n")
-        try:
-            written = 0
-            while written < len(line):
-                written += self._file.write(line[written:])
-        except OSError as error:
-            self._file.truncate(self._offset)
-            raise write_failure(error, self.path) from error
+        line = encode_json(record).encode() + b"\n"
+        with room_expected(self.path):
+            try:
+                written = 0
+                while written < len(line):
+                    written += self._file.write(line[written:])
+            except OSError:
+                self._file.truncate(self._offset)
+                raise
         self._offset += len(line)
 
     def sync(self) -> int:
         """Wait until all records are on the disk (a power failure then keeps them) and return `offset`."""
-        try:
+        with room_expected(self.path):
             os.fsync(self._file.fileno())
-        except OSError as error:
-            raise write_failure(error, self.path) from error
         return self._offset
 
     def truncate(self, offset: int) -> None:

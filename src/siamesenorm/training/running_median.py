@@ -1,7 +1,7 @@
 """Online robust statistics: a running median, and excursions above it in robust standard deviations.
 
-A median is blind to single batches, however wild, where a mean or an EMA carries them along; it costs one insertion into
-a short sorted list a step.
+A median is blind to single batches, however wild, where a mean or an EMA carries them along; it costs one insertion
+into a short sorted list a step.
 """
 
 from __future__ import annotations
@@ -57,13 +57,12 @@ def _median(ordered: list[float]) -> float:
 
 
 class Excursions:
-    r"""Where a positive series leaves its running median upwards.
+    """Where a positive series leaves its running median upwards.
 
-    With \(m_t\) the median of the logarithms of the `window` values before \(t\), the residual is
-    \(r_t = \log x_t - m_t\). A step is *out* when \(r_t\) exceeds both `sigmas` robust standard deviations of the
-    residuals before it and `least_rise(exp(m_t))`, a floor in log units. An excursion is at least `shortest` consecutive
-    steps out. Both windows look back only, and a fall of the series makes residuals negative, so a steep descent cannot
-    look like an excursion.
+    With m the median of the logarithms of the `window` values before a step, its residual is r = log x - m. The step is
+    *out* when r exceeds both `sigmas` robust standard deviations of the residuals before it, and `least_rise(exp m)`, a
+    floor in log units. An excursion is at least `shortest` consecutive steps out. Both windows look back only, and a
+    fall of the series makes residuals negative, so that a steep descent cannot look like an excursion.
     """
 
     def __init__(

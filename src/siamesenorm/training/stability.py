@@ -1,10 +1,10 @@
-r"""The verdict on a run: stable, spiked or diverged, a pure function of its losses and of thresholds.
+"""The verdict on a run: stable, spiked or diverged, a pure function of its losses and of thresholds.
 
-One algorithm serves both uses: `Watch` takes one step at a time, and `judge` feeds it a whole curve. The loss is smoothed
-by a trailing running median over 2 % of the run (11 steps at least). A median, not an EMA, because the question is where
-the bulk of recent batches lies: one bad batch of any height leaves it where it was, and it moves only when more than half
-of a window has moved. The window grows with the run so that the noise left in it, and with it the downward bias of its
-minimum, stays far below the 0.5 nats that count as a rise.
+One algorithm serves both uses: `Watch` takes one step at a time, and `judge` feeds it a whole curve. The loss is
+smoothed by a trailing running median over 2 % of the run (11 steps at least). A median, not an EMA, because the
+question is where the bulk of recent batches lies: one bad batch of any height leaves it where it was, and it moves only
+when more than half of a window has moved. The window grows with the run so that the noise left in it, and with it the
+downward bias of its minimum, stays far below the 0.5 nats that count as a rise.
 """
 
 from __future__ import annotations
@@ -13,124 +13,21 @@ import dataclasses
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
 
 from siamesenorm.errors import UserError
 from siamesenorm.training.curves import LossCurve
 from siamesenorm.training.running_median import Excursions, RunningMedian
+from siamesenorm.training.verdict import DEFAULT_THRESHOLDS, Reason, Thresholds, Verdict, Word
 
-Word = Literal["stable", "spiked", "diverged"]
-Reason = Literal["not finite", "rose and stayed", "rose at the end", "not learned"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Thresholds:
-    """What the three words mean, in numbers; stored with every verdict. Losses in nats, fractions of the run's steps.
-
-    * `rise`, `rise_fraction`: diverged is the smoothed loss this far above its best so far for this part of the run.
-    * `entropy_margin`: learned is a final smoothed loss below the unigram entropy minus this.
-    * `patience_fraction`, `nonfinite_patience`: a run may be ended early after this part of it risen without a break, or
-      after so many losses in a row that are not finite.
-    * `smoothing_fraction`, `smoothing_least`, `smoothing_most`: the window of the smoothed loss, and its limits in steps
-      (never more than a quarter of the run).
-    * `spike_sigmas`, `spike_rise`, `spike_steps`: a spike is a log loss this many robust standard deviations above its
-      running median, and a loss this many nats above it, for at least so many steps.
-    * `spike_window`, `spike_history`: the steps of that running median, and the steps before it is trusted.
-    """
-
-    rise: float = 0.5
-    rise_fraction: float = 0.05
-    entropy_margin: float = 0.05
-    patience_fraction: float = 0.1
-    nonfinite_patience: int = 20
-    smoothing_fraction: float = 0.02
-    smoothing_least: int = 11
-    smoothing_most: int = 501
-    spike_sigmas: float = 6.0
-    spike_rise: float = 0.1
-    spike_steps: int = 2
-    spike_window: int = 51
-    spike_history: int = 16
-
-    def __post_init__(self) -> None:
-        """Refuse thresholds with which the words would lose their meaning."""
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not value > 0 and field.name != "entropy_margin":
-                raise UserError(f"the threshold {field.name} is {value}: it must be above 0")
-        if self.patience_fraction < self.rise_fraction:
-            raise UserError(
-                f"the threshold patience_fraction is {self.patience_fraction}: below rise_fraction "
-                f"({self.rise_fraction}) an early end would decide the verdict"
-            )
-
-    def smoothing_window(self, steps_total: int) -> int:
-        """Return the odd number of steps in the smoothing window of a run of this length."""
-        window = max(self.smoothing_least, round(self.smoothing_fraction * steps_total))
-        window = min(window, self.smoothing_most, max(1, steps_total // 4))
-        return window - 1 + window % 2
-
-    def steps(self, fraction: float, steps_total: int) -> int:
-        """Return a fraction of the run as a whole number of steps, at least one."""
-        return max(1, math.ceil(fraction * steps_total - 1e-9))
-
-
-DEFAULT_THRESHOLDS = Thresholds()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """The word on a run, and the evidence.
-
-    `reason` is set for diverged runs only. `divergence_step` is where the rise began or the first loss that is not finite
-    stood; a run that did not learn has none. `spike_steps` are the first steps of the spikes, `gradient_spikes` counts
-    those of the gradient norm, which decide nothing. `best` and `final` are smoothed losses (nats); `best` is None when
-    no loss was finite. `steps` were seen of `steps_total`: unless `ended`, the rules about the end of a run wait.
-    """
-
-    word: Word
-    reason: Reason | None
-    divergence_step: int | None
-    spike_steps: tuple[int, ...]
-    gradient_spikes: int
-    best: float | None
-    best_step: int | None
-    final: float
-    steps: int
-    steps_total: int
-    ended: bool
-    warmup_steps: int
-    unigram_entropy: float | None
-    thresholds: Thresholds
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the verdict as plain values; `encode_json` writes them, NaN included."""
-        return dataclasses.asdict(self) | {"spike_steps": list(self.spike_steps)}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Verdict:
-        """Return the verdict that `to_json` gave; raises `UserError` when these are not its fields."""
-        try:
-            thresholds = Thresholds(**values["thresholds"])
-            return cls(**{**values, "thresholds": thresholds, "spike_steps": tuple(values["spike_steps"])})
-        except (KeyError, TypeError) as error:
-            raise UserError(f"this is not a verdict ({error}): judge the run again") from error
-
-    def sentence(self) -> str:
-        """Return the verdict in one line, with the numbers it rests on."""
-        if self.reason == "not finite":
-            text = f"diverged: the loss is not finite at step {self.divergence_step}"
-        elif self.reason == "not learned":
-            text = f"diverged, not learned: final loss {self.final:.3f}, unigram entropy {self.unigram_entropy:.3f}"
-        elif self.reason is not None:
-            text = f"diverged, {self.reason}: from step {self.divergence_step}, best {self.best:.3f}, final {self.final:.3f}"
-        elif self.spike_steps:
-            places = ", ".join(map(str, self.spike_steps[:5])) + (", ..." if len(self.spike_steps) > 5 else "")
-            text = f"spiked {len(self.spike_steps)} times: at step {places}; final loss {self.final:.3f}"
-        else:
-            text = f"stable: final loss {self.final:.3f}"
-        return text if self.ended else f"{text} (after {self.steps} of {self.steps_total} steps)"
+__all__ = [
+    "DEFAULT_THRESHOLDS",
+    "Thresholds",
+    "Verdict",
+    "Watch",
+    "judge",
+    "judge_curve",
+    "learning_rate_sensitivity",
+]
 
 
 class Watch:
@@ -214,7 +111,7 @@ class Watch:
             word=word,
             reason=reason,
             divergence_step=divergence_step,
-            spike_steps=tuple(self._spikes.starts),
+            spikes=tuple(self._spikes.starts),
             gradient_spikes=len(self._gradient_spikes.starts),
             best=self._best if self._best_step else None,
             best_step=self._best_step or None,
@@ -311,7 +208,7 @@ def _in_steps(verdict: Verdict, curve: LossCurve) -> Verdict:
     return dataclasses.replace(
         verdict,
         divergence_step=step(verdict.divergence_step),
-        spike_steps=tuple(curve.steps[point - 1] for point in verdict.spike_steps),
+        spikes=tuple(curve.steps[point - 1] for point in verdict.spikes),
         best_step=step(verdict.best_step),
         steps=curve.steps[-1],
         steps_total=max(curve.steps[-1], curve.steps_total or 0),
@@ -320,13 +217,12 @@ def _in_steps(verdict: Verdict, curve: LossCurve) -> Verdict:
 
 
 def learning_rate_sensitivity(losses_by_rate: Mapping[float, float], *, cap: float) -> float:
-    r"""Return the mean excess loss (nats) over a grid of learning rates: 0 when the rate does not matter.
+    """Return the mean excess loss (nats) over a grid of learning rates: 0 when the rate does not matter.
 
-    With final losses \(l(\eta)\) at the rates of a log-uniform grid,
-    \(\operatorname{mean}_\eta [\min(l(\eta), c)] - \min_\eta l(\eta)\), Wortsman et al. (arXiv 2309.14322). The
-    cap \(c\) is the loss at initialisation there; the unigram entropy serves as well. A diverged run enters with its
-    final loss, at most the cap; a loss that is not finite enters as the cap. NaN when no rate trained below the cap, for
-    a method that fails everywhere is not insensitive. Raises `ValueError` without losses.
+    With final losses l(rate) over a log-uniform grid: mean of min(l, cap), minus min of l, as Wortsman et al. (arXiv
+    2309.14322). Their cap is the loss at initialisation; the unigram entropy serves as well. A diverged run enters
+    with its final loss, at most the cap; a loss that is not finite enters as the cap. NaN when no rate trained below
+    the cap, for a method that fails everywhere is not insensitive. Raises `ValueError` without losses.
     """
     if not losses_by_rate:
         raise ValueError("losses_by_rate is empty: expected the final loss of at least one learning rate")

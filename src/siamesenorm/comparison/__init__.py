@@ -1,0 +1,1 @@
+"""Comparison: sweeps over topologies, norms, learning rates and seeds, and what they show."""
