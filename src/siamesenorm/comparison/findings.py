@@ -244,7 +244,7 @@ def _sensitivity(sweep: Sweep, method: Method) -> float | None:
 
 
 def _final_loss(run: RunResult) -> float:
-    """Return the held-out loss; of a diverged run its last training loss, for its last validation may be from before."""
+    """Return the held-out loss; of a diverged run the last training loss, for its validation may be from before."""
     return run.verdict.final if run.diverged and run.verdict is not None else run.score
 
 

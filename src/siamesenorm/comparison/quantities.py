@@ -52,8 +52,8 @@ def count(value: float) -> str:
     """Write a large count with three significant digits and its unit: 1,284,096 as `1.28 M`."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= 0.9995 * size:  # below that, three digits round up to 1000 of the smaller unit
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.3g}"
+            return f"{_three_digits(value / size)} {unit}"
+    return _three_digits(value)
 
 
 def percent(ratio: float) -> str:
@@ -65,7 +65,7 @@ def percent(ratio: float) -> str:
 
 def seconds(value: float) -> str:
     """Write a duration of one step."""
-    return f"{value:.2f} s" if value >= 1.0 else f"{1e3 * value:.3g} ms"
+    return f"{_three_digits(value)} s" if value >= 0.9995 else f"{_three_digits(1e3 * value)} ms"
 
 
 def memory(value: float) -> str:
@@ -88,3 +88,7 @@ def listed(names: list[str]) -> str:
 
 def _decimals(value: float) -> int:
     return max(0, 3 - math.floor(math.log10(value))) if value > 0 else 3
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"

@@ -12,10 +12,10 @@ from siamesenorm.comparison.results import RunResult, Sweep
 
 Row = dict[str, object]
 
-COMPARISON_COLUMNS = (
-    "method baseline method_learning_rate baseline_learning_rate seeds difference low high p_value "
-    "holm_low holm_high holm_p_value conclusion"
-).split()
+COMPARISON_COLUMNS = [
+    *("method", "baseline", "method_learning_rate", "baseline_learning_rate", "seeds"),
+    *("difference", "low", "high", "p_value", "holm_low", "holm_high", "holm_p_value", "conclusion"),
+]
 
 
 def runs_csv(sweep: Sweep) -> str:
@@ -42,7 +42,7 @@ def _run_row(run: RunResult) -> Row:
         "status": run.status,
         "verdict": run.word,
         "reason": run.verdict and run.verdict.sentence(),
-        "spikes": run.verdict and len(run.verdict.spike_steps),
+        "spikes": run.verdict and len(run.verdict.spikes),
         "train_loss": run.train_loss,
         "train_perplexity": _exp(run.train_loss),
         "held_out_loss": run.held_out_loss,

@@ -19,9 +19,10 @@ import numpy.typing as npt
 
 from siamesenorm.errors import UserError
 from siamesenorm.training.curves import loss_curve
+from siamesenorm.training.exact_json import decode_json
 from siamesenorm.training.metrics import read_bytes, read_metrics
-from siamesenorm.training.stability import Verdict, judge_curve
-from siamesenorm.training.storage import decode_json
+from siamesenorm.training.stability import judge_curve
+from siamesenorm.training.verdict import Verdict
 
 FINISHED, STOPPED_EARLY, UNFINISHED = "finished", "stopped_early", "unfinished"
 STABLE, SPIKED, DIVERGED = "stable", "spiked", "diverged"
@@ -110,11 +111,16 @@ class RunResult:
         return self.held_out_loss if self.converged and self.held_out_loss is not None else math.inf
 
     @property
+    def passes_over_data(self) -> float | None:
+        """How often the planned steps go over the training data; None where the record does not say."""
+        if self.batch_tokens is None or not self.train_tokens_available:
+            return None
+        return self.batch_tokens * self.steps / self.train_tokens_available
+
+    @property
     def saw_data_at_most_once(self) -> bool | None:
         """Whether the run asked for no more tokens than the data has; None where the record does not say."""
-        if self.batch_tokens is None or self.train_tokens_available is None:
-            return None
-        return self.batch_tokens * self.steps <= self.train_tokens_available
+        return None if self.passes_over_data is None else self.passes_over_data <= 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

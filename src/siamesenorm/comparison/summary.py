@@ -16,7 +16,7 @@ from siamesenorm.comparison.findings import (
     Findings,
     lacks_control,
 )
-from siamesenorm.comparison.results import DIVERGED, SPIKED, STABLE, Method, RunResult, Sweep
+from siamesenorm.comparison.results import DIVERGED, SPIKED, STABLE, Method, Sweep
 
 
 def subject(findings: Findings) -> list[str]:
@@ -108,7 +108,9 @@ def _who_is_lowest(findings: Findings) -> list[str]:
 def _who_was_unstable(findings: Findings) -> list[str]:
     sentences = []
     for verdict in (DIVERGED, SPIKED):
-        places = [f"{m.name} at {rates}" for m in findings.sweep.methods if (rates := _rates_with(findings, m, verdict))]
+        places = [
+            f"{m.name} at {rates}" for m in findings.sweep.methods if (rates := _rates_with(findings, m, verdict))
+        ]
         nobody = f"No finished run {verdict}."
         sentences.append(f"{verdict.capitalize()}: {'; '.join(places)}." if places else nobody)
     stable = [method.name for method in findings.sweep.methods if _stable_everywhere(findings, method)]
@@ -145,7 +147,11 @@ def _what_is_missing(findings: Findings) -> list[str]:
 
 def _told(comparison: Comparison) -> str:
     text = f"{comparison.method.name} against {comparison.baseline.name}"
-    return f"{text} {quantities.signed(comparison.difference.estimate.mean)} nats" if comparison.difference.by_seed else text
+    return (
+        f"{text} {quantities.signed(comparison.difference.estimate.mean)} nats"
+        if comparison.difference.by_seed
+        else text
+    )
 
 
 def _rates_with(findings: Findings, method: Method, verdict: str) -> str:
@@ -170,8 +176,10 @@ def _train_perplexity_note(sweep: Sweep) -> str:
     if answers == {True}:
         return f"{definition}: the paper's number, for no run saw any data twice."
     if None in answers:
-        return f"{definition}; whether that is the paper's number is not known, for the record lacks the size of the data."
-    passes = max(run.batch_tokens * run.steps / run.train_tokens_available for run in complete if _size_known(run))
+        return (
+            f"{definition}; whether that is the paper's number is not known, for the record lacks the size of the data."
+        )
+    passes = max(run.passes_over_data or 0.0 for run in complete)
     return f"{definition}; it is not the paper's number, for runs saw the data up to {passes:.1f} times."
 
 
@@ -202,10 +210,6 @@ def _budget_notes(sweep: Sweep) -> list[str]:
     if len(digests) > 1:
         told.append("The runs differ in their data (digest), so their losses are not comparable.")
     return told
-
-
-def _size_known(run: RunResult) -> bool:
-    return run.batch_tokens is not None and bool(run.train_tokens_available)
 
 
 def _distinct(values: Iterable[Any]) -> Sequence[Any]:

@@ -88,9 +88,16 @@ class Table:
 def by_learning_rate(findings: Findings) -> Table:
     """Build the papers' table: methods under each learning rate, with verdict, spread and cost."""
     columns = (
-        Column(title="Method", explanation="topology, and attention norm or norm where it is not the default", numeric=False),
+        Column(
+            title="Method",
+            explanation="topology, and attention norm or norm where it is not the default",
+            numeric=False,
+        ),
         Column(title="Train PPL ↓", explanation="exp of the mean training loss over the last 10 % of steps"),
-        Column(title="Held-out PPL ↓", explanation="exp of the held-out loss, mean ± half width of the 95 % t interval over seeds"),
+        Column(
+            title="Held-out PPL ↓",
+            explanation="exp of the held-out loss, mean ± half width of the 95 % t interval over seeds",
+        ),
         Column(title="Verdict", explanation="the worst verdict of the seeds", numeric=False),
         Column(title="Seeds", explanation="finished runs"),
         Column(title="Parameters", explanation="all parameters, and the change against pre"),
@@ -110,12 +117,25 @@ def at_chosen_rates(findings: Findings) -> Table:
     """Build the table of every method at the rate its selection seed chose, against its baselines."""
     has_control = any(control_of(method, findings.sweep.methods) for method in findings.sweep.methods)
     columns = [
-        Column(title="Method", explanation="topology, and attention norm or norm where it is not the default", numeric=False),
-        Column(title="Chosen rate", explanation="lowest held-out loss of the selection seed among runs that did not diverge"),
+        Column(
+            title="Method",
+            explanation="topology, and attention norm or norm where it is not the default",
+            numeric=False,
+        ),
+        Column(
+            title="Chosen rate",
+            explanation="lowest held-out loss of the selection seed among runs that did not diverge",
+        ),
         Column(title="Seeds", explanation="reported seeds, the selection seed left out where there are others"),
-        Column(title="Held-out loss ↓", explanation="nats per token, mean ± half width of the 95 % t interval over seeds"),
+        Column(
+            title="Held-out loss ↓", explanation="nats per token, mean ± half width of the 95 % t interval over seeds"
+        ),
         Column(title="Held-out PPL ↓", explanation="mean over the same seeds"),
-        Column(title="Against pre (nats)", explanation="paired by seed, with the Holm-corrected 95 % interval", numeric=False),
+        Column(
+            title="Against pre (nats)",
+            explanation="paired by seed, with the Holm-corrected 95 % interval",
+            numeric=False,
+        ),
         Column(title="Against pre + QKV-norm (nats)", explanation="the same against the control row", numeric=False),
         Column(title="Rate sensitivity ↓", explanation="mean excess loss over the grid of rates (nats)"),
     ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib as mpl
 
@@ -18,7 +19,7 @@ from siamesenorm.comparison.results import Method
 Dash = tuple[float, tuple[float, ...]]
 
 DASHES: tuple[Dash, ...] = ((0, ()), (0, (4, 1.6)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
-MARKERS = ("o", "s", "D", "^", "v", "P", "X", "h", "<", ">")
+MARKERS = ("o", "s", "D", "v", "p", "<", "h", ">", "d")
 RESERVED_HUES = {"pre": "ink", "siamese": "green"}
 HUES = ("rust", "blue", "purple", "amber", "cyan", "pink", "brown")
 
@@ -34,6 +35,7 @@ class Theme:
     line: str
     fill: str
     danger: str
+    hatch: str
     best: str
     worst: str
     hues: dict[str, str]
@@ -47,6 +49,7 @@ LIGHT = Theme(
     line="#dde2e8",
     fill="#f1f3f6",
     danger="#b3261e",
+    hatch="#e3bcb8",
     best="#0b7a4b",
     worst="#eef6f1",
     hues={
@@ -70,6 +73,7 @@ DARK = Theme(
     line="#2e3640",
     fill="#222830",
     danger="#ff8a80",
+    hatch="#5c3a38",
     best="#4fd69b",
     worst="#1d3029",
     hues={
@@ -125,7 +129,7 @@ def styles_of(methods: Sequence[Method]) -> dict[Method, MethodStyle]:
 @contextmanager
 def applied(theme: Theme) -> Iterator[None]:
     """Draw in a theme: text stays text in SVG, and the same data gives the same bytes."""
-    settings = {
+    settings: dict[str, Any] = {
         "svg.fonttype": "none",
         "svg.hashsalt": "siamesenorm",
         "font.size": 10,
@@ -154,5 +158,5 @@ def applied(theme: Theme) -> Iterator[None]:
         "ytick.labelsize": 9,
         "lines.solid_capstyle": "round",
     }
-    with mpl.rc_context(settings):
+    with mpl.rc_context(settings):  # type: ignore[arg-type]
         yield

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -31,6 +31,8 @@ class Chunk:
 
     role: Role
     texts: list[str]
+    position: int
+    """Bytes of the sources that were read up to here, for the display."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,11 @@ class EncodedSplit:
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    """A chunk, encoded; `documents` counts those read, for whatever split."""
+    """A chunk, encoded; `documents` counts those of all splits."""
 
     documents: int
     splits: dict[str, EncodedSplit]
+    position: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,8 @@ class Encoder:
         groups: dict[str, list[str]] = {}
         for text in chunk.texts:
             groups.setdefault(self._split(chunk.role, text), []).append(text)
-        return EncodedChunk(len(chunk.texts), {name: self._encode_split(texts) for name, texts in groups.items()})
+        splits = {name: self._encode_split(texts) for name, texts in groups.items()}
+        return EncodedChunk(len(chunk.texts), splits, chunk.position)
 
     def _split(self, role: Role, text: str) -> str:
         if role == "mixed":
@@ -83,7 +87,7 @@ def is_validation(text: str, fraction: float) -> bool:
     return draw < fraction * 2**64
 
 
-def encode_chunks(chunks: Iterable[Chunk], encoder: Encoder, workers: int) -> Iterator[EncodedChunk]:
+def encode_chunks(chunks: Iterable[Chunk], encoder: Encoder, workers: int) -> Generator[EncodedChunk, None, None]:
     """Yield the encoded chunks in order; with one worker, in this process.
 
     Raises `StoppedError` if a worker dies, as it does when memory runs out.
@@ -96,7 +100,8 @@ def encode_chunks(chunks: Iterable[Chunk], encoder: Encoder, workers: int) -> It
         yield from _encode_in_pool(pool, iter(chunks), ahead=2 * workers)
     except BrokenProcessPool as error:
         raise StoppedError(
-            f"a worker process died, perhaps for want of memory: repeat with fewer than --workers {workers}"
+            f"one of {workers} worker processes died, for want of memory or of a script's `if __name__ == '__main__'`: "
+            "repeat with fewer --workers, it goes on where it stopped"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -112,8 +117,12 @@ def _encode_in_pool(pool: ProcessPoolExecutor, chunks: Iterator[Chunk], ahead: i
 
 def _start_context() -> Any:
     """Return a way to start processes that never forks this one: its threads would be lost and its locks held."""
-    methods = multiprocessing.get_all_start_methods()
-    return multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # Imported once by the server instead of once by every worker.
+    context.set_forkserver_preload([__name__])
+    return context
 
 
 _encoder: Encoder | None = None

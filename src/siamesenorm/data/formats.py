@@ -90,7 +90,7 @@ def read_json_lines(path: Path, text_field: str) -> Documents:
         text = _decode(path, number, line, lambda line: line.decode("utf-8-sig"))
         if not text.strip():
             continue
-        document = _field(f"{path}: line {number}", _parse_json(path, number, text), text_field)
+        document = text_of(f"{path}: line {number}", _parse_json(path, number, text), text_field)
         if document.strip():
             yield document, position
 
@@ -108,8 +108,11 @@ def _parse_json(path: Path, number: int, line: str) -> dict[str, Any]:
     return record
 
 
-def _field(place: str, record: dict[str, Any], text_field: str) -> str:
-    """Return the text in a field of a record, checked."""
+def text_of(place: str, record: dict[str, Any], text_field: str) -> str:
+    """Return the text in a field of a record.
+
+    Raises `UserError`, beginning with `place`, if there is no such field or no Unicode text in it.
+    """
     if text_field not in record:
         fields = ", ".join(record) or "none"
         raise UserError(f"{place}: no field {text_field!r} (fields: {fields}): name the field with --text-field")
@@ -172,7 +175,7 @@ def read_parquet(path: Path, text_field: str) -> Documents:
             for batch in file.iter_batches(batch_size=256, columns=[text_field]):
                 for text in batch.column(0).to_pylist():
                     row += 1
-                    document = _field(f"{path}: row {row}", {text_field: text}, text_field)
+                    document = text_of(f"{path}: row {row}", {text_field: text}, text_field)
                     if document.strip():
                         yield document, size * row // rows
     except (pyarrow.ArrowException, OSError) as error:

@@ -98,9 +98,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         record = json.loads(path.read_bytes())
         if record["schema"] != SCHEMA:
-            raise UserError(
-                f"{path}: schema {record['schema']!r}, this version reads {SCHEMA}: prepare the data again"
-            )
+            raise UserError(f"{path}: schema {record['schema']!r}, this version reads {SCHEMA}: prepare the data again")
         manifest = Manifest(
             source=record["source"],
             tokenizer=TokenizerEntry(**record["tokenizer"]),

@@ -1,10 +1,10 @@
 """An unfinished preparation: token files that grow by whole chunks, and how to go on after a kill or finish.
 
-    OUT/.partial/settings.json    what is being prepared; an interrupted preparation goes on only with the same
-    OUT/.partial/tokenizer.json   the tokenizer in use (a BPE is trained once)
-    OUT/.partial/*.bin            the ids so far; what lies beyond the recorded length is cut off
-    OUT/.partial/progress.json    the lengths after the last whole chunk, replaced after every chunk
-    OUT/.partial/manifest.json    written when all is done: from here on files are only moved to OUT
+OUT/.partial/settings.json    what is being prepared; an interrupted preparation goes on only with the same
+OUT/.partial/tokenizer.json   the tokenizer in use (a BPE is trained once)
+OUT/.partial/*.bin            the ids so far; what lies beyond the recorded length is cut off
+OUT/.partial/progress.json    the lengths after the last whole chunk, replaced after every chunk
+OUT/.partial/manifest.json    written when all is done: from here on files are only moved to OUT
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,6 +29,11 @@ from siamesenorm.errors import UserError
 
 PARTIAL_DIRECTORY = ".partial"
 SPLITS = ("train", "validation")
+TOKEN_FILES = (*(f"{split}.bin" for split in SPLITS), TOKENIZER_FILE)
+SETTINGS_FILE = "settings.json"
+PROGRESS_FILE = "progress.json"
+LOCK_FILE = "lock"
+NOTHING = {"tokens": 0, "documents": 0, "bytes": 0}
 READ_BYTES = 2**24
 
 
@@ -41,11 +47,11 @@ class SplitFile:
         self._checksum = hashlib.sha256()
         self._counts = np.zeros(vocabulary, dtype=np.int64)
         self._storage = np.dtype(STORAGE[dtype])
+        length = self.tokens * self._storage.itemsize
+        if length > (path.stat().st_size if path.exists() else 0):
+            raise UserError(f"{path}: shorter than its record says: repeat the command, it starts again")
         # Unbuffered, so that no close can try again to write what a full disk refused.
         self._file: BinaryIO = open(path, "r+b" if path.exists() else "w+b", buffering=0)  # noqa: SIM115
-        length = self.tokens * self._storage.itemsize
-        if path.stat().st_size < length:
-            raise UserError(f"{path}: shorter than its record says: start again with --restart")
         self._file.truncate(length)
         while piece := self._file.read(READ_BYTES):
             self._account(piece)
@@ -89,27 +95,28 @@ class PartialData:
     """The token files of an unfinished preparation, opened where it stopped."""
 
     def __init__(self, directory: Path, tokenizer: Tokenizer, dtype: str) -> None:
-        self.directory = directory
         self.tokenizer = tokenizer
         self.dtype = dtype
-        progress = directory / "progress.json"
-        record = json.loads(progress.read_bytes()) if progress.exists() else {"documents": 0, "splits": {}}
+        self._progress = directory / PROGRESS_FILE
+        record: dict[str, Any] = {"documents": 0, "splits": {name: NOTHING for name in SPLITS}}
+        if self._progress.exists():
+            record = json.loads(self._progress.read_bytes())
         self.documents: int = record["documents"]
-        nothing = {"tokens": 0, "documents": 0, "bytes": 0}
-        self.splits = {
-            name: SplitFile(
-                directory / f"{name}.bin", dtype, tokenizer.vocabulary, record["splits"].get(name, nothing)
-            )
-            for name in SPLITS
-        }
+        self.splits: dict[str, SplitFile] = {}
+        with ExitStack() as opened:
+            for name in SPLITS:
+                path = directory / f"{name}.bin"
+                self.splits[name] = SplitFile(path, dtype, tokenizer.vocabulary, record["splits"][name])
+                opened.callback(self.splits[name].close)
+            self.close = opened.pop_all().close
 
     def append(self, chunk: EncodedChunk) -> None:
         """Add a chunk; it counts only when its record is on the disk."""
         for name, part in chunk.splits.items():
             self.splits[name].append(part)
         self.documents += chunk.documents
-        record = {"documents": self.documents, "splits": {n: split.record() for n, split in self.splits.items()}}
-        write_atomically(self.directory / "progress.json", canonical_json(record))
+        splits = {name: split.record() for name, split in self.splits.items()}
+        write_atomically(self._progress, canonical_json({"documents": self.documents, "splits": splits}))
 
     def describe(self, source: str, settings: Mapping[str, Any]) -> Manifest:
         """Return the manifest of what is there."""
@@ -122,15 +129,10 @@ class PartialData:
             settings=settings,
         )
 
-    def close(self) -> None:
-        """Close the token files."""
-        for split in self.splits.values():
-            split.close()
-
 
 def publish(partial: Path, out: Path) -> None:
     """Move the files of a finished preparation to their place, the manifest last; may be repeated after a kill."""
-    for name in (*(f"{split}.bin" for split in SPLITS), TOKENIZER_FILE, MANIFEST_FILE):
+    for name in (*TOKEN_FILES, MANIFEST_FILE):
         if (partial / name).exists():
             move_durably(partial / name, out / name)
     shutil.rmtree(partial)
@@ -138,9 +140,18 @@ def publish(partial: Path, out: Path) -> None:
 
 
 def discard(out: Path) -> None:
-    """Remove prepared data, finished or not; the manifest goes first, so that no mixture ever looks whole."""
-    for name in (MANIFEST_FILE, *(f"{split}.bin" for split in SPLITS), TOKENIZER_FILE):
-        (out / name).unlink(missing_ok=True)
-    shutil.rmtree(out / PARTIAL_DIRECTORY, ignore_errors=True)
+    """Remove prepared data, finished or not, but for the lock; what makes files count as whole goes first."""
+    partial = out / PARTIAL_DIRECTORY
+    in_partial = [partial / name for name in (MANIFEST_FILE, PROGRESS_FILE, *TOKEN_FILES, SETTINGS_FILE)]
+    for path in (*in_partial, *(out / name for name in (MANIFEST_FILE, *TOKEN_FILES))):
+        path.unlink(missing_ok=True)
 
 
+def require_ours(out: Path) -> None:
+    """Raise `UserError` if a directory holds files of our names that no preparation left there."""
+    manifest = out / MANIFEST_FILE
+    if (out / PARTIAL_DIRECTORY).exists() or (manifest.exists() and b'"unigram_entropy"' in manifest.read_bytes()):
+        return
+    for name in (MANIFEST_FILE, *TOKEN_FILES):
+        if (out / name).exists():
+            raise UserError(f"{out}: holds a {name} of another origin: remove it or choose another directory")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
 import os
 import platform
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
 from siamesenorm.data import builtin
-from siamesenorm.data.formats import Cut, is_readable, read_documents
+from siamesenorm.data.formats import Cut, is_readable, read_documents, text_of
+from siamesenorm.data.storage import StoppedError
 from siamesenorm.errors import UserError
 
 HUB_OPTIONS = frozenset({"name", "split", "revision"})
@@ -140,7 +142,24 @@ class HubSource:
         return {"kind": "hub", "path": self.path, "options": self.options, "text_field": self.text_field}
 
     def documents(self) -> Iterator[str]:
-        """Yield the documents as they arrive; empty ones are skipped."""
+        """Yield the documents as they arrive, empty ones left out; `StoppedError` if they cease to arrive."""
+        rows = self._open()
+        for number in itertools.count(1):
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:  # the network raises anything
+                raise StoppedError(
+                    f"source {self.name!r}: no more after row {number - 1} ({_first_line(error)}): repeat the command, "
+                    "it goes on where it stopped"
+                ) from error
+            text = text_of(f"source {self.name!r}: row {number}", row, self.text_field)
+            if text.strip():
+                yield text
+
+    def _open(self) -> Iterator[dict[str, Any]]:
+        """Return the rows of the dataset."""
         try:
             import datasets
         except ImportError as error:
@@ -148,20 +167,13 @@ class HubSource:
                 f"source {self.name!r} needs the package datasets: pip install 'siamesenorm[data]'"
             ) from error
         try:
-            rows = datasets.load_dataset(self.path, streaming=True, **self.options)
+            return iter(datasets.load_dataset(self.path, streaming=True, **self.options))
         except Exception as error:  # the network and the Hub raise anything
-            reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
-            raise UserError(f"source {self.name!r}: the dataset cannot be opened: {reason}") from error
-        for number, row in enumerate(rows, start=1):
-            text = row.get(self.text_field)
-            if not isinstance(text, str):
-                fields = ", ".join(row)
-                raise UserError(
-                    f"source {self.name!r}: row {number} has no text in {self.text_field!r} (fields: {fields}): "
-                    "name the field with --text-field"
-                )
-            if text.strip():
-                yield text
+            raise UserError(f"source {self.name!r}: the dataset cannot be opened: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).partition("\n")[0]
 
 
 class BuiltinSource:
@@ -171,10 +183,15 @@ class BuiltinSource:
     size = None
     position = 0
 
+    def __init__(self) -> None:
+        self._documents: list[str] = []
+
     def fingerprint(self) -> dict[str, Any]:
         """Return the version of Python, on which the text depends, and the revision of the generator."""
         return {"kind": "builtin", "python": platform.python_version(), "revision": builtin.REVISION}
 
     def documents(self) -> Iterator[str]:
-        """Yield the documents of the built-in corpus."""
-        return builtin.builtin_documents()
+        """Yield the documents; they are collected once, for a BPE reads them twice and collecting takes seconds."""
+        if not self._documents:
+            self._documents = list(builtin.builtin_documents())
+        return iter(self._documents)

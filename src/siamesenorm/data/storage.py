@@ -18,22 +18,19 @@ class StoppedError(UserError):
     """Work stopped for a reason outside its input: what was written is whole, repeating the command goes on."""
 
 
-class DiskFullError(StoppedError):
-    """There was no room to write."""
-
-
 @contextmanager
-def room_expected(directory: Path) -> Iterator[None]:
-    """Turn an `OSError` that means "no room left" into a `DiskFullError` naming the directory and the remedy."""
+def disk_errors_told(directory: Path) -> Iterator[None]:
+    """Turn an `OSError` into one line: `StoppedError` where a directory has no room left, else `UserError`."""
     try:
         yield
     except OSError as error:
-        if error.errno not in NO_ROOM:
-            raise
-        reason = os.strerror(error.errno).lower()
-        raise DiskFullError(
-            f"{directory}: no room left ({reason}): free some space and repeat the command, it goes on where it stopped"
-        ) from error
+        reason = (error.strerror or str(error)).lower()
+        if error.errno in NO_ROOM:
+            raise StoppedError(
+                f"{directory}: no room left to write ({reason}): free some space and repeat the command, "
+                "it goes on where it stopped"
+            ) from error
+        raise UserError(f"{error.filename or directory}: {reason}: choose another path or its permissions") from error
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -53,7 +50,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def move_durably(source: Path, target: Path) -> None:
-    """Rename a file into another directory of the same file system, durably; a target is replaced."""
+    """Rename a file within its file system so that a power failure cannot undo it; a target is replaced."""
     os.replace(source, target)
     sync_directory(target.parent)
 
@@ -67,3 +64,22 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def exclusive(lock: Path) -> Iterator[None]:
+    """Hold a lock file against other processes; the lock of a killed holder is gone with it.
+
+    Raises `StoppedError` if another process holds it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # a system without such locks
+        yield
+        return
+    with open(lock, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StoppedError(f"{lock.parent}: another process is at work here: wait for its end") from error
+        yield

@@ -82,7 +82,30 @@ class PreparedData:
 
     def tokens(self, split: str) -> NDArray[Any]:
         """Return the ids of a split, [tokens] uint16 or uint32, memory-mapped and read-only."""
-        return np.memmap(self.path / self.split(split).file, dtype=self._storage, mode="r")
+        # Seen as a plain array: slices of a memmap cost more than the copies made of them.
+        return np.memmap(self.path / self.split(split).file, dtype=self._storage, mode="r").view(np.ndarray)
+
+    def require_vocabulary(self, vocabulary: int) -> None:
+        """Raise `UserError` if a model with so many ids cannot read the data."""
+        if vocabulary < self.vocabulary:
+            raise UserError(
+                f"{self.path}: its ids need a vocabulary of {self.vocabulary:,}, the model has {vocabulary:,}: "
+                "build the model with the vocabulary of the data"
+            )
+
+    def describe(self) -> str:
+        """Return a line for people about each split, and one about the tokenizer."""
+        lines = [
+            f"{name}: {split.tokens:,} tokens, {split.documents:,} documents, {split.bytes / 1e6:,.2f} MB of text, "
+            f"{split.bytes / split.tokens:.2f} bytes a token"
+            for name, split in self.manifest.splits.items()
+        ]
+        tokenizer = self.manifest.tokenizer
+        lines.append(
+            f"tokenizer: {tokenizer.name}, vocabulary {tokenizer.vocabulary:,}, end of text {tokenizer.end_of_text}, "
+            f"unigram entropy {self.unigram_entropy:.3f} nats a token"
+        )
+        return "\n".join(lines)
 
     @property
     def _storage(self) -> np.dtype[Any]:
@@ -112,7 +135,7 @@ class PreparedData:
     def _check_content(self, split: Split, verify: Verify) -> None:
         """Check the range of the ids and, in files that are read whole, the checksum."""
         file = self.path / split.file
-        ids = np.memmap(file, dtype=self._storage, mode="r")
+        ids = np.memmap(file, dtype=self._storage, mode="r").view(np.ndarray)
         whole = verify == "full" or ids.nbytes <= QUICK_BYTES
         checksum = hashlib.sha256()
         for start in _block_starts(len(ids), whole):

@@ -21,6 +21,9 @@ class Modulation(Declared):
     Weight [parts * dim, condition_dim] decays, bias does not.
     """
 
+    weight: Tensor
+    bias: Tensor
+
     def __init__(self, dim: int, condition_dim: int, parts: int) -> None:
         super().__init__()
         if dim < 1 or condition_dim < 1:

@@ -32,6 +32,7 @@ class DyT(Norm):
     scale_invariant = False
     idempotent = False
     scales_embedding = True
+    alpha: Tensor
     gain: Tensor | None
     bias: Tensor | None
 

@@ -21,9 +21,7 @@ class LayerNorm(Norm):
     gain: Tensor | None
     bias: Tensor | None
 
-    def __init__(
-        self, dim: int, *, eps: float = 1e-5, bias: bool = True, affine: bool = True, axis: int = -1
-    ) -> None:
+    def __init__(self, dim: int, *, eps: float = 1e-5, bias: bool = True, affine: bool = True, axis: int = -1) -> None:
         super().__init__(dim, affine=affine, axis=axis)
         self.eps = check_eps(eps)
         self.register_parameter("gain", None)

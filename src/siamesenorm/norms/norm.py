@@ -81,7 +81,9 @@ class Norm(Declared):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the operator along the channel axis, in at least fp32, and return the input's dtype."""
         if x.shape[self.axis] != self.dim:
-            raise UserError(f"the input has {x.shape[self.axis]} channels on axis {self.axis}: this norm has {self.dim}")
+            raise UserError(
+                f"the input has {x.shape[self.axis]} channels on axis {self.axis}: this norm has {self.dim}"
+            )
         wide = x.movedim(self.axis, -1).to(torch.promote_types(x.dtype, torch.float32))
         return self.formula(wide).to(x.dtype).movedim(-1, self.axis)
 

@@ -82,5 +82,3 @@ def build_norm(name: str, dim: int, *, affine: bool = True, axis: int = -1, **op
     Raises UserError for an unknown name or option.
     """
     return NormSpec.parse(name, **options).build(dim, affine=affine, axis=axis)
-
-

@@ -17,6 +17,7 @@ class RMSNorm(Norm):
     statistic = "rmsnorm"
     scale_invariant = True
     idempotent = True
+    gain: Tensor
 
     def __init__(
         self, dim: int, *, eps: float = 1e-5, offset: float = 0.0, affine: bool = True, axis: int = -1

@@ -22,6 +22,7 @@ class ScaleNorm(Norm):
     statistic = "scalenorm"
     scale_invariant = True
     idempotent = True
+    gain: Tensor
 
     def __init__(self, dim: int, *, eps: float = 1e-5, affine: bool = True, axis: int = -1) -> None:
         super().__init__(dim, affine=affine, axis=axis)
@@ -32,7 +33,8 @@ class ScaleNorm(Norm):
     def formula(self, x: Tensor) -> Tensor:
         """Return g x / max(|x|, eps)."""
         gain = self.gain.to(x.dtype) if self.affine else math.sqrt(self.dim)
-        return x * (gain / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(self.eps))
+        length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * (gain / length.clamp_min(self.eps))
 
     @torch.no_grad()
     def zero_(self) -> None:

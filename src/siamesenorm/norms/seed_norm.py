@@ -141,12 +141,13 @@ class SeeDNorm(Norm):
         """Return x . beta of each head, times `scale`: [..., dim] -> [..., heads]."""
         assert self.beta is not None
         products = x * self.beta.to(x.dtype)
-        return products.unflatten(-1, (self.heads, -1)).sum(-1) * self.dot_scale
+        of_head = products.reshape(*x.shape[:-1], self.heads, self.dim // self.heads)
+        return of_head.sum(-1) * self.dot_scale
 
     def dynamic_coefficient(self, x: Tensor) -> Tensor:
         """Return sigma(x . beta) alpha, or what the ablations put in its place: [..., dim] -> [..., dim]."""
         activate = ACTIVATIONS[self.activation]
-        alpha = None if self.alpha is None else self.alpha.to(x.dtype)
+        alpha = 1.0 if self.alpha is None else self.alpha.to(x.dtype)
         if self.beta is None:
             return activate(x * alpha)
         if self.elementwise:
@@ -154,7 +155,7 @@ class SeeDNorm(Norm):
         else:
             of_head = activate(self.dot_products(x)).unsqueeze(-1)
             activated = of_head.expand(*of_head.shape[:-1], self.dim // self.heads).flatten(-2)
-        return activated if alpha is None else activated * alpha
+        return activated * alpha
 
     def formula(self, x: Tensor) -> Tensor:
         """Return (sigma(x . beta) alpha + gamma) x / sqrt(mean(x^2) + eps)."""

@@ -28,7 +28,6 @@ class Modulated(nn.Module):
         """
         shift, scale, gate = self.modulation(c, like=h)
         output = self.sublayer(modulate(h, shift, scale), *inputs)
-        if isinstance(output, tuple):
-            value, losses = output
-            return (gate * value).to(value.dtype), losses
-        return (gate * output).to(output.dtype)
+        value, *losses = output if isinstance(output, tuple) else (output,)
+        gated: Tensor = (gate * value).to(value.dtype)
+        return (gated, *losses) if losses else gated

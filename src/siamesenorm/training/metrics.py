@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from siamesenorm.data.storage import room_expected
+from siamesenorm.data.storage import disk_errors_told
 from siamesenorm.errors import UserError
 from siamesenorm.training.exact_json import decode_json, encode_json
 
@@ -27,11 +27,12 @@ class MetricsLog:
     """An append-only file of records; opening one cuts off a line that a killed process left half-written."""
 
     def __init__(self, path: Path) -> None:
-        """Open `path`, new or to go on; raises `OSError` when it cannot be written."""
+        """Open `path`, new or to go on; raises `UserError` when it cannot be written."""
         self.path = path
-        self._file = FileIO(path, "a+")
-        self._offset = _end_of_last_line(self._file)
-        self._file.truncate(self._offset)
+        with disk_errors_told(path):
+            self._file = FileIO(path, "a+")
+            self._offset = _end_of_last_line(self._file)
+            self._file.truncate(self._offset)
 
     @property
     def offset(self) -> int:
@@ -41,7 +42,7 @@ class MetricsLog:
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record; on a full disk the line is taken back and `UserError` raised."""
         line = encode_json(record).encode() + b"\n"
-        with room_expected(self.path):
+        with disk_errors_told(self.path):
             try:
                 written = 0
                 while written < len(line):
@@ -53,7 +54,7 @@ class MetricsLog:
 
     def sync(self) -> int:
         """Wait until all records are on the disk (a power failure then keeps them) and return `offset`."""
-        with room_expected(self.path):
+        with disk_errors_told(self.path):
             os.fsync(self._file.fileno())
         return self._offset
 

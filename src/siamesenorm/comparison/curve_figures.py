@@ -1,0 +1,171 @@
+"""Curves over training: loss, its difference to `pre`, and gradient norms, labelled at their ends.
+
+Curves are those of the selection seed: on one seed all methods see the same data in the same order, so that their
+differences are theirs and not the data's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Drawing
+
+from siamesenorm.comparison import quantities
+from siamesenorm.comparison.curves import difference, finite_part, smoothed, thinned
+from siamesenorm.comparison.findings import Findings, baseline_of
+from siamesenorm.comparison.labels import WIDTH, Label, label_ends, label_room, shortened
+from siamesenorm.comparison.results import SPIKED, Curve, Method, RunResult
+from siamesenorm.comparison.theme import MethodStyle, Theme, styles_of
+
+HEIGHT = 4.8
+SHORTEST = 4
+"""The fewest finite losses that make a curve."""
+
+
+def curves_at(findings: Findings, rate: float) -> dict[Method, RunResult]:
+    """Return the runs of the selection seed at a rate that have enough finite losses to draw."""
+    sweep = findings.sweep
+    return {
+        run.method: run
+        for run in sweep.runs
+        if run.learning_rate == rate
+        and run.seed == sweep.selection_seed
+        and len(finite_part(run.losses).steps) >= SHORTEST
+    }
+
+
+def draw_losses(findings: Findings, rate: float, theme: Theme) -> Drawing:
+    """Draw the training losses at one rate and, below, their differences to `pre`."""
+    runs = curves_at(findings, rate)
+    styles = styles_of(findings.sweep.methods)
+    references = {m: runs[base] for m in runs if (base := baseline_of(m, findings.sweep.methods)) in runs and base != m}
+    drawing = Drawing(figsize=(WIDTH, HEIGHT))
+    ratios = (1.25, 1) if references else (1,)
+    panels = drawing.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+    drawing.subplots_adjust(left=0.115, right=1 - label_room(runs), top=0.92, bottom=0.1, hspace=0.13)
+    _draw_losses(panels[0], runs, styles, theme)
+    panels[0].set_title(f"Training loss at {quantities.rate(rate)}")
+    if references:
+        _draw_differences(panels[1], runs, references, styles, theme)
+    panels[-1].set_xlabel("step")
+    drawing.align_ylabels(panels)
+    return drawing
+
+
+def draw_gradient_norms(findings: Findings, rate: float, theme: Theme) -> Drawing:
+    """Draw the gradient norms at one rate on a logarithmic axis."""
+    runs = curves_at(findings, rate)
+    styles = styles_of(findings.sweep.methods)
+    drawing = Drawing(figsize=(WIDTH, HEIGHT))
+    axes = drawing.subplots()
+    drawing.subplots_adjust(left=0.115, right=1 - label_room(runs), top=0.92, bottom=0.1)
+    axes.set_yscale("log")
+    axes.set_title(f"Gradient norm at {quantities.rate(rate)}")
+    axes.set_xlabel("step")
+    axes.set_ylabel("gradient norm")
+    labels = []
+    for method, run in runs.items():
+        logarithm = _logarithm(finite_part(run.gradient_norms))
+        if len(logarithm.steps) < SHORTEST:
+            continue
+        smooth = _exponential(smoothed(logarithm))
+        _draw_curve(axes, _exponential(logarithm), smooth, styles[method], theme)
+        labels.append(Label(height=float(smooth.values[-1]), text=_name(run), style=styles[method]))
+    axes.set_xlim(0, max((run.steps for run in runs.values()), default=1))
+    label_ends(axes, labels, theme)
+    return drawing
+
+
+def _draw_losses(
+    axes: Axes, runs: Mapping[Method, RunResult], styles: Mapping[Method, MethodStyle], theme: Theme
+) -> None:
+    smooth = {method: smoothed(finite_part(run.losses)) for method, run in runs.items()}
+    for method, run in runs.items():
+        _draw_curve(axes, finite_part(run.losses), smooth[method], styles[method], theme)
+    entropy = next((run.unigram_entropy for run in runs.values() if run.unigram_entropy is not None), None)
+    axes.set_xlim(0, max(run.steps for run in runs.values()))
+    axes.set_ylim(*_loss_range([smooth[m] for m in runs if not runs[m].diverged] or list(smooth.values()), entropy))
+    axes.set_ylabel("loss (nats)")
+    for method, run in runs.items():
+        _mark_verdict(axes, run, smooth[method], styles[method], theme)
+    if entropy is not None:
+        axes.axhline(entropy, color=theme.muted, linewidth=0.8, linestyle=(0, (1, 2)))
+        axes.annotate(
+            "unigram entropy", (1, entropy), xycoords=("axes fraction", "data"),
+            xytext=(-3, 3), textcoords="offset points", ha="right", fontsize=8, color=theme.muted,
+        )  # fmt: skip
+    ends = [Label(height=float(smooth[m].values[-1]), text=_name(run), style=styles[m]) for m, run in runs.items()]
+    label_ends(axes, ends, theme)
+
+
+def _draw_differences(
+    axes: Axes,
+    runs: Mapping[Method, RunResult],
+    references: Mapping[Method, RunResult],
+    styles: Mapping[Method, MethodStyle],
+    theme: Theme,
+) -> None:
+    """Draw loss minus reference; the axis shows the runs that did not diverge, after the first fifth of the steps."""
+    labels, shown = [], [0.0]
+    for method, reference in references.items():
+        run = runs[method]
+        gap = smoothed(difference(finite_part(run.losses), finite_part(reference.losses)))
+        if not len(gap.steps):
+            continue
+        _draw_curve(axes, None, gap, styles[method], theme)
+        if not (run.diverged or reference.diverged):
+            shown.extend(gap.values[gap.steps > 0.2 * run.steps])
+            last = float(gap.values[-1])
+            labels.append(Label(height=last, text=quantities.signed(last, 3), style=styles[method]))
+    axes.axhline(0, color=theme.ink, linewidth=0.8)
+    low, high = min(shown), max(shown)
+    margin = 0.08 * (high - low) or 0.05
+    axes.set_ylim(low - margin, high + margin)
+    axes.set_ylabel("loss − pre (nats)")
+    label_ends(axes, labels, theme)
+
+
+def _draw_curve(axes: Axes, raw: Curve | None, smooth: Curve, style: MethodStyle, theme: Theme) -> None:
+    if raw is not None:
+        thin = thinned(raw)
+        axes.plot(thin.steps, thin.values, color=style.color(theme), linewidth=0.5, alpha=0.22, zorder=1.5)
+    axes.plot(
+        smooth.steps, smooth.values, color=style.color(theme), linewidth=style.width, linestyle=style.dash, zorder=2.5
+    )
+
+
+def _mark_verdict(axes: Axes, run: RunResult, smooth: Curve, style: MethodStyle, theme: Theme) -> None:
+    """Mark where the run diverged and where it spiked, at the edge of the axes where that is outside them."""
+    if run.verdict is None:
+        return
+    diverged = [] if run.verdict.divergence_step is None else [run.verdict.divergence_step]
+    for steps, marker in ((diverged, "X"), (run.verdict.spikes, "^")):
+        heights = np.clip(np.interp(steps, smooth.steps, smooth.values), *axes.get_ylim())
+        axes.plot(
+            steps, heights, linestyle="", marker=marker, markersize=7, color=style.color(theme),
+            markeredgecolor=theme.surface, markeredgewidth=0.8, clip_on=False, zorder=4,
+        )  # fmt: skip
+
+
+def _loss_range(curves: Sequence[Curve], entropy: float | None) -> tuple[float, float]:
+    """Return the axis that shows the curves from a tenth of the steps on, and the unigram entropy."""
+    low = min(float(curve.values.min()) for curve in curves)
+    tops = [float(curve.values[int(0.1 * len(curve.values)) :].max()) for curve in curves]
+    high = max([*tops, *([] if entropy is None else [entropy])])
+    return low - 0.05 * (high - low), high + 0.08 * (high - low)
+
+
+def _name(run: RunResult) -> str:
+    mark = " ✕" if run.diverged else " *" if run.word == SPIKED else "" if run.complete else " ○"
+    return f"{shortened(run.method.name)}{mark}"
+
+
+def _logarithm(curve: Curve) -> Curve:
+    positive = curve.values > 0
+    return Curve(steps=curve.steps[positive], values=np.log(curve.values[positive]))
+
+
+def _exponential(curve: Curve) -> Curve:
+    return Curve(steps=curve.steps, values=np.exp(curve.values))

@@ -1,0 +1,162 @@
+"""Method against learning rate: the stability frontier as a heat map, and the loss as a function of the rate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, PowerNorm, to_rgb
+from matplotlib.figure import Figure as Drawing
+from matplotlib.patches import Rectangle
+
+from siamesenorm.comparison import quantities
+from siamesenorm.comparison.findings import Findings, Outcome
+from siamesenorm.comparison.labels import WIDTH, Label, label_ends, label_room, shortened
+from siamesenorm.comparison.results import DIVERGED, SPIKED, UNFINISHED, Method
+from siamesenorm.comparison.statistics import Estimate
+from siamesenorm.comparison.tables import MARKS
+from siamesenorm.comparison.theme import MethodStyle, Theme, styles_of
+
+CELL_HEIGHT = 0.38
+DIVERGED_BAND = 0.14
+"""The part of the sensitivity figure's height above the losses, where the diverged stand."""
+
+
+def draw_frontier(findings: Findings, theme: Theme) -> Drawing:
+    """Draw a cell for every method and learning rate: held-out loss as colour, verdict as mark and hatching."""
+    methods, rates = findings.sweep.methods, findings.sweep.learning_rates
+    height = 0.95 + CELL_HEIGHT * len(methods)
+    drawing = Drawing(figsize=(WIDTH, height))
+    axes = drawing.subplots()
+    drawing.subplots_adjust(left=0.275, right=0.985, top=1 - 0.4 / height, bottom=0.5 / height)
+    losses = [loss.mean for outcome in findings.outcomes.values() if (loss := outcome.held_out_loss)]
+    color = LossColors(losses, theme)
+    for (rate, method), outcome in findings.outcomes.items():
+        lowest = min((at.mean for m in methods if (at := _loss(findings, rate, m))), default=None)
+        _draw_cell(axes, rates.index(rate), methods.index(method), outcome, color, lowest, theme)
+    axes.set_title("Held-out loss and verdict", x=-0.37)
+    axes.set_xlim(-0.5, len(rates) - 0.5)
+    axes.set_ylim(len(methods) - 0.5, -0.5)
+    axes.set_xticks(range(len(rates)), [quantities.rate(rate) for rate in rates])
+    axes.set_yticks(range(len(methods)), [shortened(method.name) for method in methods], color=theme.ink)
+    axes.set_xlabel("learning rate")
+    axes.grid(False)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    return drawing
+
+
+def draw_sensitivity(findings: Findings, theme: Theme) -> Drawing:
+    """Draw the held-out loss over the learning rate, one line a method, the diverged in a band above."""
+    rates = findings.sweep.learning_rates
+    styles = styles_of(findings.sweep.methods)
+    drawing = Drawing(figsize=(WIDTH, 4.37))
+    axes = drawing.subplots()
+    drawing.subplots_adjust(left=0.105, right=1 - label_room(styles), top=0.91, bottom=0.115)
+    losses = [loss.mean for outcome in findings.outcomes.values() if (loss := outcome.held_out_loss)]
+    low, high = (min(losses), max(losses)) if losses else (0.0, 1.0)
+    margin = 0.05 * (high - low) or 0.05
+    top = high + margin + DIVERGED_BAND / (1 - DIVERGED_BAND) * (high - low + 2 * margin)
+    axes.set_xscale("log")
+    axes.set_xlim(rates[0] / 1.25, rates[-1] * 1.25)
+    axes.set_ylim(low - margin, top)
+    axes.axhspan(high + margin, top, color=theme.fill, linewidth=0)
+    axes.text(
+        0.012, 1 - 0.25 * DIVERGED_BAND, "diverged", transform=axes.transAxes, fontsize=8, color=theme.muted, va="top"
+    )
+    band = (high + margin + top) / 2
+    labels = []
+    for method, style in styles.items():
+        outcomes = [findings.outcomes[rate, method] for rate in rates if (rate, method) in findings.outcomes]
+        places = [(_place(findings, outcome), band if outcome.all_diverged else None) for outcome in outcomes]
+        end = _draw_line(axes, outcomes, style, band, theme)
+        if end is not None:
+            labels.append(Label(height=end, text=shortened(method.name), style=style))
+    axes.set_title("Held-out loss by learning rate")
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("held-out loss (nats)")
+    axes.set_xticks(rates, [quantities.rate(rate) for rate in rates])
+    axes.minorticks_off()
+    label_ends(axes, labels, theme)
+    return drawing
+
+
+def _draw_cell(
+    axes: Axes, column: int, row: int, outcome: Outcome, color: LossColors, lowest: float | None, theme: Theme
+) -> None:
+    loss = outcome.held_out_loss
+    face = theme.fill if loss is None or outcome.verdict == DIVERGED else color(loss.mean)
+    hatched = outcome.verdict == DIVERGED
+    axes.add_patch(
+        Rectangle(
+            (column - 0.485, row - 0.46), 0.97, 0.92, facecolor=face, linewidth=0.8, hatch="////" if hatched else None,
+            edgecolor=theme.hatch if hatched else theme.muted if loss is None else face,
+            linestyle=":" if loss is None and not hatched else "-",
+        )
+    )  # fmt: skip
+    text = axes.text(
+        column, row, _cell_text(outcome), ha="center", va="center_baseline", fontsize=9, color=_readable(face, theme),
+        fontweight="bold" if loss is not None and loss.mean == lowest else "normal",
+    )  # fmt: skip
+    if hatched:
+        text.set_color(theme.danger)
+        text.set_bbox({"facecolor": theme.fill, "edgecolor": "none", "pad": 1.5})
+
+
+def _cell_text(outcome: Outcome) -> str:
+    if not outcome.complete:
+        return f"{MARKS[UNFINISHED]} {UNFINISHED}"
+    mark = MARKS.get(outcome.verdict or "", "·")
+    loss = outcome.held_out_loss
+    if outcome.verdict == DIVERGED:
+        share = "" if outcome.all_diverged else f" {outcome.with_verdict}/{len(outcome.complete)}"
+        return f"{mark} diverged{share}"
+    return f"{mark} {loss.mean:.3f}{'*' if outcome.verdict == SPIKED else ''}" if loss else mark
+
+
+class LossColors:
+    """The colour of a loss: the lower, the stronger; the square root spreads the losses near the best."""
+
+    def __init__(self, losses: Sequence[float], theme: Theme) -> None:
+        """Span the colours over the losses."""
+        low, high = (min(losses), max(losses)) if losses else (0.0, 1.0)
+        self._scale = PowerNorm(0.5, low, high if high > low else low + 1.0)
+        self._colors = LinearSegmentedColormap.from_list("loss", [theme.best, theme.worst])
+
+    def __call__(self, loss: float) -> tuple[float, float, float]:
+        """Return the colour of a loss as red, green and blue in [0, 1]."""
+        return to_rgb(self._colors(float(self._scale(loss))))
+
+
+def _readable(face: str | tuple[float, float, float], theme: Theme) -> str:
+    """Return the theme's ink or surface, whichever contrasts more with the cell (WCAG relative luminance)."""
+    own = _luminance(face)
+    return max((theme.ink, theme.surface), key=lambda color: _contrast(own, _luminance(color)))
+
+
+def _luminance(color: str | tuple[float, float, float]) -> float:
+    channels = np.array(to_rgb(color))
+    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+    return float(linear @ np.array([0.2126, 0.7152, 0.0722]))
+
+
+def _contrast(first: float, second: float) -> float:
+    return (max(first, second) + 0.05) / (min(first, second) + 0.05)
+
+
+def _loss(findings: Findings, rate: float, method: Method) -> Estimate | None:
+    outcome = findings.outcomes.get((rate, method))
+    return None if outcome is None else outcome.held_out_loss
+
+
+def _draw_line(axes: Axes, findings: Findings, method: Method, band: float, style: MethodStyle, theme: Theme) -> float | None:
+    """Draw one method, dotted to a cross in the band where it diverged; return the height of its last point."""
+    color = style.color(theme)
+    outcomes = [outcome for (_, of), outcome in findings.outcomes.items() if of == method and outcome.complete]
+    points = [_point(findings, outcome, band) for outcome in outcomes]
+    for (start, after), (outcome, following) in zip(
+        zip(points, points[1:]), zip(outcomes, outcomes[1:]), strict=True
+    ):
+        pass
+    return None

@@ -1,0 +1,88 @@
+"""Labels at the ends of curves, instead of a legend: each beside its own curve, none on another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from siamesenorm.comparison.results import FloatArray, Method
+from siamesenorm.comparison.theme import MethodStyle, Theme
+
+WIDTH = 5.6
+"""The width of every figure, in inches."""
+LABEL_SIZE = 8.5
+LONGEST_NAME = 26
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """What stands at the end of a curve, and the height in data units where it would like to stand."""
+
+    height: float
+    text: str
+    style: MethodStyle
+
+
+def label_ends(axes: Axes, labels: Sequence[Label], theme: Theme) -> None:
+    """Write the labels beside the right edge, each as near to its curve's end as the others let it be."""
+    if not labels:
+        return
+    height = axes.get_window_extent().height * 72 / axes.figure.dpi
+    ends = [float(np.clip(_axes_fraction(axes, label.height), 0.0, 1.0)) for label in labels]
+    gap = min(1.35 * LABEL_SIZE / height, 1.0 / len(labels))
+    for label, end, place in zip(labels, ends, spread(ends, gap, 0.0, 1.0), strict=True):
+        color = label.style.color(theme)
+        axes.plot(
+            [1.005, 1.03, 1.045],
+            [end, place, place],
+            transform=axes.transAxes,
+            clip_on=False,
+            color=color,
+            linewidth=0.9,
+        )
+        axes.plot(
+            [1.045, 1.10], [place, place], transform=axes.transAxes, clip_on=False, color=color,
+            linewidth=label.style.width, linestyle=label.style.dash,
+        )  # fmt: skip
+        axes.text(1.115, place, label.text, transform=axes.transAxes, fontsize=LABEL_SIZE, va="center_baseline")
+
+
+def shortened(name: str) -> str:
+    """Return a name that fits a figure, an ellipsis for what does not."""
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
+
+
+def label_room(methods: Iterable[Method]) -> float:
+    """Return the part of a figure's width that the labels take, with room for a mark after the longest name."""
+    longest = max((len(shortened(method.name)) for method in methods), default=0)
+    return (0.5 + 0.0725 * (longest + 1)) / WIDTH
+
+
+def spread(positions: Sequence[float], gap: float, low: float, high: float) -> FloatArray:
+    """Return the nearest positions (least squares) at least `gap` apart, in the same order, moved into [low, high].
+
+    With the gaps taken out, this is isotonic regression, which pooling adjacent violators solves.
+    """
+    order = np.argsort(positions, kind="stable")
+    targets = np.asarray(positions, dtype=float)[order] - gap * np.arange(len(positions))
+    pools: list[tuple[float, int]] = []
+    for target in targets:
+        mean, size = float(target), 1
+        while pools and pools[-1][0] > mean:
+            other, count = pools.pop()
+            mean, size = (mean * size + other * count) / (size + count), size + count
+        pools.append((mean, size))
+    placed = np.repeat([mean for mean, _ in pools], [size for _, size in pools])
+    room = high - gap * (len(positions) - 1)
+    placed = np.clip(placed, low, max(low, room)) + gap * np.arange(len(positions))
+    result = np.empty(len(positions))
+    result[order] = placed
+    return result
+
+
+def _axes_fraction(axes: Axes, height: float) -> float:
+    _, pixel = axes.transData.transform((axes.get_xlim()[0], height))
+    return float(axes.transAxes.inverted().transform((0.0, pixel))[1])

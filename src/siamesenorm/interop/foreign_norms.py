@@ -1,0 +1,155 @@
+"""Read what a norm of another library computes, without importing that library.
+
+Class names only propose: Gemma's RMSNorm multiplies by 1 + weight, Gemma 3n's by weight, and Nemotron's LayerNorm is a
+subclass of torch's that multiplies by 1 + weight. So a copy of the module with known weights is run on known numbers,
+and a formula is believed only when it gives the same values.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import re
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from siamesenorm.norms import Norm, NormFunction
+
+_PER_TOKEN = re.compile(r"(rms|layer)_?norm", re.IGNORECASE)
+_CHANNELS_FIRST = re.compile(r"2d", re.IGNORECASE)
+_EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
+
+
+class Unreadable(Exception):
+    """A module that looks like a norm and cannot be replaced; the message says why."""
+
+
+def looks_like_norm(module: nn.Module) -> bool:
+    """Return whether a module is a norm by its class, or a leaf whose class name says so."""
+    if isinstance(module, (Norm, nn.LayerNorm, nn.RMSNorm)):
+        return True
+    return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
+
+
+def read_norm(module: nn.Module) -> NormFunction:
+    """Return the function of a norm, with the module's own tensors; raises Unreadable where there is none to be had."""
+    if isinstance(module, Norm):
+        _refuse_attachments(module)
+        return module.function()
+    if not _PER_TOKEN.search(type(module).__name__):
+        raise Unreadable("not a LayerNorm or RMSNorm of each token")
+    _refuse_attachments(module)
+    _refuse_unknown_tensors(module)
+    weight, bias = _parameter(module, "weight"), _parameter(module, "bias")
+    dim, eps, axis = _width(module, weight), _eps(module, weight), _axis(module)
+    statistic, offset = _identify(module, dim, eps, axis)
+    return NormFunction(statistic=statistic, dim=dim, axis=axis, eps=eps, gain=weight, offset=offset, bias=bias)
+
+
+def _refuse_attachments(module: nn.Module) -> None:
+    """Refuse hooks, replaced forwards, submodules and further inputs: a new norm would not have them."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, name, None) for name in hooks):
+        raise Unreadable("it has hooks, which would be lost")
+    if "forward" in vars(module):
+        raise Unreadable("its forward was replaced on the instance")
+    if next(module.children(), None) is not None:
+        raise Unreadable("it has submodules, which would be lost")
+    try:
+        inputs = inspect.signature(module.forward).parameters
+    except ValueError:
+        raise Unreadable("its forward has no signature") from None
+    if len(inputs) != 1:
+        raise Unreadable(f"its forward takes {', '.join(inputs)}: a norm takes one tensor")
+
+
+def _refuse_unknown_tensors(module: nn.Module) -> None:
+    known = ("weight", "bias")
+    names = [name for tensors in (module.named_parameters(), module.named_buffers()) for name, _ in tensors]
+    others = [name for name in names if name not in known]
+    if others:
+        raise Unreadable(f"no formula explains its {others[0]}")
+
+
+def _parameter(module: nn.Module, name: str) -> Tensor | None:
+    value = getattr(module, name, None)
+    if value is None or isinstance(value, nn.Parameter):
+        return value
+    raise Unreadable(f"its {name} is not a parameter")
+
+
+def _width(module: nn.Module, weight: Tensor | None) -> int:
+    shape = getattr(module, "normalized_shape", None) if weight is None else weight.shape
+    if shape is None:
+        raise Unreadable("it has no weight and no normalized_shape: its width is not known")
+    if len(shape) != 1:
+        raise Unreadable(f"it normalises over {len(shape)} axes")
+    return int(shape[0])
+
+
+def _eps(module: nn.Module, weight: Tensor | None) -> float:
+    for name in _EPS_NAMES:
+        if hasattr(module, name):
+            eps = getattr(module, name)
+            if eps is None:  # torch: the resolution of the dtype it computes in, which is never below fp32
+                dtype = torch.get_default_dtype() if weight is None else weight.dtype
+                return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+            return float(eps)
+    raise Unreadable(f"it has none of {', '.join(_EPS_NAMES)}")
+
+
+def _axis(module: nn.Module) -> int:
+    named = _CHANNELS_FIRST.search(type(module).__name__)
+    return 1 if named or getattr(module, "data_format", None) == "channels_first" else -1
+
+
+def _identify(module: nn.Module, dim: int, eps: float, axis: int) -> tuple[str, float]:
+    """Return (statistic, offset of the gain) whose values the module gives on known weights and inputs."""
+    try:
+        x, given, weight, bias = _run_copy(module, dim, eps, axis)
+    except Exception as error:  # whatever a class of unknown origin raises is its answer
+        kind = "channels-first images" if axis == 1 else "tokens"
+        raise Unreadable(f"its forward does not take {kind}: {str(error).partition(chr(10))[0]}") from error
+    for statistic in ("layernorm", "rmsnorm"):
+        for offset in (0.0, 1.0):
+            gain = None if weight is None else weight + offset
+            expected = _evaluate(statistic, x.double(), gain, bias, eps)
+            if given.shape == expected.shape and torch.allclose(given, expected, rtol=1e-5, atol=1e-5):
+                return statistic, offset
+    raise Unreadable("its values are those of no known formula")
+
+
+@torch.no_grad()
+def _run_copy(
+    module: nn.Module, dim: int, eps: float, axis: int
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Run a copy in fp32 with known weights on known tokens; return tokens, values, weight and bias."""
+    probe = copy.deepcopy(module)
+    if any(parameter.is_meta for parameter in probe.parameters()):
+        probe.to_empty(device="cpu")
+    probe.float().eval()
+    device = next((parameter.device for parameter in probe.parameters()), torch.device("cpu"))
+    channels = torch.linspace(-1.0, 1.0, dim, device=device)
+    for name, parameter in probe.named_parameters():
+        parameter.copy_(0.3 * channels + (0.9 if name == "weight" else 0.2))
+    x = _probe_input(dim, eps, device)
+    values = probe(x.movedim(-1, axis)).movedim(axis, -1).double()
+    return x, values, getattr(probe, "weight", None), getattr(probe, "bias", None)
+
+
+def _probe_input(dim: int, eps: float, device: torch.device) -> Tensor:
+    # Without the third, small token, eps inside, outside or absent from the root could not be told apart.
+    numbers = torch.arange(24 * dim, device=device, dtype=torch.float32).reshape(2, 3, 4, dim)
+    scale = torch.tensor([1.0, 3.0, math.sqrt(eps) or 1.0], device=device)
+    return (torch.sin(numbers * 1.7 + 0.3) + 0.4) * scale.reshape(3, 1, 1)
+
+
+def _evaluate(statistic: str, x: Tensor, gain: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    if statistic == "layernorm":
+        normalised = F.layer_norm(x, x.shape[-1:], eps=eps)
+    else:
+        normalised = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return normalised * (1.0 if gain is None else gain.double()) + (0.0 if bias is None else bias.double())

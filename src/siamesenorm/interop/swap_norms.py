@@ -1,0 +1,154 @@
+"""Replace the norms of any model by another operator, and say of each one what became of its function."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from siamesenorm.errors import UserError
+from siamesenorm.interop.foreign_norms import Unreadable, looks_like_norm, read_norm
+from siamesenorm.norms import NORMS, Norm, NormFunction, NormSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replacement:
+    """One norm that was replaced: its name, its class before and after, and how its function changed."""
+
+    name: str
+    was: str
+    now: str
+    differences: tuple[str, ...] = ()
+
+    @property
+    def function_kept(self) -> bool:
+        """Whether the new norm computes what the old one did, up to rounding."""
+        return not self.differences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapReport:
+    """What `swap_norms` did: norms replaced, kept and refused, the last two as (name, reason)."""
+
+    replaced: tuple[Replacement, ...] = ()
+    kept: tuple[tuple[str, str], ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def function_kept(self) -> bool:
+        """Whether the whole model computes what it did, up to rounding."""
+        return all(replacement.function_kept for replacement in self.replaced)
+
+    def __str__(self) -> str:
+        """Return the report as a table, one norm a line."""
+        rows = [("norm", "outcome", "detail")]
+        for one in self.replaced:
+            function = "function kept" if one.function_kept else f"function changed: {'; '.join(one.differences)}"
+            rows.append((one.name, "replaced", f"{one.was} -> {one.now}, {function}"))
+        for outcome, entries in (("kept", self.kept), ("refused", self.refused)):
+            rows.extend((name, outcome, reason) for name, reason in entries)
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        return "\n".join(f"{name:<{widths[0]}}  {outcome:<{widths[1]}}  {detail}" for name, outcome, detail in rows)
+
+
+def swap_norms(model: nn.Module, norm: str | NormSpec, where: Callable[[str], bool] | str | None = None) -> SwapReport:
+    """Replace the norms of `model` in place by `norm` ("seednorm", "rmsnorm:eps=1e-6", ...) and return a report.
+
+    Knows LayerNorm and RMSNorm of torch, timm (channels-first too) and Hugging Face (Gemma's 1 + w too), and this
+    library's norms. Gain, bias, eps, axis, dtype, device, training flag and requires_grad are carried over, and with
+    them the function, where the new formula allows it: RMSNorm -> SeeDNorm keeps it, LayerNorm -> RMSNorm does not. An
+    `eps` given in `norm` wins. The parameters are new: build the optimizer afterwards.
+
+    `where` selects by qualified name: a predicate or a glob pattern ("*.input_layernorm").
+    Raises UserError for an unknown norm or option, or a pattern that selects nothing; the model is then untouched.
+    """
+    specification = NormSpec.parse(norm) if isinstance(norm, str) else norm
+    names = _names_of_norms(model)
+    selects = _selection(where, names)
+    parents = dict(model.named_modules(remove_duplicate=False))
+    replaced, kept, refused = [], [], []
+    planned: list[tuple[nn.Module, str, Norm]] = []
+    for name, module in names.items():
+        if not selects(name):
+            kept.append((name, "not selected"))
+            continue
+        parent, key = parents[name.rpartition(".")[0]], name.rpartition(".")[2]
+        try:
+            _refuse_shared(name, module, names)
+            _refuse_place(name, parent)
+            function = read_norm(module)
+        except Unreadable as reason:
+            refused.append((name, str(reason)))
+            continue
+        if _is_already(module, specification):
+            kept.append((name, f"is {specification} already"))
+            continue
+        new, differences = _replacement(module, function, specification, model)
+        planned.append((parent, key, new))
+        replaced.append(
+            Replacement(name=name, was=type(module).__name__, now=type(new).__name__, differences=tuple(differences))
+        )
+    for parent, key, new in planned:
+        setattr(parent, key, new)
+    return SwapReport(replaced=tuple(replaced), kept=tuple(kept), refused=tuple(refused))
+
+
+def _names_of_norms(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules(remove_duplicate=False) if looks_like_norm(module)}
+
+
+def _selection(where: Callable[[str], bool] | str | None, names: Iterable[str]) -> Callable[[str], bool]:
+    if where is None:
+        return lambda name: True
+    if not isinstance(where, str):
+        return where
+    chosen = set(fnmatch.filter(names, where))
+    if not chosen:
+        raise UserError(f"where={where!r} selects no norm: the model has {', '.join(list(names)[:4]) or 'none'}, ...")
+    return chosen.__contains__
+
+
+def _refuse_shared(name: str, module: nn.Module, names: dict[str, nn.Module]) -> None:
+    mine = {id(module), *map(id, module.parameters())}
+    for other, candidate in names.items():
+        if other != name and mine & {id(candidate), *map(id, candidate.parameters())}:
+            raise Unreadable(f"shared with {other}")
+
+
+def _refuse_place(name: str, parent: nn.Module) -> None:
+    if not name:
+        raise Unreadable("the model itself is a norm: use build_norm")
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        raise Unreadable("torch's TransformerEncoderLayer computes its norms itself on its fast path")
+
+
+def _is_already(module: nn.Module, specification: NormSpec) -> bool:
+    if type(module) is not NORMS[specification.name]:
+        return False
+    settings = module.settings()
+    return all(settings[option] == value for option, value in specification.options)
+
+
+def _replacement(
+    module: nn.Module, function: NormFunction, specification: NormSpec, model: nn.Module
+) -> tuple[Norm, list[str]]:
+    """Return the new norm with what the old one hands on, and the differences between the two."""
+    old = next(module.parameters(), None)
+    affine = module.affine if isinstance(module, Norm) else function.affine
+    like = old if old is not None else next(filter(torch.is_floating_point, model.parameters()), torch.empty(0))
+    inherited = {"eps": function.eps, "offset": function.offset if function.gain is not None else None}
+    options = {
+        option: value
+        for option, value in inherited.items()
+        if value is not None and option in NORMS[specification.name].option_defaults()
+    }
+    complete = NormSpec.parse(specification.name, **{**options, **dict(specification.options)})
+    new = complete.build(function.dim, affine=affine, axis=function.axis)
+    new = new.to(device=like.device, dtype=like.dtype).train(module.training)
+    differences = new.adopt(function)
+    if old is not None:
+        new.requires_grad_(any(parameter.requires_grad for parameter in module.parameters()))
+    return new, differences

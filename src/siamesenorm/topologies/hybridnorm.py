@@ -1,0 +1,81 @@
+"""HybridNorm: the stream is normalised once a block, after attention; attention normalises its own Q, K and V."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import nn
+
+from siamesenorm.topologies.depth_scale import DepthScale, depth_scale_at
+from siamesenorm.topologies.factors import Scaled
+from siamesenorm.topologies.single_stream import SingleStreamClosing, SingleStreamConnection
+from siamesenorm.topologies.topology import (
+    AttentionNorm,
+    BoundaryCost,
+    Closing,
+    Connection,
+    Materials,
+    Place,
+    Topology,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridNorm(Topology):
+    """HybridNorm (arXiv 2503.04598): x <- N(x + Attention(x)), then x <- x + MLP(x), attention with QKV-norm.
+
+    `first_block`: "same" as the others, or "pre" (HybridNorm*): both sublayers of block 0 are Pre-Norm, and its
+    attention keeps QKV-norm. `depth_scale` multiplies every output by s (row 2 of SiameseNorm's Table 3): "code" =
+    1/sqrt(2(l+1)) with l the 0-based block, "paper_block" = 1/sqrt(l+1), "paper_sublayer" = 1/sqrt(k+1), "none" = 1.
+    """
+
+    title: ClassVar[str] = "HybridNorm"
+    paper: ClassVar[str] = "Zhuo et al. 2025, arXiv 2503.04598"
+    formula: ClassVar[str] = """\
+        open    x = e
+        attention   read h = x (QKV-norm inside the attention),  write x <- N_l(x + s O)
+        MLP         read h = x,                                  write x <- x + s O
+        close   N_f(x)
+        scale   s = 1                  (depth_scale=code: s = 1/sqrt(2(l+1)))
+        first_block=pre, block 0:  read h = N_k(x),  write x <- x + s O"""
+    diagram: ClassVar[str] = """\
+        x ──┬──────────────────────── + ─▶ N ─┬───────────── + ──▶ x
+            └─▶ Attn(QKV-norm) ─▶ O ──┘       └─▶ MLP ─▶ O ──┘"""
+    special_cases: ClassVar[tuple[str, ...]] = (
+        "it is ResiDual-HybridNorm with N_f of the dual stream 0: exact",
+        "it is SiameseNorm Hybrid-Pre with N^Y = 0, gamma = N^X = N^in = N^X_f = 1, depth_scale none: up to eps",
+    )
+
+    first_block: Literal["same", "pre"] = "same"
+    depth_scale: DepthScale = "none"
+
+    @property
+    def attention_norm(self) -> AttentionNorm:
+        """QKV-norm stands in for the attention's input norm."""
+        return "qkv-head"
+
+    @property
+    def cost(self) -> BoundaryCost:
+        """Mean of the normalised boundary (4 and 4 passes), the plain one (3 and 3) and the V-norm (2 and 3)."""
+        return BoundaryCost(forward=4.5, backward=5, saved=1)
+
+    def connection(self, place: Place, materials: Materials) -> Connection:
+        """Return the connection of a Pre-Norm first block, of attention, or of the MLP, which settles the attention."""
+        pre = self.first_block == "pre" and place.block == 0
+        scaled = self.depth_scale != "none"
+        return SingleStreamConnection(
+            materials,
+            settle=None if pre else hybrid_settle(place, materials),
+            norm=materials.build_input_norm(place) if pre else None,
+            output=Scaled(nn.Identity(), depth_scale_at(place, self.depth_scale)) if scaled else None,
+        )
+
+    def closing(self, last: Place, materials: Materials) -> Closing:
+        """Return the final norm."""
+        return SingleStreamClosing(materials, norm=materials.build_final_norm())
+
+
+def hybrid_settle(place: Place, materials: Materials) -> nn.Module | None:
+    """Return the norm of the attention's addition at the MLP's place, None at the attention's."""
+    return materials.build_norm(place.kind) if place.kind == "mlp" else None

@@ -1,0 +1,161 @@
+"""ResiDual: a Post-Norm (or HybridNorm) stream, and a dual stream that only sums the outputs for the closing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor, nn
+
+from siamesenorm.errors import UserError
+from siamesenorm.norms import NormSpec, Role
+from siamesenorm.topologies.hybridnorm import hybrid_settle
+from siamesenorm.topologies.post_norm import settle_norm
+from siamesenorm.topologies.topology import (
+    AttentionNorm,
+    BoundaryCost,
+    Closing,
+    Connection,
+    Materials,
+    Opening,
+    Place,
+    Streams,
+    Topology,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResiDual(Topology):
+    """ResiDual (arXiv 2304.14802): X <- N(X + O) feeds the sublayers, D <- D + c O only the closing a X + N_f(D).
+
+    `bounded_scale` is a, `dual_scale` c: c < 1 (0.05 in the official fp16 configuration) keeps D in range, and N_f
+    cancels it, but for its eps. The official N_f therefore has eps 1e-7 whatever the other norms have; `dual_eps` sets
+    it, and 0 keeps the norm's own. `body="hybridnorm"` makes X a HybridNorm stream, which has a final norm of its own:
+    N^X_f(X) + N_f(D) (row 3 of SiameseNorm's Table 3).
+    """
+
+    title: ClassVar[str] = "ResiDual"
+    paper: ClassVar[str] = "Xie et al. 2023, arXiv 2304.14802"
+    formula: ClassVar[str] = """\
+        open    X = e,  D = c e
+        read    h = X
+        write   X <- N_k(X + O),  D <- D + c O
+        close   a X + N_f(D)           (a = c = 1)
+        body=hybridnorm:  X as in HybridNorm, close a N^X_f(X) + N_f(D)"""
+    diagram: ClassVar[str] = """\
+        X ──┬─────────── + ─▶ N ──▶ X
+            └─▶ F ─▶ O ──┤
+        D ────────────── + ───────▶ D"""
+    special_cases: ClassVar[tuple[str, ...]] = (
+        "D_K = e + sum of all outputs, exactly (c = 1)",
+        "Post-Norm: N_f = 0, exactly",
+        "N_f cancels c up to its eps",
+    )
+
+    body: Literal["post", "hybridnorm"] = "post"
+    bounded_scale: float = 1.0
+    dual_scale: float = 1.0
+    dual_eps: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse a dual stream that is always zero, and a negative eps."""
+        super().__post_init__()
+        if self.dual_scale <= 0:
+            raise UserError(f"dual_scale of {self.title} is {self.dual_scale}: choose a positive number")
+        if self.dual_eps < 0:
+            raise UserError(f"dual_eps of {self.title} is {self.dual_eps}: choose 0 (the norm's own) or more")
+
+    @property
+    def stream_names(self) -> tuple[str, ...]:
+        """The bounded stream X and the dual stream D."""
+        return ("bounded", "dual")
+
+    @property
+    def attention_norm(self) -> AttentionNorm:
+        """What the body needs."""
+        return "qkv-head" if self.body == "hybridnorm" else "auto"
+
+    @property
+    def cost(self) -> BoundaryCost:
+        """Reads X, D, O and writes U, D', X' (= H); the backward pass reads four and writes two."""
+        return BoundaryCost(6, 6, 1) if self.body == "post" else BoundaryCost(6.5, 7, 1)
+
+    def opening(self, materials: Materials) -> Opening:
+        """Return the embedding, and the embedding times c."""
+        return DualOpening(materials, self.dual_scale)
+
+    def connection(self, place: Place, materials: Materials) -> Connection:
+        """Return the connection that settles the body's last addition."""
+        settle = settle_norm(place, materials) if self.body == "post" else hybrid_settle(place, materials)
+        return DualConnection(materials, settle=settle, dual_scale=self.dual_scale)
+
+    def closing(self, last: Place, materials: Materials) -> Closing:
+        """Return the sum of the settled bounded stream and the dual stream's norm."""
+        return DualClosing(
+            materials,
+            settle=materials.build_norm(last.kind if self.body == "post" else "final"),
+            dual_norm=self.build_dual_norm(materials),
+            bounded_scale=self.bounded_scale,
+        )
+
+    def build_dual_norm(self, materials: Materials) -> nn.Module:
+        """Return N_f; raises UserError if `dual_eps` is set and the norm has no eps."""
+        if self.dual_eps == 0:
+            return materials.build_norm("final")
+        norm = NormSpec.parse(str(materials.norm), eps=self.dual_eps)
+        return norm.build(materials.dim, role=Role("final", materials.domain), axis=materials.axis)
+
+
+class DualOpening(Opening):
+    """X = e, D = c e."""
+
+    dual_scale: Tensor
+
+    def __init__(self, materials: Materials, dual_scale: float) -> None:
+        super().__init__(materials)
+        self.constant("dual_scale", dual_scale)
+
+    def forward(self, embedding: Tensor) -> Streams:
+        """Return the bounded and the dual stream."""
+        bounded = self.to_residual(embedding)
+        return bounded, bounded * self.dual_scale
+
+
+class DualConnection(Connection):
+    """Around one sublayer: X <- settle(X), h = X; X <- X + O, D <- D + c O."""
+
+    dual_scale: Tensor
+
+    def __init__(self, materials: Materials, *, settle: nn.Module | None, dual_scale: float) -> None:
+        super().__init__(materials)
+        self.settle = settle or nn.Identity()
+        self.constant("dual_scale", dual_scale)
+
+    def read(self, streams: Streams) -> tuple[Tensor, Streams]:
+        """Return the settled bounded stream."""
+        bounded, dual = streams
+        bounded = self.settle(bounded)
+        return self.to_compute(bounded), (bounded, dual)
+
+    def write(self, streams: Streams, output: Tensor) -> Streams:
+        """Add the output to the bounded stream, and c times the output to the dual one."""
+        bounded, dual = streams
+        output = output.to(dual.dtype)
+        return bounded + output, dual + output * self.dual_scale
+
+
+class DualClosing(Closing):
+    """Fuse the streams: a settle(X) + N_f(D)."""
+
+    bounded_scale: Tensor
+
+    def __init__(self, materials: Materials, *, settle: nn.Module, dual_norm: nn.Module, bounded_scale: float) -> None:
+        super().__init__(materials)
+        self.settle = settle
+        self.dual_norm = dual_norm
+        self.constant("bounded_scale", bounded_scale)
+
+    def forward(self, streams: Streams) -> Tensor:
+        """Return a settle(X) + N_f(D)."""
+        bounded, dual = streams
+        return self.to_compute(self.settle(bounded) * self.bounded_scale + self.dual_norm(dual))

@@ -1,0 +1,84 @@
+"""SpanNorm, experimental: one residual spans a whole block, whose output is normalised as in Post-Norm.
+
+Only the abstract of the paper was found: neither its equations nor its scaling strategy nor any code. Both readings
+below are ours, and numbers obtained with them are not SpanNorm's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from siamesenorm.topologies.single_stream import SingleStreamClosing, SingleStreamConnection
+from siamesenorm.topologies.topology import (
+    BoundaryCost,
+    Closing,
+    Connection,
+    Materials,
+    Place,
+    Streams,
+    Topology,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanNorm(Topology):
+    """SpanNorm (arXiv 2601.22580), experimental: its equations were not found, and no scaling is applied.
+
+    `reading`: "A": the residual goes from the block's input to its output, past both sublayers; "B": Pre-Norm inside the
+    block, and one norm on the main path at its end.
+    """
+
+    title: ClassVar[str] = "SpanNorm (experimental)"
+    paper: ClassVar[str] = "arXiv 2601.22580 (abstract only: the equations are a reading of it)"
+    formula: ClassVar[str] = """\
+        open    x = e
+        block   z = N1(x + Attention(x)),     x <- N2(x + MLP(z))
+        close   x
+        reading=B:  z = x + Attention(N(x)),  x <- N2(z + MLP(N(z)))"""
+    diagram: ClassVar[str] = """\
+        x ──┬──────────────────────────────────── + ─▶ N2 ──▶ x
+            ├─────────── + ─▶ N1 ─▶ MLP ─▶ O ─────┘
+            └─▶ Attn ────┘"""
+    special_cases: ClassVar[tuple[str, ...]] = ("the block's output is always normalised: no final norm",)
+
+    reading: Literal["A", "B"] = "A"
+
+    @property
+    def cost(self) -> BoundaryCost:
+        """Mean of a block's two boundaries: A keeps the block's input through the attention's, B adds two norms."""
+        return BoundaryCost(forward=4, backward=4.5, saved=1) if self.reading == "A" else BoundaryCost(4.5, 4, 1)
+
+    def connection(self, place: Place, materials: Materials) -> Connection:
+        """Return the half of the block: the first settles the previous block, in A the second settles the attention."""
+        after_block = place.kind == "attention" and place.previous is not None
+        settle = materials.build_norm("mlp") if after_block else None
+        if self.reading == "B":
+            return SingleStreamConnection(materials, settle=settle, norm=materials.build_input_norm(place))
+        if place.kind == "attention":
+            return SpanStart(materials, settle=settle)
+        return SpanEnd(materials, settle=materials.build_input_norm(place))
+
+    def closing(self, last: Place, materials: Materials) -> Closing:
+        """Return the norm of the last block's output."""
+        return SingleStreamClosing(materials, settle=materials.build_norm(last.kind))
+
+
+class SpanStart(SingleStreamConnection):
+    """The attention's connection: its write keeps the block's input beside the sum, (x, x + O)."""
+
+    def write(self, streams: Streams, output: Tensor) -> Streams:
+        """Add the output to a second stream that lives until the block's end."""
+        (x,) = streams
+        return x, x + output.to(x.dtype)
+
+
+class SpanEnd(SingleStreamConnection):
+    """The MLP's connection: it sees the settled sum, and writes to the block's input."""
+
+    def read(self, streams: Streams) -> tuple[Tensor, Streams]:
+        """Return the settled sum, and the block's input as the only stream."""
+        x, total = streams
+        return self.to_compute(self.settle(total)), (x,)

@@ -1,0 +1,265 @@
+"""Crash-safe checkpoints of one process: a directory is whole or does not count.
+
+    root/step-00000100/    <group>.safetensors for every group of tensors, state.json, and manifest.json with the size
+                           and SHA-256 of every file
+    root/step-00000200.partial/    being written, or left by a killed process
+
+Files, then the manifest, are written and synced under the partial name; one rename makes them count; only then are
+older checkpoints pruned. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from siamesenorm.data.storage import disk_errors_told, sync_directory
+from siamesenorm.errors import UserError
+from siamesenorm.training.exact_json import decode_json, encode_json
+
+SCHEMA = 1
+STAGES = (
+    "begin",
+    "partial-made",
+    "model-half-written",
+    "model-written",
+    "optimizer-half-written",
+    "optimizer-written",
+    "state-written",
+    "manifest-written",
+    "renamed",
+    "pruned",
+)
+
+MANIFEST = "manifest.json"
+PARTIAL = ".partial"
+
+_NAME = re.compile(r"step-(\d{8,})(\.partial)?")
+
+# The names of the safetensors format, for the dtypes a training state is made of.
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+Stage = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A whole checkpoint: its groups of tensors (on the CPU), its JSON state, and what newer ones were passed over."""
+
+    step: int
+    path: Path
+    tensors: Mapping[str, dict[str, Tensor]]
+    state: dict[str, Any]
+    skipped: tuple[str, ...]
+
+
+def save_checkpoint(
+    root: Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    state: Mapping[str, Any],
+    *,
+    keep: int,
+    at_stage: Stage | None = None,
+) -> Path:
+    """Write the checkpoint of a step, prune all but the newest `keep`, and return its directory.
+
+    `tensors` are groups by name, such as "model" and "optimizer", on any device; `state` is what JSON can hold.
+    `at_stage` is called with the names in `STAGES` (with the names of the groups) as they are reached. A checkpoint of
+    this step that is whole stays as it is. Raises `UserError` on a full disk, with everything earlier untouched, and
+    when a later checkpoint is whole: that run is further on.
+    """
+    if keep < 1:
+        raise UserError(f"keep is {keep}: at least one checkpoint must be kept")
+    announce = at_stage or (lambda stage: None)
+    target = root / f"step-{step:08d}"
+    with disk_errors_told(target):
+        announce("begin")
+        root.mkdir(parents=True, exist_ok=True)
+        if not _clear_the_way(root, step):
+            return target
+        unfinished = target.with_name(target.name + PARTIAL)
+        try:
+            unfinished.mkdir()
+            announce("partial-made")
+            _write_contents(unfinished, step, tensors, state, announce)
+            unfinished.rename(target)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        sync_directory(root)
+        announce("renamed")
+        _prune(root, keep)
+        announce("pruned")
+    return target
+
+
+def _clear_the_way(root: Path, step: int) -> bool:
+    """Remove leftovers, and broken checkpoints of this step or later; return whether this step is still to write."""
+    for leftover in root.glob(f"step-*{PARTIAL}"):
+        shutil.rmtree(leftover)
+    for other, path in _finished(root):
+        if other < step:
+            break
+        if _fault(path, other) is not None:
+            _remove(path)
+        elif other == step:
+            return False
+        else:
+            raise UserError(
+                f"{root} holds {path.name}, later than step {step}: resume from it or choose another directory"
+            )
+    return True
+
+
+def _write_contents(
+    directory: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], announce: Stage
+) -> None:
+    files = {}
+    for group, named in tensors.items():
+        pieces = _safetensors_pieces(named, partial(announce, f"{group}-half-written"))
+        files[f"{group}.safetensors"] = _write_synced(directory / f"{group}.safetensors", pieces)
+        announce(f"{group}-written")
+    files["state.json"] = _write_synced(directory / "state.json", [encode_json(state, indent=1).encode()])
+    announce("state-written")
+    manifest = {"schema": SCHEMA, "step": step, "files": files}
+    _write_synced(directory / MANIFEST, [encode_json(manifest, indent=1).encode()])
+    sync_directory(directory)
+    announce("manifest-written")
+
+
+def _safetensors_pieces(tensors: Mapping[str, Tensor], halfway: Callable[[], None]) -> Iterator[bytes | memoryview]:
+    """Yield a safetensors file piece by piece, calling `halfway` before the middle tensor.
+
+    The library's writer wants all tensors in host memory at once, refuses tied ones, and reports a full disk as text.
+    """
+    # Wide elements first, as the library does: every tensor is then aligned.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header, end = {}, 0
+    for name in names:
+        tensor = tensors[name]
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(
+                f"tensor {name!r} is {tensor.dtype}: a checkpoint holds real numbers, integers and booleans"
+            )
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for number, name in enumerate(names):
+        if number == len(names) // 2:
+            halfway()
+        yield tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _write_synced(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Write a new file, wait until it is on the disk, and return its entry in the manifest."""
+    digest, size = hashlib.sha256(), 0
+    with open(path, "xb") as file:
+        for piece in pieces:
+            file.write(piece)
+            digest.update(piece)
+            size += len(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _prune(root: Path, keep: int) -> None:
+    for _, path in _finished(root)[keep:]:
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint under a partial name: a crash half-way must not leave something that looks whole."""
+    doomed = path.with_name(path.name + PARTIAL)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _finished(root: Path) -> list[tuple[int, Path]]:
+    """Return (step, directory) of everything with a final name, the newest first."""
+    found = ((_NAME.fullmatch(path.name), path) for path in (root.iterdir() if root.is_dir() else ()))
+    return sorted(((int(name[1]), path) for name, path in found if name and not name[2]), reverse=True)
+
+
+def load_checkpoint(root: Path, *, allow_none: bool = False) -> Checkpoint | None:
+    """Return the newest checkpoint under `root` whose files are all as its manifest says, or None without any.
+
+    What is newer and broken or unfinished is passed over and told in `skipped`. Raises `UserError` when there are
+    checkpoints and all are broken, unless `allow_none`; a first one that a killed process left unfinished is no such.
+    """
+    faults: dict[Path, str] = {}
+    for step, path in _finished(root):
+        fault = _fault(path, step)
+        if fault is None:
+            return _read(step, path, faults)
+        faults[path] = fault
+    if faults and not allow_none:
+        told = "; ".join(f"{path.name}: {fault}" for path, fault in faults.items())
+        raise UserError(f"no checkpoint in {root} is whole ({told}): restore a copy, or start again elsewhere")
+    return None
+
+
+def _read(step: int, path: Path, faults: Mapping[Path, str]) -> Checkpoint:
+    unfinished = {
+        other: "it was never finished"
+        for other in sorted(path.parent.iterdir())
+        if (name := _NAME.fullmatch(other.name)) and name[2] and int(name[1]) > step
+    }
+    return Checkpoint(
+        step=step,
+        path=path,
+        tensors={file.stem: load_file(file) for file in sorted(path.glob("*.safetensors"))},
+        state=decode_json((path / "state.json").read_bytes()),
+        skipped=tuple(
+            f"{other} is no whole checkpoint ({fault}): going back to {path.name}"
+            for other, fault in (unfinished | dict(faults)).items()
+        ),
+    )
+
+
+def _fault(path: Path, step: int) -> str | None:
+    """Return what is wrong with a checkpoint, or None if every file is as its manifest says."""
+    try:
+        manifest = decode_json((path / MANIFEST).read_bytes())
+        if (manifest["schema"], manifest["step"]) != (SCHEMA, step):
+            return f"{MANIFEST} is of schema {manifest['schema']}, step {manifest['step']}"
+        for name, entry in manifest["files"].items():
+            size = (path / name).stat().st_size
+            if size != entry["bytes"]:
+                return f"{name} has {size} bytes instead of {entry['bytes']}"
+            with open(path / name, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+                    return f"the checksum of {name} does not match"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except OSError as error:
+        return f"{Path(error.filename or path).name} cannot be read: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is damaged"
+    return None

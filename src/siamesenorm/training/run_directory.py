@@ -1,0 +1,80 @@
+"""A run's directory: configuration, environment, record, verdict, checkpoints; one process at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from siamesenorm.data.storage import disk_errors_told, exclusive, write_atomically
+from siamesenorm.errors import UserError
+from siamesenorm.training.config import RunConfig
+from siamesenorm.training.environment import describe_environment
+from siamesenorm.training.exact_json import decode_json, encode_json
+from siamesenorm.training.verdict import Verdict
+
+LOCK_FILE = "lock"
+
+
+class RunDirectory:
+    """The files of one run.
+
+    Raises UserError when the directory holds a run of another configuration, or files that are no run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_file = path / "config.json"
+        self.environment_file = path / "environment.json"
+        self.metrics_file = path / "metrics.jsonl"
+        self.verdict_file = path / "verdict.json"
+        self.checkpoints = path / "checkpoints"
+
+    @contextmanager
+    def claimed(self, config: RunConfig) -> Iterator[None]:
+        """Make the directory this configuration's and keep other processes out while it is open."""
+        with disk_errors_told(self.path):
+            self._require_same(config)
+            self.path.mkdir(parents=True, exist_ok=True)
+        with exclusive(self.path / LOCK_FILE):
+            self._write(self.config_file, config.to_json())
+            self._write(self.environment_file, describe_environment())
+            yield
+
+    def read_config(self) -> RunConfig:
+        """Return the configuration; raises UserError when there is none that can be read."""
+        try:
+            return RunConfig.from_json(json.loads(self.config_file.read_text()))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.path} is not the directory of a run: {error}") from error
+
+    def read_verdict(self) -> Verdict | None:
+        """Return the verdict of a finished run, or None."""
+        if not self.verdict_file.is_file():
+            return None
+        return Verdict.from_json(decode_json(self.verdict_file.read_text()))
+
+    def write_verdict(self, verdict: Verdict) -> None:
+        """Write the verdict, which marks the run as finished."""
+        self._write(self.verdict_file, verdict.to_json())
+
+    def _require_same(self, config: RunConfig) -> None:
+        if self.config_file.is_file():
+            identity = self.read_config().identity
+            if identity != config.identity:
+                raise UserError(
+                    f"{self.path} belongs to another configuration (run {identity[:12]}, not "
+                    f"{config.identity[:12]}): choose another directory"
+                )
+        elif self.path.exists() and not self._is_fresh():
+            raise UserError(f"{self.path} exists and is not the directory of a run: choose another directory")
+
+    def _is_fresh(self) -> bool:
+        """Whether the directory is empty, or a process was killed before it wrote the configuration."""
+        return self.path.is_dir() and {each.name for each in self.path.iterdir()} <= {LOCK_FILE, ".config.json.tmp"}
+
+    def _write(self, path: Path, record: dict[str, Any]) -> None:
+        with disk_errors_told(path):
+            write_atomically(path, (encode_json(record, indent=1) + "\n").encode())
