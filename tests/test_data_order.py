@@ -41,7 +41,7 @@ def test_far_positions_cost_no_more_than_near_ones() -> None:
     assert np.array_equal(np.sort(far), np.arange(1000))
 
 
-@pytest.mark.parametrize("samples", [6, 64, 100])
+@pytest.mark.parametrize("samples", [6, 40, 64])
 def test_samples_fall_uniformly(samples: int) -> None:
     """Chi-square of where sample 0 falls, and of which sample comes first, over many epochs."""
     epochs = 400 * samples

@@ -118,6 +118,14 @@ def model(*norms: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(DIM, DIM), *norms)
 
 
+def swaps_with_its_function(model: nn.Module, target: str) -> bool:
+    """Swap norm "1" and return whether the function was kept; a norm of the target's class already counts."""
+    report = swap_norms(model, target)
+    assert not report.refused
+    assert [name for name, _ in report.kept] + [one.name for one in report.replaced] == ["1"]
+    return report.function_kept
+
+
 def tokens(*shape: int) -> Tensor:
     return torch.randn(*(shape or (3, DIM)), generator=torch.Generator().manual_seed(8))
 
@@ -154,11 +162,7 @@ def test_rms_norms_keep_their_function(make: Callable[[], nn.Module], target: st
     else:
         trained(old)
     new = model(copy.deepcopy(old))
-    report = swap_norms(new, target)
-    if report.kept:  # it was of the target's class
-        assert type(new[1]) is type(old)
-        return
-    assert report.function_kept and report.replaced[0].name == "1"
+    assert swaps_with_its_function(new, target)
     small = tokens() * torch.tensor([[1.0], [1e-3], [30.0]])
     torch.testing.assert_close(new[1](small), old(small), rtol=2e-6, atol=1e-6)
 
@@ -167,7 +171,7 @@ def test_rms_norms_keep_their_function(make: Callable[[], nn.Module], target: st
 def test_layer_norms_keep_their_function_as_layer_norms_only(make: Callable[[], nn.Module]) -> None:
     old = trained(make())
     same, other = model(copy.deepcopy(old)), model(copy.deepcopy(old))
-    assert swap_norms(same, "layernorm").function_kept
+    assert swaps_with_its_function(same, "layernorm")
     small = tokens() * torch.tensor([[1.0], [1e-3], [30.0]])
     torch.testing.assert_close(same[1](small), old(small), rtol=2e-6, atol=1e-6)
 
@@ -183,7 +187,7 @@ def test_layer_norms_keep_their_function_as_layer_norms_only(make: Callable[[], 
 def test_channels_first_stays_channels_first(make: Callable[[], nn.Module]) -> None:
     old, images = trained(make()), tokens(2, DIM, 3, 5)
     new = nn.Sequential(nn.Conv2d(3, DIM, 1), copy.deepcopy(old))
-    assert swap_norms(new, "layernorm").function_kept
+    assert swaps_with_its_function(new, "layernorm")
     torch.testing.assert_close(new[1](images), old(images), rtol=2e-6, atol=1e-6)
     assert new[1].axis == 1
 
@@ -195,6 +199,14 @@ def test_seednorm_equals_the_rmsnorm_it_replaces_bit_for_bit() -> None:
     x = tokens().to(torch.bfloat16)
     assert torch.equal(new[1](x), old(x))
     assert new[1].offset == 1.0  # 1 + w is not a bf16 number, w is
+
+
+def test_the_unwritten_eps_of_torch_is_that_of_its_wide_arithmetic() -> None:
+    old = nn.RMSNorm(DIM).to(torch.bfloat16)
+    new = model(copy.deepcopy(old))
+    assert swaps_with_its_function(new, "rmsnorm")
+    tiny = (1e-3 * tokens()).to(torch.bfloat16)
+    torch.testing.assert_close(new[1](tiny), old(tiny), rtol=1e-2, atol=0)
 
 
 def test_what_is_not_the_function_is_said() -> None:

@@ -11,11 +11,12 @@ from typing import Literal
 from matplotlib.figure import Figure as Drawing
 
 from siamesenorm.comparison import quantities
-from siamesenorm.comparison.curve_figures import curves_at, draw_gradient_norms, draw_losses
 from siamesenorm.comparison.findings import Findings, Outcome
-from siamesenorm.comparison.grid_figures import draw_frontier, draw_sensitivity
+from siamesenorm.comparison.frontier import draw_frontier
 from siamesenorm.comparison.results import DIVERGED
+from siamesenorm.comparison.sensitivity import draw_sensitivity
 from siamesenorm.comparison.theme import Theme, applied
+from siamesenorm.comparison.training_curves import curves_at, draw_gradient_norms, draw_losses
 
 FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
 """The page's fonts. Drawings are laid out in DejaVu Sans, which is wider than these: no text outgrows its place."""
@@ -57,9 +58,9 @@ def render(figure: Figure, theme: Theme, form: Literal["svg", "png"]) -> bytes:
 
 
 def _tidied(svg: str) -> str:
-    """Give the text of a drawing the page's fonts, and its coordinates two decimals instead of six."""
+    """Give the text of a drawing the page's fonts, and its paths two decimals instead of six."""
     svg = re.sub(r"(font: [^';\"]*px) [^;\"]*", rf"\1 {FONTS}", svg)
-    return re.sub(r"(\d\.\d\d)\d+", r"\1", svg)
+    return re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path.group()), svg)
 
 
 def _frontier(findings: Findings) -> Figure:
@@ -79,8 +80,8 @@ def _sensitivity(findings: Findings) -> Figure:
         section="Where each method is stable",
         name="sensitivity",
         title="Learning-rate sensitivity",
-        caption="Held-out loss (nats) against learning rate; bars are 95 % intervals over seeds. A cross in the upper "
-        "band: every seed diverged there.",
+        caption="Held-out loss (nats) against learning rate, the mean over the seeds that did not diverge; the tables "
+        "have the intervals. A cross in the upper band: every seed diverged there.",
         alternative="Rate sensitivity, mean excess loss in nats: "
         + "; ".join(f"{method.name} {value:.3f}" for method, value in findings.sensitivities.items()),
         draw=lambda theme: draw_sensitivity(findings, theme),
@@ -93,8 +94,8 @@ def _losses(findings: Findings, rate: float) -> Figure:
         section=f"Training at learning rate {at}",
         name=f"loss-{at}",
         title=f"Training loss at {at}",
-        caption=f"Seed {findings.sweep.selection_seed}, smoothed over 2.5 % of the steps, every step behind it. Below: "
-        "the difference to pre at the same step, on the same data. ✕ marks where a run diverged.",
+        caption=f"Seed {findings.sweep.selection_seed}, smoothed over 5 % of the steps, every step behind it. Below: "
+        "the difference to pre at the same step, on the same data. ✕ marks where a run diverged, ▲ where it spiked.",
         alternative=_outcomes_at(findings, rate),
         draw=lambda theme: draw_losses(findings, rate, theme),
     )
@@ -107,7 +108,7 @@ def _gradient_norms(findings: Findings, rate: float) -> Figure:
         name=f"gradient-norm-{at}",
         title=f"Gradient norm at {at}",
         caption=f"Norm of the whole gradient before clipping, seed {findings.sweep.selection_seed}, smoothed over "
-        "2.5 % of the steps, every step behind it; logarithmic axis.",
+        "5 % of the steps, every step behind it; logarithmic axis.",
         alternative=_outcomes_at(findings, rate),
         draw=lambda theme: draw_gradient_norms(findings, rate, theme),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,9 +12,11 @@ from matplotlib.axes import Axes
 from siamesenorm.comparison.results import FloatArray, Method
 from siamesenorm.comparison.theme import MethodStyle, Theme
 
-WIDTH = 5.6
-"""The width of every figure, in inches."""
+WIDTH = 4.6
+"""The width of every figure in inches: small, so that its text can still be read on a telephone."""
 LABEL_SIZE = 8.5
+LABEL_STOPS = (0.02, 0.09, 0.14, 0.36, 0.41)
+"""Inches right of the axes: a leader's start, its bend and its end; the end of the line's sample; the text."""
 LONGEST_NAME = 26
 
 
@@ -30,24 +33,17 @@ def label_ends(axes: Axes, labels: Sequence[Label], theme: Theme) -> None:
     """Write the labels beside the right edge, each as near to its curve's end as the others let it be."""
     if not labels:
         return
-    height = axes.get_window_extent().height * 72 / axes.figure.dpi
+    box = axes.get_window_extent().transformed(axes.figure.dpi_scale_trans.inverted())
     ends = [float(np.clip(_axes_fraction(axes, label.height), 0.0, 1.0)) for label in labels]
-    gap = min(1.35 * LABEL_SIZE / height, 1.0 / len(labels))
+    gap = min(1.35 * LABEL_SIZE / 72 / box.height, 1.0 / len(labels))
+    start, bend, sample, end_of_sample, text = (1 + inches / box.width for inches in LABEL_STOPS)
     for label, end, place in zip(labels, ends, spread(ends, gap, 0.0, 1.0), strict=True):
-        color = label.style.color(theme)
+        line: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False, "color": label.style.color(theme)}
+        axes.plot([start, bend, sample], [end, place, place], linewidth=0.9, **line)
         axes.plot(
-            [1.005, 1.03, 1.045],
-            [end, place, place],
-            transform=axes.transAxes,
-            clip_on=False,
-            color=color,
-            linewidth=0.9,
+            [sample, end_of_sample], [place, place], linewidth=label.style.width, linestyle=label.style.dash, **line
         )
-        axes.plot(
-            [1.045, 1.10], [place, place], transform=axes.transAxes, clip_on=False, color=color,
-            linewidth=label.style.width, linestyle=label.style.dash,
-        )  # fmt: skip
-        axes.text(1.115, place, label.text, transform=axes.transAxes, fontsize=LABEL_SIZE, va="center_baseline")
+        axes.text(text, place, label.text, transform=axes.transAxes, fontsize=LABEL_SIZE, va="center_baseline")
 
 
 def shortened(name: str) -> str:
@@ -58,7 +54,7 @@ def shortened(name: str) -> str:
 def label_room(methods: Iterable[Method]) -> float:
     """Return the part of a figure's width that the labels take, with room for a mark after the longest name."""
     longest = max((len(shortened(method.name)) for method in methods), default=0)
-    return (0.5 + 0.0725 * (longest + 1)) / WIDTH
+    return (LABEL_STOPS[-1] + 0.0725 * (longest + 1.5)) / WIDTH
 
 
 def spread(positions: Sequence[float], gap: float, low: float, high: float) -> FloatArray:

@@ -42,10 +42,10 @@ def signed(value: float, decimals: int = 4) -> str:
 
 
 def interval(estimate: Estimate) -> str:
-    """Write a difference and its interval; without an interval, the difference alone."""
+    """Write the interval of a difference, if it has one."""
     if estimate.low is None or estimate.high is None:
-        return signed(estimate.mean)
-    return f"{signed(estimate.mean)} [{signed(estimate.low)}, {signed(estimate.high)}]"
+        return ""
+    return f"[{signed(estimate.low)}, {signed(estimate.high)}]"
 
 
 def count(value: float) -> str:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from siamesenorm.comparison.findings import CONFIRMED_HIGHER, CONFIRMED_LOWER
 from siamesenorm.comparison.results import DIVERGED, SPIKED, STABLE
-from siamesenorm.comparison.tables import Entry, Table
+from siamesenorm.comparison.tables import EDGE, Entry, Table
 
 TERMINAL_STYLES = {
     STABLE: "green",
@@ -16,7 +16,7 @@ TERMINAL_STYLES = {
     DIVERGED: "red",
     CONFIRMED_LOWER: "bold green",
     CONFIRMED_HIGHER: "bold red",
-    "edge": "yellow",
+    EDGE: "yellow",
 }
 
 
@@ -52,13 +52,15 @@ def _terminal_text(entry: Entry) -> Text:
     if entry.pill is not None:
         text.append(" " if entry.text else "")
         text.append(str(entry.pill), style=TERMINAL_STYLES.get(entry.pill.kind, "dim"))
+    if entry.detail:
+        text.append(f"\n{entry.detail}", style="dim")
     return text
 
 
 def _markdown_text(entry: Entry) -> str:
     text = entry.text.replace("|", "\\|").replace("*", "\\*")
     text = f"**{text}**" if entry.strong else f"*{text}*" if entry.emphasis else text
-    return " ".join(part for part in (text, str(entry.pill) if entry.pill else "") if part)
+    return " ".join(part for part in (text, entry.detail, str(entry.pill) if entry.pill else "") if part)
 
 
 def _markdown_row(cells: list[str]) -> str:

@@ -237,6 +237,15 @@ def undisturbed_step_seconds(seconds: Sequence[float]) -> float | None:
     return float(np.median(sorted(seconds)[: (len(seconds) + 1) // 2]))
 
 
+def flattened(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    """Yield every leaf of a nested configuration as its dotted name and its JSON text."""
+    for key, inner in value.items():
+        if isinstance(inner, Mapping):
+            yield from flattened(inner, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", json.dumps(inner, sort_keys=True)
+
+
 def _verdict(file: Path, records: Sequence[Mapping[str, Any]]) -> Verdict:
     """Return the verdict stored with the run, else the one its record gives."""
     return Verdict.from_json(_read_json(file)) if file.exists() else judge_curve(loss_curve(records))
@@ -254,17 +263,8 @@ def _method(config: Mapping[str, Any], model: Mapping[str, Any]) -> Method:
         topology=str(configured["topology"]["name"]),
         norm=str(configured["norm"]["name"]),
         attention_norm=str(model.get("attention_norm") or asked_for),
-        specification=tuple(sorted(_flattened(configured))),
+        specification=tuple(sorted(flattened(configured))),
     )
-
-
-def _flattened(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    """Yield every leaf of a nested configuration as its dotted name and its JSON text."""
-    for key, inner in value.items():
-        if isinstance(inner, Mapping):
-            yield from _flattened(inner, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", json.dumps(inner, sort_keys=True)
 
 
 def _with_distinct_names(runs: Sequence[RunResult]) -> tuple[RunResult, ...]:

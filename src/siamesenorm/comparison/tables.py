@@ -26,6 +26,8 @@ from siamesenorm.comparison.statistics import Estimate
 
 T = TypeVar("T")
 
+EDGE = "edge"
+
 MARKS = {
     STABLE: "●",
     SPIKED: "▲",
@@ -33,6 +35,7 @@ MARKS = {
     UNFINISHED: "○",
     CONFIRMED_LOWER: "✓",
     CONFIRMED_HIGHER: "✓",
+    EDGE: "!",
 }
 """The mark that goes with a word, so that nothing is said by colour alone."""
 
@@ -46,15 +49,16 @@ class Pill:
 
     def __str__(self) -> str:
         """Write the mark and the word."""
-        return f"{MARKS.get(self.kind, '·')} {self.text}"
+        return f"{MARKS.get(self.kind, '–')} {self.text}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One cell: text, a pill or both."""
+    """One cell: text, a pill or both, and a detail that may stand below them."""
 
     text: str = ""
     pill: Pill | None = None
+    detail: str = ""
     strong: bool = False
     emphasis: bool = False
 
@@ -100,7 +104,7 @@ def by_learning_rate(findings: Findings) -> Table:
         ),
         Column(title="Verdict", explanation="the worst verdict of the seeds", numeric=False),
         Column(title="Seeds", explanation="finished runs"),
-        Column(title="Parameters", explanation="all parameters, and the change against pre"),
+        Column(title="Parameters", explanation="all parameters, and the change against pre if there is one"),
         Column(title="FLOPs/token", explanation="as the model counts them, without running it"),
         Column(title="Step time", explanation="median over the faster half of the steps, and the ratio to pre"),
         Column(title="Memory", explanation="peak memory of the process or the device"),
@@ -191,7 +195,7 @@ def _perplexity_entry(
 def _parameters(outcome: Outcome, reference: Outcome | None) -> str:
     own = outcome.median(lambda run: run.parameters)
     base = reference.median(lambda run: run.parameters) if reference else None
-    if own is None or not base:
+    if own is None or not base or own == base:
         return _written(own, quantities.count)
     return f"{quantities.count(own)} ({quantities.percent(own / base - 1)})"
 
@@ -216,7 +220,7 @@ def _choice_row(findings: Findings, method: Method) -> tuple[Entry, ...]:
         Entry(text=quantities.rate(choice.learning_rate), pill=_edge_pill(choice)),
         Entry(text=_reported_seeds(choice)),
         Entry(text=_written(loss, quantities.loss_estimate), strong=leading),
-        Entry(text=_written(perplexity, quantities.perplexity_estimate), strong=leading),
+        Entry(text=_written(perplexity, lambda estimate: quantities.perplexity(estimate.mean)), strong=leading),
         _comparison_entry(findings, method, baseline_of(method, findings.sweep.methods)),
         _comparison_entry(findings, method, control_of(method, findings.sweep.methods)),
         sensitivity,
@@ -231,7 +235,7 @@ def _why_no_choice(findings: Findings, method: Method) -> Entry:
 
 
 def _edge_pill(choice: Choice) -> Pill | None:
-    return None if choice.edge is None else Pill(kind="edge", text=choice.edge)
+    return None if choice.edge is None else Pill(kind=EDGE, text=choice.edge)
 
 
 def _reported_seeds(choice: Choice) -> str:
@@ -244,8 +248,11 @@ def _comparison_entry(findings: Findings, method: Method, baseline: Method | Non
     comparison = findings.comparison(method, baseline)
     if comparison is None:
         return Entry(text=NOTHING)
-    text = quantities.interval(comparison.interval) if comparison.interval else NOTHING
-    return Entry(text=text, pill=Pill(kind=comparison.conclusion, text=comparison.conclusion))
+    return Entry(
+        text=quantities.signed(comparison.interval.mean) if comparison.interval else NOTHING,
+        pill=Pill(kind=comparison.conclusion, text=comparison.conclusion),
+        detail=quantities.interval(comparison.interval) if comparison.interval else "",
+    )
 
 
 def _written(value: T | None, how: Callable[[T], str]) -> str:

@@ -154,8 +154,8 @@ def applied(theme: Theme) -> Iterator[None]:
         "ytick.color": theme.line,
         "xtick.labelcolor": theme.muted,
         "ytick.labelcolor": theme.muted,
-        "xtick.labelsize": 9,
-        "ytick.labelsize": 9,
+        "xtick.labelsize": 8.5,
+        "ytick.labelsize": 8.5,
         "lines.solid_capstyle": "round",
     }
     with mpl.rc_context(settings):  # type: ignore[arg-type]

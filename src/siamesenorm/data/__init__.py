@@ -3,7 +3,7 @@
 from siamesenorm.data.config import PrepareConfig
 from siamesenorm.data.manifest import Manifest, Split, TokenizerEntry
 from siamesenorm.data.order import SampleOrder
-from siamesenorm.data.prepare import prepare
+from siamesenorm.data.preparation import prepare
 from siamesenorm.data.progress import Progress, Report, show_progress
 from siamesenorm.data.samples import TokenSamples, document_ids
 from siamesenorm.data.storage import StoppedError

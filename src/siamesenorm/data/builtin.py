@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import gc
 import importlib
+import os
 import random
 import sysconfig
 import warnings
@@ -25,7 +26,9 @@ REVISION = 1
 DOCUMENT_CHARACTERS = 2_000
 EQUATIONS = 10_000
 EQUATIONS_PER_DOCUMENT = 50
-SKIPPED_DIRECTORIES = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+SKIPPED_DIRECTORIES = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "__pycache__"}
+)
 
 Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -54,14 +57,19 @@ def _module_documents() -> Iterator[str]:
     """Yield the docstrings of the standard library that were not seen before, module by module."""
     root = Path(sysconfig.get_paths()["stdlib"])
     seen: set[str] = set()
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if SKIPPED_DIRECTORIES.isdisjoint(relative.parts[:-1]):
-            docstrings = [text for text in _docstrings(path) if text not in seen]
-            seen.update(docstrings)
-            if docstrings:
-                # A docstring may stand twice in one module: dict.fromkeys keeps the first, in order.
-                yield from _cut([_module_name(relative), *dict.fromkeys(docstrings)])
+    for path in sorted(_source_files(root)):
+        # A docstring may stand twice in one module: dict.fromkeys keeps the first, in order.
+        docstrings = [text for text in dict.fromkeys(_docstrings(path)) if text not in seen]
+        seen.update(docstrings)
+        if docstrings:
+            yield from _cut([_module_name(path.relative_to(root)), *docstrings])
+
+
+def _source_files(root: Path) -> Iterator[Path]:
+    """Yield the source files under a directory, tests and installed packages left out."""
+    for directory, names, files in os.walk(root):
+        names[:] = [name for name in names if name not in SKIPPED_DIRECTORIES]
+        yield from (Path(directory, file) for file in files if file.endswith(".py"))
 
 
 def _cut(paragraphs: list[str]) -> Iterator[str]:

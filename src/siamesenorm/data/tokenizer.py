@@ -207,20 +207,22 @@ def bpe_size(spec: str) -> int | None:
     return int(size)
 
 
-def train_bpe(texts: Iterable[str], vocabulary: int) -> LibraryTokenizer:
-    """Train a byte-level BPE (arXiv:1508.07909 on bytes) with at most `vocabulary` ids; it round-trips any text.
+def train_bpe(texts: Iterable[str], vocabulary: int, end_of_text: str | None = None) -> LibraryTokenizer:
+    """Train a byte-level BPE (arXiv:1508.07909 on bytes) with at most `vocabulary` ids; it gives any text back.
 
-    A small text may hold fewer merges than asked for: the tokenizer then has a smaller vocabulary, and says so.
+    The end of text is a token named `end_of_text`, `<|endoftext|>` if not given. A small text may hold fewer merges
+    than asked for: the tokenizer then has a smaller vocabulary.
     """
+    end_of_text = end_of_text or END_OF_TEXT_NAMES[0]
     library = _library()
     backend = library.Tokenizer(library.models.BPE())
     backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=[END_OF_TEXT_NAMES[0]],
+        special_tokens=[end_of_text],
         initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer=trainer)
-    return LibraryTokenizer(f"bpe:{vocabulary}", backend.to_str().encode("utf-8"))
+    return LibraryTokenizer(f"bpe:{vocabulary}", backend.to_str().encode("utf-8"), end_of_text)

@@ -117,6 +117,17 @@ class LanguageModelConfig:
             bias=self.bias,
         )
 
+    @property
+    def label(self) -> str:
+        """A short name for tables: the topology, and the attention norm and the operator where they are not usual."""
+        parts = [topology_name(self.topology)]
+        usual = "qk" if self.topology.attention_norm == "auto" else self.topology.attention_norm
+        if self.attention_shape.attention_norm != usual:
+            parts.append(self.attention_shape.attention_norm.removesuffix("-head"))
+        if self.norm.name != "rmsnorm":
+            parts.append(str(self.norm))
+        return " + ".join(parts)
+
     def materials(self) -> Materials:
         """Return what the topology builds from."""
         return Materials(

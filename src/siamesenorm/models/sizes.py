@@ -2,7 +2,7 @@
 
 `olmo-1.3b` is the SiameseNorm paper's (arXiv 2602.08064, Table 4); the four `390m` depths fit the published parameter
 count with an MLP of 4 d and heads of 128, which the paper does not state; `olmo2-1b` is OLMo 2's published shape. The
-others are for a CPU.
+others are for a CPU; their vocabulary is that of the data.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 from siamesenorm.errors import unknown
 
 SIZES: dict[str, dict[str, Any]] = {
-    "nano": {"depth": 4, "dim": 64, "heads": 4, "hidden": 256, "vocabulary": 257, "context": 128},
-    "mini": {"depth": 8, "dim": 128, "heads": 4, "hidden": 512, "vocabulary": 257, "context": 256},
-    "small": {"depth": 12, "dim": 256, "heads": 4, "hidden": 1024, "vocabulary": 4096, "context": 512},
+    "nano": {"depth": 4, "dim": 64, "heads": 4, "hidden": 256, "context": 128},
+    "mini": {"depth": 8, "dim": 128, "heads": 4, "hidden": 352, "context": 256},
+    "small": {"depth": 12, "dim": 256, "heads": 4, "hidden": 704, "context": 512},
     "390m-l10": {"depth": 10, "dim": 1280, "heads": 10, "hidden": 5120, "vocabulary": 50304, "context": 2048},
     "390m-l17": {"depth": 17, "dim": 1024, "heads": 8, "hidden": 4096, "vocabulary": 50304, "context": 2048},
     "390m-l33": {"depth": 33, "dim": 768, "heads": 6, "hidden": 3072, "vocabulary": 50304, "context": 2048},

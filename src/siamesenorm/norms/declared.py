@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-
 Initial = float | list[float] | list[list[float]]
 
 
@@ -48,7 +47,7 @@ class Declared(nn.Module):
         self.register_buffer(name, torch.tensor(value), persistent=False)
 
     def reset_parameters(self) -> None:
-        """Put every declared parameter at its initial value and refill the constants (after meta-device construction)."""
+        """Put declared parameters at their initial values and refill the constants (after meta-device construction)."""
         for name in self.declarations:
             self._reset_parameter(name)
         self._refill_constants()
@@ -66,7 +65,7 @@ class Declared(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Declared:
         # A constant is refilled rather than cast: 1/sqrt(2) rounded to bf16 or fp32 would follow the model into fp64.
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._refill_constants()
         return self
 

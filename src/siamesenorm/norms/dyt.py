@@ -6,6 +6,7 @@ below and above, that of the nearest width is taken. The norm's `note` then says
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, Self
 
 import torch
@@ -47,7 +48,7 @@ class DyT(Norm):
     ) -> None:
         super().__init__(dim, affine=affine, axis=axis)
         self.alpha_initial = VISION_ALPHA if alpha_initial == "auto" else alpha_initial
-        if isinstance(self.alpha_initial, (bool, str)):
+        if isinstance(self.alpha_initial, (bool, str)) or not math.isfinite(self.alpha_initial):
             raise UserError(f"alpha_initial of DyT is {alpha_initial!r}: write a number, such as 0.5, or auto")
         if not isinstance(bias, bool) and bias != "auto":
             raise UserError(f"bias of DyT is {bias!r}: write true, false or auto")

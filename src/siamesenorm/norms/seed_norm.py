@@ -95,6 +95,8 @@ class SeeDNorm(Norm):
     def _refuse_conflicts(self) -> None:
         if not 0 <= self.dropout < 1:
             raise UserError(f"dropout of SeeDNorm is {self.dropout}: write a number from 0 up to, not including, 1")
+        if not math.isfinite(self.alpha_initial):
+            raise UserError(f"alpha_initial of SeeDNorm is {self.alpha_initial}: write a finite number, such as 1.0")
         if self.elementwise and self.without == "beta":
             raise UserError("SeeDNorm: elementwise multiplies by beta, and without=beta leaves it out: choose one")
         if not self.has_dot_product and (self.heads != 1 or self.scale != "none"):

@@ -36,7 +36,7 @@ class LayerScale(Topology):
         """Refuse a negative initial value other than -1."""
         super().__post_init__()
         if self.initial < 0 and self.initial != -1:
-            raise UserError(f"initial of {self.title} is {self.initial}: choose 0 or more, or -1 for the value by depth")
+            raise UserError(f"initial of {self.title} is {self.initial}: choose 0 or more, or -1 for that by depth")
 
     @property
     def cost(self) -> BoundaryCost:
@@ -64,7 +64,7 @@ class LayerScale(Topology):
 
 @dataclass(frozen=True, kw_only=True)
 class ReZero(Topology):
-    """ReZero (arXiv 2003.04887): x <- x + alpha F(x) with one learned number alpha a sublayer, 0 at the start; no norm."""
+    """ReZero (arXiv 2003.04887): x <- x + alpha F(x), alpha one learned number a sublayer, 0 at the start; no norm."""
 
     title: ClassVar[str] = "ReZero"
     paper: ClassVar[str] = "Bachlechner et al. 2020, arXiv 2003.04887"

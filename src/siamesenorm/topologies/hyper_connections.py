@@ -7,12 +7,12 @@ weights with which the sublayer's output is added: both come from the same H, be
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from siamesenorm.errors import UserError, unknown
+from siamesenorm.errors import UserError
 from siamesenorm.norms import NormSpec
 from siamesenorm.topologies.topology import (
     BoundaryCost,
@@ -25,8 +25,6 @@ from siamesenorm.topologies.topology import (
     Topology,
 )
 
-STREAM_NORMS = ("layernorm", "rmsnorm")
-
 
 @dataclass(frozen=True, kw_only=True)
 class MultiStream(Topology):
@@ -36,8 +34,9 @@ class MultiStream(Topology):
 
     def __post_init__(self) -> None:
         """Refuse fewer than one stream."""
+        super().__post_init__()
         if self.streams < 1:
-            raise UserError(f"streams is {self.streams}: choose at least one stream")
+            raise UserError(f"streams of {self.title} is {self.streams}: choose at least one")
 
     @property
     def stream_names(self) -> tuple[str, ...]:
@@ -88,14 +87,8 @@ class HyperConnections(MultiStream):
     special_cases: ClassVar[tuple[str, ...]] = ("at the start: Pre-Norm in every stream, up to eps",)
 
     dynamic: bool = True
-    stream_norm: str = "layernorm"
+    stream_norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     tanh: bool = True
-
-    def __post_init__(self) -> None:
-        """Refuse an unknown stream norm."""
-        super().__post_init__()
-        if self.stream_norm not in STREAM_NORMS:
-            raise unknown("stream_norm", self.stream_norm, STREAM_NORMS)
 
     @property
     def cost(self) -> BoundaryCost:
@@ -130,7 +123,40 @@ class SumClosing(Closing):
         return self.to_compute(self.norm(streams[0].sum(-2)))
 
 
-class HyperConnection(Connection):
+def mix_streams(weights: Tensor, streams: Tensor) -> Tensor:
+    """Return sum_i weights_i H_i for weights [..., n] and streams [..., n, dim]."""
+    return torch.matmul(weights.unsqueeze(-2), streams).squeeze(-2)
+
+
+class MixingConnection(Connection):
+    """Around one sublayer: h = norm(A_m^T H), H~ = A_r^T H; H <- H~ + B O, with weights from `mixing_weights`."""
+
+    def __init__(self, materials: Materials, place: Place) -> None:
+        super().__init__(materials)
+        self.norm = materials.build_input_norm(place)
+
+    def mixing_weights(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return A_m [..., n], A_r [..., n, n] (from, to) and B [..., n] in the dtype of the streams [..., n, dim]."""
+        raise NotImplementedError
+
+    def read(self, streams: Streams) -> tuple[Tensor, Streams]:
+        """Return N(A_m^T H), and A_r^T H with B for the write."""
+        (packed,) = streams
+        wide = packed.to(torch.promote_types(packed.dtype, torch.float32))
+        with torch.autocast(packed.device.type, enabled=False):
+            mix_in, mix_residual, mix_out = self.mixing_weights(wide)
+            h = mix_streams(mix_in, wide)
+            mixed = torch.matmul(mix_residual.mT, wide).to(packed.dtype)
+        return self.to_compute(self.norm(h).to(packed.dtype)), (mixed, mix_out)
+
+    def write(self, streams: Streams, output: Tensor) -> Streams:
+        """Return H~ + B O."""
+        mixed, mix_out = streams
+        update = mix_out.unsqueeze(-1) * output.unsqueeze(-2).to(mix_out.dtype)
+        return ((mixed + update).to(mixed.dtype),)
+
+
+class HyperConnection(MixingConnection):
     """Static Hyper-Connection: `mix_in` A_m [n], `mix_residual` A_r [n, n] (from, to), `mix_out` B [n]."""
 
     mix_in: Tensor
@@ -138,8 +164,7 @@ class HyperConnection(Connection):
     mix_out: Tensor
 
     def __init__(self, materials: Materials, place: Place, count: int) -> None:
-        super().__init__(materials)
-        self.norm = materials.build_input_norm(place)
+        super().__init__(materials, place)
         identity = [[float(row == column) for column in range(count)] for row in range(count)]
         self.declare("mix_in", (count,), initial=identity[place.index % count])
         self.declare("mix_residual", (count, count), initial=identity)
@@ -153,28 +178,12 @@ class HyperConnection(Connection):
             self.mix_out.to(streams.dtype),
         )
 
-    def read(self, streams: Streams) -> tuple[Tensor, Streams]:
-        """Return N(A_m^T H), and A_r^T H with B for the write."""
-        (packed,) = streams
-        wide = packed.to(torch.promote_types(packed.dtype, torch.float32))
-        with torch.autocast(packed.device.type, enabled=False):
-            mix_in, mix_residual, mix_out = self.mixing_weights(wide)
-            h = torch.matmul(mix_in.unsqueeze(-2), wide).squeeze(-2)
-            mixed = torch.matmul(mix_residual.mT, wide).to(packed.dtype)
-        return self.to_compute(self.norm(h)), (mixed, mix_out)
-
-    def write(self, streams: Streams, output: Tensor) -> Streams:
-        """Return H~ + B O."""
-        mixed, mix_out = streams
-        update = mix_out.unsqueeze(-1) * output.unsqueeze(-2).to(mix_out.dtype)
-        return ((mixed + update).to(mixed.dtype),)
-
 
 class DynamicHyperConnection(HyperConnection):
     """Dynamic Hyper-Connection: the mixing weights depend on each token's streams.
 
     `project_in` W_m [dim], `project_residual` W_r [dim, n], `project_out` w_B [dim] start at 0 and are decayed, the
-    static parts and the two scales are not.
+    static parts and the two scales [1] are not.
     """
 
     project_in: Tensor
@@ -190,8 +199,8 @@ class DynamicHyperConnection(HyperConnection):
         self.declare("project_in", (materials.dim,), initial=0.0, decay=True)
         self.declare("project_residual", (materials.dim, topology.streams), initial=0.0, decay=True)
         self.declare("project_out", (materials.dim,), initial=0.0, decay=True)
-        self.declare("scale_in", (), initial=0.01)
-        self.declare("scale_out", (), initial=0.01)
+        self.declare("scale_in", (1,), initial=0.01)
+        self.declare("scale_out", (1,), initial=0.01)
 
     def mixing_weights(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the static weights plus the dynamic ones, each [..., n] or [..., n, n]."""

@@ -36,7 +36,7 @@ class ManifoldHyperConnections(MultiStream):
     `start` and `order`: "exp" starts Sinkhorn's `iterations` from the exponential, without any eps; "softmax" as
     DeepSeek-V4's kernel does, with `eps` added to the first normalisation and to every sum. "columns-first" ends on the
     rows of comb, so that equal streams stay equal (the paper; the kernel, which stores the transpose of comb).
-    `closing`: "sum" of the streams, or a "learned" collapse by sigma gates (DeepSeek-V4). `gate` is the initial value
+    `readout`: "sum" of the streams, or a "learned" collapse by sigma gates (DeepSeek-V4). `gate` is the initial value
     of the factors on the dynamic part; `dynamic=False` leaves the static part b alone. `eps` also enters pre and RMS.
     At the start W = 0 and post = 1: every stream is Pre-Norm's, whatever b_pre and b_res.
     """
@@ -48,7 +48,7 @@ class ManifoldHyperConnections(MultiStream):
         read    m = W RMS(vec H),  pre = sigma(a_0 m_pre + b_pre) + eps,  post = 2 sigma(a_1 m_post + b_post),
                 comb = Sinkhorn(a_2 m_res + b_res),  h = N_k(sum_i pre_i H_i)
         write   H_i <- sum_j comb_ij H_j + post_i O
-        close   N_f(H_1 + ... + H_n)   (closing=learned: N_f(sum_i (sigma(a m_i + b_i) + eps) H_i))"""
+        close   N_f(H_1 + ... + H_n)   (readout=learned: N_f(sum_i (sigma(a m_i + b_i) + eps) H_i))"""
     diagram: ClassVar[str] = """\
         H_1 ──┬─▶ comb ──────────────── + post_1·O ──▶ H_1
          ⋮    ┼─▶  ⋮   ──────────────── + ────⋮──────▶  ⋮
@@ -60,7 +60,7 @@ class ManifoldHyperConnections(MultiStream):
     iterations: int = 20
     start: Literal["exp", "softmax"] = "exp"
     order: Literal["columns-first", "rows-first"] = "columns-first"
-    closing_form: Literal["sum", "learned"] = "sum"
+    readout: Literal["sum", "learned"] = "sum"
     gate: float = 0.01
     dynamic: bool = True
     eps: float = 1e-6
@@ -85,7 +85,7 @@ class ManifoldHyperConnections(MultiStream):
 
     def closing(self, last: Place, materials: Materials) -> Closing:
         """Return the sum or the learned collapse, and the final norm."""
-        return CollapseClosing(materials, self) if self.closing_form == "learned" else super().closing(last, materials)
+        return CollapseClosing(materials, self) if self.readout == "learned" else super().closing(last, materials)
 
     def build_logits(self, materials: Materials, biases: Sequence[Sequence[float]]) -> Logits:
         """Return the static or dynamic logits with these initial biases."""
@@ -96,7 +96,9 @@ class ManifoldHyperConnections(MultiStream):
     def build_projection(self) -> Callable[[Tensor], Tensor]:
         """Return the map of logits [..., n, n] to a doubly stochastic matrix."""
         dims = ((-2, -1) if self.order == "columns-first" else (-1, -2)) * self.iterations
-        return partial(sinkhorn, dims=dims) if self.start == "exp" else partial(sinkhorn_kernel, dims=dims, eps=self.eps)
+        if self.start == "exp":
+            return partial(sinkhorn, dims=dims)
+        return partial(sinkhorn_kernel, dims=dims, eps=self.eps)
 
 
 def sinkhorn(logits: Tensor, *, dims: Sequence[int]) -> Tensor:
@@ -126,7 +128,7 @@ class Logits(Declared):
 
     def forward(self, streams: Tensor) -> tuple[Tensor, ...]:
         """Return the groups of b in the dtype of the streams."""
-        return self.bias.to(streams.dtype).split(self.sizes)
+        return torch.split(self.bias.to(streams.dtype), self.sizes)
 
 
 class DynamicLogits(Logits):
@@ -143,9 +145,10 @@ class DynamicLogits(Logits):
 
     def forward(self, streams: Tensor) -> tuple[Tensor, ...]:
         """Return the groups of a m + b, each [..., size]."""
-        maps = F.linear(self.norm(streams.flatten(-2)), self.weight.to(streams.dtype)).split(self.sizes, dim=-1)
+        maps = F.linear(self.norm(streams.flatten(-2)), self.weight.to(streams.dtype))
+        groups = torch.split(maps, self.sizes, dim=-1)
         gates = self.gates.to(streams.dtype).unbind()
-        return tuple(gate * m + bias for gate, m, bias in zip(gates, maps, super().forward(streams), strict=True))
+        return tuple(gate * m + bias for gate, m, bias in zip(gates, groups, super().forward(streams), strict=True))
 
 
 class ManifoldHyperConnection(MixingConnection):

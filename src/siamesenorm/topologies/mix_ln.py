@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -37,8 +38,11 @@ class MixLN(Topology):
 
     def __post_init__(self) -> None:
         """Refuse a fraction outside [0, 1]."""
+        super().__post_init__()
         if not 0 <= self.post_fraction <= 1:
-            raise UserError(f"mixln: post_fraction is {self.post_fraction}: choose a number from 0 to 1")
+            raise UserError(f"post_fraction of {self.title} is {self.post_fraction}: choose a number from 0 to 1")
+        if self.post_blocks < -1:
+            raise UserError(f"post_blocks of {self.title} is {self.post_blocks}: choose 0 or more, or -1 (fraction)")
 
     @property
     def cost(self) -> BoundaryCost:
@@ -47,8 +51,9 @@ class MixLN(Topology):
 
     def is_post(self, place: Place) -> bool:
         """Return whether the place is in a Post-Norm block."""
-        blocks = self.post_blocks if self.post_blocks >= 0 else int(self.post_fraction * place.depth)
-        return place.block < blocks
+        # 0.29 * 100 is 28.999999999999996: the floor is meant of the decimal fraction.
+        fraction = math.floor(self.post_fraction * place.depth + 1e-9)
+        return place.block < (self.post_blocks if self.post_blocks >= 0 else fraction)
 
     def connection(self, place: Place, materials: Materials) -> Connection:
         """Return a reader whose settle is its predecessor's Post-Norm and whose input norm is its own Pre-Norm."""

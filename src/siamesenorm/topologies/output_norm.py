@@ -58,7 +58,9 @@ class OutputNorm(Topology):
     def refuse_conditioned(self, place: Place) -> None:
         """Raise UserError if the sublayer is conditioned."""
         if place.conditioned:
-            raise UserError(f"{self.title} takes no conditioned sublayers: {self.modulation_refusal}; use pre or siamese")
+            raise UserError(
+                f"{self.title} takes no conditioned sublayer: {self.modulation_refusal}; use pre or siamese"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

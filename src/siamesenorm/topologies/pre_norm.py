@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from siamesenorm.norms.rms_norm import RMSNorm
-from siamesenorm.topologies.single_stream import Scaled, SingleStreamClosing, SingleStreamConnection
+from siamesenorm.topologies.factors import Scaled
+from siamesenorm.topologies.single_stream import SingleStreamClosing, SingleStreamConnection
 from siamesenorm.topologies.topology import (
     BoundaryCost,
     Closing,
@@ -50,7 +51,10 @@ class PreNorm(Topology):
 
     def opening(self, materials: Materials) -> Opening:
         """Return the copy, or the normalising opening."""
-        return NormalisedOpening(materials) if self.embedding_norm else Opening(materials)
+        if not self.embedding_norm:
+            return Opening(materials)
+        # e / sqrt(mean(e^2) + 1e-5), without parameters, whatever the model's norm is.
+        return NormalisedOpening(materials, RMSNorm(materials.dim, affine=False, axis=materials.axis))
 
     def connection(self, place: Place, materials: Materials) -> Connection:
         """Return the connection with an input norm."""
@@ -62,11 +66,11 @@ class PreNorm(Topology):
 
 
 class NormalisedOpening(Opening):
-    """x = e / sqrt(mean(e^2) + 1e-5), without parameters, whatever the model's norm (PreNorm-EmbedNorm)."""
+    """One stream: the norm of the embedding."""
 
-    def __init__(self, materials: Materials) -> None:
+    def __init__(self, materials: Materials, norm: nn.Module) -> None:
         super().__init__(materials)
-        self.norm = RMSNorm(materials.dim, affine=False, axis=materials.axis)
+        self.norm = norm
 
     def forward(self, embedding: Tensor) -> Streams:
         """Return the normalised embedding as the stream."""

@@ -7,11 +7,17 @@ from typing import Any
 
 from siamesenorm.errors import unknown
 from siamesenorm.options import Scalar, parse_specification
+from siamesenorm.topologies.branch_scale import LayerScale, ReZero
+from siamesenorm.topologies.hybridnorm import HybridNorm
 from siamesenorm.topologies.hyper_connections import HyperConnections
+from siamesenorm.topologies.manifold_hyper_connections import ManifoldHyperConnections
 from siamesenorm.topologies.mix_ln import MixLN
+from siamesenorm.topologies.output_norm import OutputNorm, PeriNorm
 from siamesenorm.topologies.post_norm import DeepNorm, PostNorm
 from siamesenorm.topologies.pre_norm import LayerNormScaling, PreNorm
+from siamesenorm.topologies.residual import ResiDual
 from siamesenorm.topologies.siamese import SiameseHybridPre, SiamesePostPre
+from siamesenorm.topologies.spannorm import SpanNorm
 from siamesenorm.topologies.topology import Topology
 
 TOPOLOGIES: dict[str, Topology] = {
@@ -19,9 +25,20 @@ TOPOLOGIES: dict[str, Topology] = {
     "pre-embednorm": PreNorm(embedding_norm=True),
     "post": PostNorm(),
     "deepnorm": DeepNorm(),
-    "mixln": MixLN(),
+    "peri": PeriNorm(),
+    "olmo2": OutputNorm(),
     "ln-scaling": LayerNormScaling(),
+    "layerscale": LayerScale(),
+    "rezero": ReZero(),
+    "mixln": MixLN(),
+    "hybridnorm": HybridNorm(),
+    "hybridnorm-star": HybridNorm(first_block="pre"),
+    "spannorm": SpanNorm(),
+    "residual": ResiDual(),
+    "residual-hybridnorm": ResiDual(body="hybridnorm"),
+    "shc-2": HyperConnections(dynamic=False),
     "dhc-2": HyperConnections(),
+    "mhc-4": ManifoldHyperConnections(),
     "siamese-post-pre": SiamesePostPre(),
     "siamese": SiameseHybridPre(),
 }

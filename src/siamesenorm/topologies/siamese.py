@@ -6,16 +6,15 @@ couples Post-Norm with Pre-Norm; Hybrid-Pre, the paper's main form, couples Hybr
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from siamesenorm.errors import unknown
+from siamesenorm.topologies.depth_scale import DepthScale, depth_scale_at
+from siamesenorm.topologies.factors import Gate
 from siamesenorm.topologies.siamese_connection import (
     FusedSiameseConnection,
-    Gate,
     GatedOpening,
     PendingSiameseClosing,
     PendingSiameseConnection,
@@ -33,8 +32,6 @@ from siamesenorm.topologies.topology import (
     Topology,
 )
 
-DEPTH_SCALES = ("code", "paper_block", "paper_sublayer", "none")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Siamese(Topology):
@@ -47,13 +44,8 @@ class Siamese(Topology):
 
     paper: ClassVar[str] = "SiameseNorm, arXiv 2602.08064"
 
-    depth_scale: Literal["code", "paper_block", "paper_sublayer", "none"] = "code"
+    depth_scale: DepthScale = "code"
     normalized_input: bool = True
-
-    def __post_init__(self) -> None:
-        """Refuse an unknown reading of the depth scale."""
-        if self.depth_scale not in DEPTH_SCALES:
-            raise unknown("depth_scale", self.depth_scale, DEPTH_SCALES)
 
     @property
     def stream_names(self) -> tuple[str, ...]:
@@ -62,12 +54,7 @@ class Siamese(Topology):
 
     def scale(self, place: Place) -> float:
         """Return s at a place."""
-        return {
-            "code": 1 / math.sqrt(2 * (place.block + 1)),
-            "paper_block": 1 / math.sqrt(place.block + 1),
-            "paper_sublayer": 1 / math.sqrt(place.index + 1),
-            "none": 1.0,
-        }[self.depth_scale]
+        return depth_scale_at(place, self.depth_scale)
 
     def build_connection(self, place: Place, materials: Materials, **parts: Any) -> Connection:
         """Return the plain connection of these parts, or the one whose read completes the previous pending write."""
@@ -105,7 +92,7 @@ class SiamesePostPre(Siamese):
     """SiameseNorm Post-Pre: Post-Norm and Pre-Norm share every sublayer.
 
     `settle`: "eager" normalises X after each addition (the paper's algorithm, X_0 = e); "lazy" before each sublayer, so
-    that the embedding is normalised too (the released vision code).  The two differ by one norm at the first reader.
+    that the embedding is normalised too (the released vision code). The two differ by one norm at the first reader.
     `readout`: "paper" closes with X + N_f(Y); "code" with N_out(N^X_f(X) + N^Y_f(Y)).
     `gated_opening` starts X at gamma e with a learned gamma (for conversion: gamma = 0 starts it at zero).
     """
@@ -131,14 +118,6 @@ class SiamesePostPre(Siamese):
     settle: Literal["eager", "lazy"] = "eager"
     readout: Literal["paper", "code"] = "paper"
     gated_opening: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse unknown options."""
-        super().__post_init__()
-        if self.settle not in ("eager", "lazy"):
-            raise unknown("settle", self.settle, ("eager", "lazy"))
-        if self.readout not in ("paper", "code"):
-            raise unknown("readout", self.readout, ("paper", "code"))
 
     @property
     def cost(self) -> BoundaryCost:

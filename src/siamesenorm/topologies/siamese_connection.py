@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.kernels.siamese_boundary import siamese_boundary
-from siamesenorm.norms import Declared
 from siamesenorm.norms.rms_norm import RMSNorm
+from siamesenorm.topologies.factors import Gate
 from siamesenorm.topologies.topology import Closing, Connection, Materials, Opening, Streams
 
 
@@ -76,21 +76,6 @@ class SiameseClosing(Closing):
         """Fuse the two streams."""
         bounded, identity = streams
         return self.to_compute(self.output_norm(self.settle(bounded) + self.identity_norm(identity)))
-
-
-class Gate(Declared):
-    """A learned factor per channel, gamma x, without weight decay."""
-
-    gain: Tensor
-
-    def __init__(self, materials: Materials) -> None:
-        super().__init__()
-        self.axis = materials.axis
-        self.declare("gain", (materials.dim,), initial=1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return gamma x."""
-        return (x.movedim(self.axis, -1) * self.gain.to(x.dtype)).movedim(-1, self.axis)
 
 
 class GatedOpening(Opening):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from siamesenorm.norms import Declared
 from siamesenorm.topologies.topology import Closing, Connection, Materials, Streams
 
 
@@ -49,19 +48,3 @@ class SingleStreamClosing(Closing):
     def forward(self, streams: Streams) -> Tensor:
         """Return norm(settle(x))."""
         return self.to_compute(self.norm(self.settle(streams[0])))
-
-
-class Scaled(Declared):
-    """A module followed by a constant factor."""
-
-    factor: Tensor
-
-    def __init__(self, module: nn.Module, factor: float) -> None:
-        super().__init__()
-        self.module = module
-        self.constant("factor", factor)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return factor * module(x)."""
-        scaled: Tensor = self.module(x) * self.factor
-        return scaled

@@ -27,7 +27,7 @@ from siamesenorm.topologies.topology import (
 class SpanNorm(Topology):
     """SpanNorm (arXiv 2601.22580), experimental: its equations were not found, and no scaling is applied.
 
-    `reading`: "A": the residual goes from the block's input to its output, past both sublayers; "B": Pre-Norm inside the
+    `reading` "A": the residual goes from the block's input to its output, past both sublayers; "B": Pre-Norm inside the
     block, and one norm on the main path at its end.
     """
 

@@ -14,13 +14,15 @@ a block's edge, and a write may stay pending until the next read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field, fields
+from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
+from siamesenorm.errors import UserError, unknown
 from siamesenorm.norms import Declared, NormSpec, Role
 
 Streams = tuple[Tensor, ...]
@@ -114,8 +116,9 @@ class Opening(Declared):
         return embedding if self.residual_dtype is None else embedding.to(self.residual_dtype)
 
     def forward(self, embedding: Tensor) -> Streams:
-        """Return the streams."""
-        return (self.to_residual(embedding),) * self.count
+        """Return the streams, as tensors of their own: one under two names would cost a compiled block a second graph."""
+        first = self.to_residual(embedding)
+        return (first, *(first.view_as(first) for _ in range(self.count - 1)))
 
 
 class Connection(Reader):
@@ -169,6 +172,10 @@ class Topology:
     modulation_refusal: ClassVar[str | None] = None
     """Why the topology does not compose with conditioned (AdaLN) sublayers; None if it does."""
 
+    def __post_init__(self) -> None:
+        """Refuse option values that their annotations do not admit."""
+        check_options(self)
+
     @property
     def stream_names(self) -> tuple[str, ...]:
         """Names of the streams, in order."""
@@ -207,3 +214,28 @@ class Topology:
     def unpack(self, packed: Tensor) -> Streams:
         """Return the streams of a packed tensor."""
         return packed.unbind(dim=-2)
+
+
+OPTION_TYPES: dict[object, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
+    int: ((int,), "an integer"),
+    float: ((int, float), "a finite number"),
+    str: ((str,), "a text"),
+}
+"""What an option of each annotation admits, and what to write for it."""
+
+
+def check_options(topology: Topology) -> None:
+    """Raise UserError for an option whose value is not one of its Literal's, or not of its type, or not finite."""
+    hints = get_type_hints(type(topology))
+    for option in fields(topology):
+        value, hint = getattr(topology, option.name), hints[option.name]
+        what = f"{option.name} of {topology.title}"
+        if get_origin(hint) is Literal:
+            if value not in get_args(hint):
+                raise unknown(what, str(value), get_args(hint))
+            continue
+        admitted, remedy = OPTION_TYPES[hint]
+        bool_for_number = isinstance(value, bool) and hint is not bool
+        if bool_for_number or not isinstance(value, admitted) or (hint is float and not math.isfinite(value)):
+            raise UserError(f"{what} is {value!r}: write {remedy}")

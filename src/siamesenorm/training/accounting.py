@@ -30,4 +30,5 @@ def count_flops(config: LanguageModelConfig) -> int:
     tokens = torch.zeros(1, config.context, dtype=torch.int64, device="meta")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(tokens)
-    return round(3 * counter.get_total_flops() / config.context)
+    forward: int = counter.get_total_flops()
+    return round(3 * forward / config.context)

@@ -147,8 +147,17 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def read_runs(paths: Iterable[Path]) -> dict[str, LossCurve]:
-    """Return the curves of run directories (or loss curve files) by name; raises `UserError` as `read_loss_curve`."""
-    return {str(path): read_loss_curve(path) for path in paths}
+    """Return the curves of run directories (or loss curve files) by the name of each.
+
+    Raises `UserError` as `read_loss_curve`, and when two have the same name.
+    """
+    curves: dict[str, LossCurve] = {}
+    for path in paths:
+        name = path.resolve().name
+        if name in curves:
+            raise UserError(f"two runs are called {name}, the second is {path}: rename one of them")
+        curves[name] = read_loss_curve(path)
+    return curves
 
 
 def calibrate(

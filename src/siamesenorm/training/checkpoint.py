@@ -98,20 +98,11 @@ def save_checkpoint(
     target = root / f"step-{step:08d}"
     with disk_errors_told(target):
         announce("begin")
-        root.mkdir(parents=True, exist_ok=True)
-        if not _clear_the_way(root, step):
-            return target
-        unfinished = target.with_name(target.name + PARTIAL)
-        try:
-            unfinished.mkdir()
-            announce("partial-made")
-            _write_contents(unfinished, step, tensors, state, announce)
-            unfinished.rename(target)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
-        sync_directory(root)
-        announce("renamed")
+        if not root.is_dir():
+            root.mkdir(parents=True)
+            sync_directory(root.parent)
+        if _clear_the_way(root, step):
+            _write(target, step, tensors, state, announce)
         _prune(root, keep)
         announce("pruned")
     return target
@@ -133,6 +124,22 @@ def _clear_the_way(root: Path, step: int) -> bool:
                 f"{root} holds {path.name}, later than step {step}: resume from it or choose another directory"
             )
     return True
+
+
+def _write(
+    target: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], announce: Stage
+) -> None:
+    unfinished = target.with_name(target.name + PARTIAL)
+    try:
+        unfinished.mkdir()
+        announce("partial-made")
+        _write_contents(unfinished, step, tensors, state, announce)
+        unfinished.rename(target)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    sync_directory(target.parent)
+    announce("renamed")
 
 
 def _write_contents(

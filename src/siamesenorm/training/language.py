@@ -39,6 +39,8 @@ class LanguageTask:
         """Return what the first record of a run says about model and data."""
         parameters, embedding = count_parameters(model)
         return {
+            "label": self.config.model.label,
+            "attention_norm": self.config.model.attention_shape.attention_norm,
             "parameters": parameters,
             "non_embedding_parameters": parameters - embedding,
             "flops_per_token": count_flops(self.config.model),

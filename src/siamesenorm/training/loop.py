@@ -135,7 +135,7 @@ class TrainingLoop:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        record = {
+        record: Record = {
             "kind": "train",
             "step": step,
             "tokens": step * config.batch_tokens,
@@ -189,8 +189,9 @@ class TrainingLoop:
         if checkpoint is None:
             self.log.truncate(0)
             return _Interrupted(step=0, seconds=0.0)
-        for line in checkpoint.skipped:
-            self._tell(lambda observer, line=line: observer.told(line))
+        for observer in self.observers:
+            for line in checkpoint.skipped:
+                observer.told(line)
         self.model.load_state_dict(checkpoint.tensors["model"])
         restore_optimizer(
             self.optimizer,

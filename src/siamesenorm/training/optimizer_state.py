@@ -92,7 +92,7 @@ def _plain(value: Any) -> Any:
 
 
 def _compare(ours: list[dict[str, Any]], stored: list[dict[str, Any]]) -> None:
-    """Refuse a checkpoint of other parameters or hyper-parameters; what only one version of torch has does not count."""
+    """Refuse other parameters and hyper-parameters; one that only one version of torch has does not count."""
     ours_by_name = [group["parameters"] for group in ours]
     stored_by_name = [group["parameters"] for group in stored]
     if ours_by_name != stored_by_name:

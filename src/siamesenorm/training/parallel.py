@@ -26,7 +26,15 @@ class HasBlocks(Protocol):
 def checkpoint_blocks(model: HasBlocks) -> None:
     """Keep only the streams between blocks for the backward pass, which computes every block again."""
     for block in model.blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = _recomputed(block.forward)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    # A function of this file: the compiler does not enter torch's own, such as a partial of `checkpoint`.
+    def recomputed(*inputs: Any) -> Any:
+        return checkpoint(forward, *inputs, use_reentrant=False)
+
+    return recomputed
 
 
 def compile_blocks(model: HasBlocks, *, backend: str | Callable[..., Any] = "inductor") -> None:

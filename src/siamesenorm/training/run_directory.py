@@ -35,13 +35,17 @@ class RunDirectory:
     @contextmanager
     def claimed(self, config: RunConfig) -> Iterator[None]:
         """Make the directory this configuration's and keep other processes out while it is open."""
+        self.prepare(config)
+        with exclusive(self.path / LOCK_FILE):
+            self._write(self.environment_file, describe_environment())
+            yield
+
+    def prepare(self, config: RunConfig) -> None:
+        """Make the directory and write the configuration; raises UserError when it belongs to another one."""
         with disk_errors_told(self.path):
             self._require_same(config)
             self.path.mkdir(parents=True, exist_ok=True)
-        with exclusive(self.path / LOCK_FILE):
-            self._write(self.config_file, config.to_json())
-            self._write(self.environment_file, describe_environment())
-            yield
+        self._write(self.config_file, config.to_json())
 
     def read_config(self) -> RunConfig:
         """Return the configuration; raises UserError when there is none that can be read."""

@@ -1,7 +1,7 @@
 """The verdict on a run: stable, spiked or diverged, a pure function of its losses and of thresholds.
 
 One algorithm serves both uses: `Watch` takes one step at a time, and `judge` feeds it a whole curve. The loss is
-smoothed by a trailing running median over 5 % of the run (21 to 501 steps). A median, not an EMA, because the
+smoothed by a trailing running median over 5 % of the run (11 to 501 steps). A median, not an EMA, because the
 question is where the bulk of recent batches lies: one bad batch of any height leaves it where it was, and it moves only
 when more than half of a window has moved. The window grows with the run so that the noise left in it, and with it the
 downward bias of its minimum, stays far below the 0.5 nats that count as a rise.

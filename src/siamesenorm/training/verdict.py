@@ -35,7 +35,7 @@ class Thresholds:
     patience_fraction: float = 0.1
     nonfinite_patience: int = 20
     smoothing_fraction: float = 0.05
-    smoothing_least: int = 21
+    smoothing_least: int = 11
     smoothing_most: int = 501
     spike_sigmas: float = 6.0
     spike_rise: float = 0.1

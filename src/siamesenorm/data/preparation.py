@@ -167,7 +167,7 @@ class _Job:
             tokenizer = load_tokenizer(config.tokenizer, config.end_of_text)
         else:
             self.report(Progress(stage="tokenizer"))
-            tokenizer = train_bpe(self._training_sample(), size)
+            tokenizer = train_bpe(self._training_sample(), size, config.end_of_text)
         content = tokenizer.to_json()
         if content is not None:
             write_atomically(kept, content)

@@ -1,4 +1,4 @@
-"""Method against learning rate: the stability frontier as a heat map, and the loss as a function of the rate."""
+"""The stability frontier: held-out loss and verdict of every method at every learning rate, as a heat map."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from matplotlib.patches import Rectangle
 
 from siamesenorm.comparison import quantities
 from siamesenorm.comparison.findings import Findings, Outcome
-from siamesenorm.comparison.labels import WIDTH, Label, label_ends, label_room, shortened
+from siamesenorm.comparison.labels import WIDTH, shortened
 from siamesenorm.comparison.results import DIVERGED, SPIKED, UNFINISHED, Method
 from siamesenorm.comparison.statistics import Estimate
 from siamesenorm.comparison.tables import MARKS
-from siamesenorm.comparison.theme import MethodStyle, Theme, styles_of
+from siamesenorm.comparison.theme import Theme
 
-CELL_HEIGHT = 0.38
-DIVERGED_BAND = 0.14
-"""The part of the sensitivity figure's height above the losses, where the diverged stand."""
+CELL_HEIGHT = 0.34
 
 
 def draw_frontier(findings: Findings, theme: Theme) -> Drawing:
@@ -29,13 +27,13 @@ def draw_frontier(findings: Findings, theme: Theme) -> Drawing:
     height = 0.95 + CELL_HEIGHT * len(methods)
     drawing = Drawing(figsize=(WIDTH, height))
     axes = drawing.subplots()
-    drawing.subplots_adjust(left=0.275, right=0.985, top=1 - 0.4 / height, bottom=0.5 / height)
+    drawing.subplots_adjust(left=0.31, right=0.985, top=1 - 0.4 / height, bottom=0.5 / height)
     losses = [loss.mean for outcome in findings.outcomes.values() if (loss := outcome.held_out_loss)]
     color = LossColors(losses, theme)
     for (rate, method), outcome in findings.outcomes.items():
         lowest = min((at.mean for m in methods if (at := _loss(findings, rate, m))), default=None)
         _draw_cell(axes, rates.index(rate), methods.index(method), outcome, color, lowest, theme)
-    axes.set_title("Held-out loss and verdict", x=-0.37)
+    axes.set_title("Held-out loss and verdict", x=-0.42)
     axes.set_xlim(-0.5, len(rates) - 0.5)
     axes.set_ylim(len(methods) - 0.5, -0.5)
     axes.set_xticks(range(len(rates)), [quantities.rate(rate) for rate in rates])
@@ -44,41 +42,6 @@ def draw_frontier(findings: Findings, theme: Theme) -> Drawing:
     axes.grid(False)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    return drawing
-
-
-def draw_sensitivity(findings: Findings, theme: Theme) -> Drawing:
-    """Draw the held-out loss over the learning rate, one line a method, the diverged in a band above."""
-    rates = findings.sweep.learning_rates
-    styles = styles_of(findings.sweep.methods)
-    drawing = Drawing(figsize=(WIDTH, 4.37))
-    axes = drawing.subplots()
-    drawing.subplots_adjust(left=0.105, right=1 - label_room(styles), top=0.91, bottom=0.115)
-    losses = [loss.mean for outcome in findings.outcomes.values() if (loss := outcome.held_out_loss)]
-    low, high = (min(losses), max(losses)) if losses else (0.0, 1.0)
-    margin = 0.05 * (high - low) or 0.05
-    top = high + margin + DIVERGED_BAND / (1 - DIVERGED_BAND) * (high - low + 2 * margin)
-    axes.set_xscale("log")
-    axes.set_xlim(rates[0] / 1.25, rates[-1] * 1.25)
-    axes.set_ylim(low - margin, top)
-    axes.axhspan(high + margin, top, color=theme.fill, linewidth=0)
-    axes.text(
-        0.012, 1 - 0.25 * DIVERGED_BAND, "diverged", transform=axes.transAxes, fontsize=8, color=theme.muted, va="top"
-    )
-    band = (high + margin + top) / 2
-    labels = []
-    for method, style in styles.items():
-        outcomes = [findings.outcomes[rate, method] for rate in rates if (rate, method) in findings.outcomes]
-        places = [(_place(findings, outcome), band if outcome.all_diverged else None) for outcome in outcomes]
-        end = _draw_line(axes, outcomes, style, band, theme)
-        if end is not None:
-            labels.append(Label(height=end, text=shortened(method.name), style=style))
-    axes.set_title("Held-out loss by learning rate")
-    axes.set_xlabel("learning rate")
-    axes.set_ylabel("held-out loss (nats)")
-    axes.set_xticks(rates, [quantities.rate(rate) for rate in rates])
-    axes.minorticks_off()
-    label_ends(axes, labels, theme)
     return drawing
 
 
@@ -148,15 +111,3 @@ def _contrast(first: float, second: float) -> float:
 def _loss(findings: Findings, rate: float, method: Method) -> Estimate | None:
     outcome = findings.outcomes.get((rate, method))
     return None if outcome is None else outcome.held_out_loss
-
-
-def _draw_line(axes: Axes, findings: Findings, method: Method, band: float, style: MethodStyle, theme: Theme) -> float | None:
-    """Draw one method, dotted to a cross in the band where it diverged; return the height of its last point."""
-    color = style.color(theme)
-    outcomes = [outcome for (_, of), outcome in findings.outcomes.items() if of == method and outcome.complete]
-    points = [_point(findings, outcome, band) for outcome in outcomes]
-    for (start, after), (outcome, following) in zip(
-        zip(points, points[1:]), zip(outcomes, outcomes[1:]), strict=True
-    ):
-        pass
-    return None

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
+from matplotlib.transforms import blended_transform_factory
 
 from siamesenorm.comparison import quantities
 from siamesenorm.comparison.curves import difference, finite_part, smoothed, thinned
@@ -19,7 +20,8 @@ from siamesenorm.comparison.labels import WIDTH, Label, label_ends, label_room, 
 from siamesenorm.comparison.results import SPIKED, Curve, Method, RunResult
 from siamesenorm.comparison.theme import MethodStyle, Theme, styles_of
 
-HEIGHT = 4.8
+HEIGHT = 4.5
+LEFT = 0.155
 SHORTEST = 4
 """The fewest finite losses that make a curve."""
 
@@ -44,13 +46,12 @@ def draw_losses(findings: Findings, rate: float, theme: Theme) -> Drawing:
     drawing = Drawing(figsize=(WIDTH, HEIGHT))
     ratios = (1.25, 1) if references else (1,)
     panels = drawing.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
-    drawing.subplots_adjust(left=0.115, right=1 - label_room(runs), top=0.92, bottom=0.1, hspace=0.13)
+    drawing.subplots_adjust(left=LEFT, right=1 - label_room(runs), top=0.92, bottom=0.1, hspace=0.13)
     _draw_losses(panels[0], runs, styles, theme)
     panels[0].set_title(f"Training loss at {quantities.rate(rate)}")
     if references:
         _draw_differences(panels[1], runs, references, styles, theme)
     panels[-1].set_xlabel("step")
-    drawing.align_ylabels(panels)
     return drawing
 
 
@@ -60,11 +61,11 @@ def draw_gradient_norms(findings: Findings, rate: float, theme: Theme) -> Drawin
     styles = styles_of(findings.sweep.methods)
     drawing = Drawing(figsize=(WIDTH, HEIGHT))
     axes = drawing.subplots()
-    drawing.subplots_adjust(left=0.115, right=1 - label_room(runs), top=0.92, bottom=0.1)
+    drawing.subplots_adjust(left=LEFT, right=1 - label_room(runs), top=0.92, bottom=0.1)
     axes.set_yscale("log")
     axes.set_title(f"Gradient norm at {quantities.rate(rate)}")
     axes.set_xlabel("step")
-    axes.set_ylabel("gradient norm")
+    _label_height(axes, "gradient norm")
     labels = []
     for method, run in runs.items():
         logarithm = _logarithm(finite_part(run.gradient_norms))
@@ -87,14 +88,14 @@ def _draw_losses(
     entropy = next((run.unigram_entropy for run in runs.values() if run.unigram_entropy is not None), None)
     axes.set_xlim(0, max(run.steps for run in runs.values()))
     axes.set_ylim(*_loss_range([smooth[m] for m in runs if not runs[m].diverged] or list(smooth.values()), entropy))
-    axes.set_ylabel("loss (nats)")
+    _label_height(axes, "loss (nats)")
     for method, run in runs.items():
         _mark_verdict(axes, run, smooth[method], styles[method], theme)
     if entropy is not None:
         axes.axhline(entropy, color=theme.muted, linewidth=0.8, linestyle=(0, (1, 2)))
         axes.annotate(
-            "unigram entropy", (1, entropy), xycoords=("axes fraction", "data"),
-            xytext=(-3, 3), textcoords="offset points", ha="right", fontsize=8, color=theme.muted,
+            "unigram entropy", (0.99, entropy), xycoords=("axes fraction", "data"), xytext=(0, -3),
+            textcoords="offset points", ha="right", va="top", fontsize=8, color=theme.muted,
         )  # fmt: skip
     ends = [Label(height=float(smooth[m].values[-1]), text=_name(run), style=styles[m]) for m, run in runs.items()]
     label_ends(axes, ends, theme)
@@ -123,7 +124,7 @@ def _draw_differences(
     low, high = min(shown), max(shown)
     margin = 0.08 * (high - low) or 0.05
     axes.set_ylim(low - margin, high + margin)
-    axes.set_ylabel("loss − pre (nats)")
+    _label_height(axes, "loss − pre (nats)")
     label_ends(axes, labels, theme)
 
 
@@ -141,7 +142,8 @@ def _mark_verdict(axes: Axes, run: RunResult, smooth: Curve, style: MethodStyle,
     if run.verdict is None:
         return
     diverged = [] if run.verdict.divergence_step is None else [run.verdict.divergence_step]
-    for steps, marker in ((diverged, "X"), (run.verdict.spikes, "^")):
+    spiked = run.verdict.spikes if run.word == SPIKED else ()
+    for steps, marker in ((diverged, "X"), (spiked, "^")):
         heights = np.clip(np.interp(steps, smooth.steps, smooth.values), *axes.get_ylim())
         axes.plot(
             steps, heights, linestyle="", marker=marker, markersize=7, color=style.color(theme),
@@ -149,12 +151,18 @@ def _mark_verdict(axes: Axes, run: RunResult, smooth: Curve, style: MethodStyle,
         )  # fmt: skip
 
 
+def _label_height(axes: Axes, text: str) -> None:
+    """Label the vertical axis at the figure's edge, whatever the width of its numbers."""
+    axes.set_ylabel(text)
+    axes.yaxis.set_label_coords(0.032, 0.5, blended_transform_factory(axes.figure.transFigure, axes.transAxes))
+
+
 def _loss_range(curves: Sequence[Curve], entropy: float | None) -> tuple[float, float]:
     """Return the axis that shows the curves from a tenth of the steps on, and the unigram entropy."""
     low = min(float(curve.values.min()) for curve in curves)
     tops = [float(curve.values[int(0.1 * len(curve.values)) :].max()) for curve in curves]
     high = max([*tops, *([] if entropy is None else [entropy])])
-    return low - 0.05 * (high - low), high + 0.08 * (high - low)
+    return low - 0.05 * (high - low), high + 0.16 * (high - low)
 
 
 def _name(run: RunResult) -> str:

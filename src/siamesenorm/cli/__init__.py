@@ -1,0 +1,99 @@
+"""The command line: one file a command, each a frozen dataclass of arguments and a `run`.
+
+Bad input ends with one line on standard error and exit code 2. A command's module is imported when it is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from siamesenorm.errors import UserError, unknown
+
+COMMANDS = {
+    "demo": "compare Pre-Norm, Post-Norm, HybridNorm and SiameseNorm on the built-in corpus",
+    "prepare": "turn text into memory-mapped tokens",
+    "train": "train one language model, or go on with it",
+    "sweep": "train a grid of topologies, norms, learning rates and seeds",
+    "report": "make tables, figures and a page of a sweep",
+    "verdict": "say whether a loss curve was stable, spiked or diverged",
+    "calibrate": "measure how often the verdict is wrong on given runs",
+    "explain": "show formula, diagram, cost and special cases of a topology",
+    "sizes": "count parameters and FLOPs of every size",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code: 0, 2 for bad input, 130 when interrupted."""
+    name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        if name in ("-h", "--help"):
+            print(usage())
+            return 0
+        if name == "--version":
+            from siamesenorm import __version__
+
+            print(__version__)
+            return 0
+        if name not in COMMANDS:
+            raise unknown("command", name, COMMANDS)
+        command = importlib.import_module(f"siamesenorm.cli.{name}")
+        command.run(parse(command.Arguments, rest, name))
+    except UserError as error:
+        print(f"siamesenorm: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("siamesenorm: interrupted; repeat the command to go on", file=sys.stderr)
+        return 130
+    return 0
+
+
+def usage() -> str:
+    """Return the list of commands."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: siamesenorm COMMAND [OPTIONS]",
+            "",
+            "Where and how should a Transformer normalise its residual path?",
+            "",
+            *lines,
+            "",
+            "siamesenorm COMMAND --help shows a command's options.",
+        ]
+    )
+
+
+def parse(kind: Any, arguments: Sequence[str], name: str) -> Any:
+    """Return the arguments of a command as its dataclass; raises UserError in one line where tyro prints a box."""
+    import tyro
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(kind, args=arguments, prog=f"siamesenorm {name}")
+    except SystemExit as exit:
+        if exit.code == 0:
+            raise
+        raise UserError(f"{_first_message(said.getvalue())} (siamesenorm {name} --help shows the options)") from None
+
+
+def _first_message(box: str) -> str:
+    """Return what tyro's box says before its first rule, without the frame."""
+    lines: list[str] = []
+    for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines():
+        text = line.strip().strip("│").strip()
+        if text.startswith(("╭", "╰")):
+            continue
+        if set(text) <= {"─"}:
+            if lines:
+                break
+            continue
+        lines.append(text)
+    return re.sub(r"^Error parsing [^:]*: ", "", " ".join(lines)) or "bad arguments"

@@ -1,0 +1,85 @@
+"""siamesenorm sweep: a grid of methods, learning rates and seeds, then the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from siamesenorm.cli.recipes import recipe_arguments
+from siamesenorm.comparison.console import SweepConsole
+from siamesenorm.comparison.grid import Grid
+from siamesenorm.comparison.report import write_report
+from siamesenorm.comparison.sweep import SweepRun
+from siamesenorm.errors import UserError
+from siamesenorm.training.plan import RunPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep(RunPlan):
+    """Train a grid of methods x learning rates x seeds, several at a time; repeat the command to go on.
+
+    A method is a topology, and what differs after plus signs: "siamese", "pre + qkv", "dhc-2:streams=4 + seednorm".
+    """
+
+    methods: tuple[str, ...] = ("pre", "post", "hybridnorm", "siamese-post-pre", "siamese")
+    """What to compare, each in quotes if it holds a plus sign."""
+    learning_rates: tuple[float, ...] = (2e-3, 8e-3, 3e-2)
+    """Peak learning rates."""
+    seeds: tuple[int, ...] = ()
+    """Further seeds for each method at its chosen rate; the rate is chosen with --seed."""
+    reported: tuple[str, ...] = ()
+    """Methods that run with the further seeds; all if not given."""
+    control: bool = True
+    """Add Pre-Norm with QKV-norm where a method brings QKV-norm."""
+    jobs: int = 0
+    """Runs at a time; as many as cores (or GPUs) if 0."""
+    out: Path = Path("runs/sweep")
+    """Directory of the sweep."""
+
+
+Arguments = recipe_arguments(Sweep)
+
+
+def run(arguments: Sweep) -> None:
+    """Train the grid, then write the report."""
+    grid = Grid(
+        methods=arguments.methods,
+        learning_rates=arguments.learning_rates,
+        selection_seed=arguments.seed,
+        seeds=arguments.seeds,
+        reported=arguments.reported,
+        control=arguments.control,
+    )
+    if arguments.jobs < 0:
+        raise UserError(f"jobs is {arguments.jobs}: choose at least 1, or 0 for one a core")
+    run_sweep(grid, arguments, arguments.out, arguments.jobs, command=shlex.join(["siamesenorm", *sys.argv[1:]]))
+
+
+def run_sweep(grid: Grid, plan: RunPlan, out: Path, jobs: int, *, command: str) -> None:
+    """Train a grid from a plan and print where its report is."""
+    threads = plan.execution.threads or 1
+    template = dataclasses.replace(
+        plan,
+        model=dataclasses.replace(plan.model, topology="pre"),
+        execution=dataclasses.replace(plan.execution, threads=threads),
+    )
+    jobs = jobs or _jobs_at_hand(plan.execution.device, threads)
+    with SweepConsole(out) as console:
+        SweepRun(
+            grid=grid, template=template.resolve(), directory=out, jobs=jobs, observer=console, command=command
+        ).run()
+    paths = write_report(out, out / "report")
+    print(paths)
+
+
+def _jobs_at_hand(device: str, threads: int) -> int:
+    if device.startswith("cuda"):
+        import torch
+
+        return max(1, torch.cuda.device_count())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // threads)

@@ -1,0 +1,183 @@
+"""What a person sees of a sweep: a live table on a terminal, a line a run elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from siamesenorm.comparison.sweep import Job
+from siamesenorm.training.verdict import Verdict
+
+TAIL_BYTES = 4096
+LINE_SECONDS = 30.0
+STYLES = {"stable": "green", "spiked": "yellow", "diverged": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run has come."""
+
+    step: int
+    loss: float | None
+    held_out: float | None
+
+
+class SweepConsole:
+    """Follows the records of the runs; learning rates are columns, methods rows."""
+
+    def __init__(self, directory: Path) -> None:
+        self.console = Console(stderr=True)
+        self.directory = directory
+        self.jobs: list[Job] = []
+        self.progress: dict[Job, Progress] = {}
+        self.words: dict[Job, str] = {}
+        self.begin = self.last_line = time.monotonic()
+        self.steps_before = 0
+        self.live: Live | None = None
+
+    def __enter__(self) -> Self:
+        """Begin to show."""
+        if self.console.is_terminal:
+            self.live = Live(console=self.console, refresh_per_second=4, transient=False)
+            self.live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Show the last state and end."""
+        if self.live is not None:
+            self.live.update(self._table([]), refresh=True)
+            self.live.stop()
+
+    def planned(self, jobs: list[Job]) -> None:
+        """Take in new jobs, some of which may be finished."""
+        self.jobs += jobs
+        done = 0
+        for job in jobs:
+            verdict = job.verdict
+            self.progress[job] = read_progress(job.directory / "metrics.jsonl")
+            self.steps_before += self.progress[job].step
+            if verdict is not None:
+                self.words[job] = verdict.word
+                done += 1
+        self._print(f"{len(jobs)} runs in {self.directory}, {done} of them finished before")
+
+    def progressed(self, running: list[Job]) -> None:
+        """Read the records of the running jobs."""
+        for job in running:
+            self.progress[job] = read_progress(job.directory / "metrics.jsonl")
+        if self.live is not None:
+            self.live.update(self._table(running))
+        elif running and time.monotonic() - self.last_line > LINE_SECONDS:
+            self.last_line = time.monotonic()
+            now = ", ".join(f"{job.name}: {_told(self.progress[job], job)}" for job in running)
+            self._print(f"{now}; {self._time_left()}")
+
+    def ended(self, job: Job, error: str | None) -> None:
+        """Say how a job ended."""
+        self.progress[job] = progress = read_progress(job.directory / "metrics.jsonl")
+        verdict: Verdict | None = job.verdict
+        self.words[job] = "failed" if verdict is None else verdict.word
+        told = error or (verdict.sentence() if verdict else "no verdict")
+        held_out = "" if progress.held_out is None else f", held-out {progress.held_out:.3f}"
+        self._print(f"[{len(self.words)}/{len(self.jobs)}] {job.name}: {told}{held_out}; {self._time_left()}")
+
+    def _table(self, running: list[Job]) -> Group:
+        rates = sorted({job.config.optimizer.learning_rate for job in self.jobs})
+        table = Table(title=f"sweep in {self.directory}", title_justify="left", header_style="bold")
+        table.add_column("method")
+        for rate in rates:
+            table.add_column(f"lr {rate:g}", justify="right", min_width=16)
+        for method in dict.fromkeys(job.config.model.label for job in self.jobs):
+            cells = []
+            for rate in rates:
+                here = [
+                    job
+                    for job in self.jobs
+                    if job.config.model.label == method and job.config.optimizer.learning_rate == rate
+                ]
+                cells.append(self._cell(here, running))
+            table.add_row(method, *cells)
+        done = sum(self._steps_done(job) for job in self.jobs)
+        total = sum(job.config.steps for job in self.jobs)
+        return Group(table, ProgressBar(total=max(total, 1), completed=done, width=60), Text(self._time_left()))
+
+    def _cell(self, jobs: list[Job], running: list[Job]) -> Text:
+        """Show the running job of a cell, else the last one that ended, and how many have."""
+        active = [job for job in jobs if job in running]
+        ended = [job for job in jobs if job in self.words]
+        if active:
+            return Text(_told(self.progress[active[0]], active[0]), style="cyan")
+        if not ended:
+            return Text("·" if jobs else "", style="dim")
+        job = ended[-1]
+        loss, word = self.progress[job].held_out, self.words[job]
+        text = word if loss is None else f"{loss:.3f} {word}"
+        return Text(text + (f" x{len(ended)}" if len(ended) > 1 else ""), style=STYLES.get(word, "red"))
+
+    def _steps_done(self, job: Job) -> int:
+        return job.config.steps if job in self.words else self.progress[job].step
+
+    def _time_left(self) -> str:
+        done = sum(self.progress[job].step for job in self.jobs) - self.steps_before
+        left = sum(job.config.steps - self._steps_done(job) for job in self.jobs)
+        if not left:
+            return f"{time.monotonic() - self.begin:.0f} s"
+        if not done:
+            return "time left: measuring"
+        seconds = left * (time.monotonic() - self.begin) / done
+        return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
+
+    def _print(self, line: str) -> None:
+        if self.live is None:
+            print(line, file=sys.stderr, flush=True)
+
+
+def read_progress(path: Path) -> Progress:
+    """Return how far a record has come, from its last lines."""
+    step, loss, held_out = 0, None, None
+    for record in _last_records(path):
+        if record.get("kind") == "train":
+            step, loss = record["step"], _number(record["loss"])
+        elif record.get("kind") == "validation":
+            held_out = _number(record["loss"])
+    return Progress(step, loss, held_out)
+
+
+def _last_records(path: Path) -> list[dict[str, Any]]:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return []
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def _number(value: float | str) -> float | None:
+    return None if isinstance(value, str) else float(value)
+
+
+def _told(progress: Progress, job: Job) -> str:
+    loss = "" if progress.loss is None else f" loss {progress.loss:.2f}"
+    return f"{100 * progress.step // job.config.steps}%{loss}"

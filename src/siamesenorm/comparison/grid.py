@@ -1,0 +1,108 @@
+"""A grid of runs: methods x learning rates x seeds, all from one template.
+
+A method is text: a topology, then what differs after plus signs: "siamese", "pre + qkv", "dhc-2:streams=4 + seednorm".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from siamesenorm.errors import UserError, unknown
+from siamesenorm.models.language import LanguageModelConfig
+from siamesenorm.norms import NormSpec, available_norms
+from siamesenorm.sublayers.attention import ATTENTION_NORMS
+from siamesenorm.topologies import available_topologies, build_topology
+from siamesenorm.training.config import RunConfig
+
+CONTROL = "pre + qkv"
+
+
+def read_method(text: str) -> dict[str, Any]:
+    """Return the fields of a model that a method sets: topology, and norm or attention norm where it names them.
+
+    Raises UserError naming the nearest topology, norm or attention norm.
+    """
+    topology, *others = (part.strip() for part in text.split("+"))
+    fields: dict[str, Any] = {"topology": build_topology(topology)}
+    for part in others:
+        name = part.partition(":")[0]
+        if name in available_norms():
+            fields["norm"] = NormSpec.parse(part)
+        elif part in ATTENTION_NORMS or f"{part}-head" in ATTENTION_NORMS and part != "qk":
+            fields["attention_norm"] = part if part in ATTENTION_NORMS else f"{part}-head"
+        else:
+            raise unknown("norm or attention norm", part, [*available_norms(), *ATTENTION_NORMS, "qkv"])
+    return fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """What a sweep compares.
+
+    Every method runs at every learning rate with `selection_seed`, which chooses the method's rate by held-out loss;
+    at that rate it runs with the other `seeds`, on which it is reported. `reported` limits the second part to some
+    methods; empty means all. `control` adds Pre-Norm with QKV-norm where a method's topology brings QKV-norm.
+    """
+
+    methods: tuple[str, ...]
+    learning_rates: tuple[float, ...]
+    selection_seed: int = 0
+    seeds: tuple[int, ...] = ()
+    reported: tuple[str, ...] = ()
+    control: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse empty grids, unknown methods and learning rates that are not positive numbers."""
+        if not self.methods:
+            raise UserError(f"no methods to compare: choose from {', '.join(available_topologies())}")
+        if not self.learning_rates:
+            raise UserError("no learning rates: give at least one, such as 1e-3")
+        for rate in self.learning_rates:
+            if not (math.isfinite(rate) and rate > 0):
+                raise UserError(f"learning rate {rate} is not a positive number: write one such as 1e-3")
+        for method in (*self.methods, *self.reported):
+            read_method(method)
+        for method in self.reported:
+            if method not in self.all_methods:
+                raise unknown("reported method", method, self.all_methods)
+
+    @property
+    def all_methods(self) -> tuple[str, ...]:
+        """The methods, with the control row where one is due."""
+        brings_qkv = any(build_topology(m.split("+")[0].strip()).attention_norm == "qkv-head" for m in self.methods)
+        if not self.control or not brings_qkv or CONTROL in self.methods:
+            return self.methods
+        place = self.methods.index("pre") + 1 if "pre" in self.methods else 0
+        return (*self.methods[:place], CONTROL, *self.methods[place:])
+
+    @property
+    def reported_methods(self) -> tuple[str, ...]:
+        """The methods that run with the other seeds."""
+        return self.reported or self.all_methods
+
+    def selection_runs(self, template: RunConfig) -> Iterator[RunConfig]:
+        """Yield the runs of the first part, the lowest learning rate first."""
+        for rate in sorted(self.learning_rates):
+            for method in self.all_methods:
+                yield configure(template, method, rate, self.selection_seed)
+
+    def reported_runs(self, template: RunConfig, method: str, rate: float) -> Iterator[RunConfig]:
+        """Yield the runs of a method at its chosen rate with the other seeds."""
+        for seed in self.seeds:
+            if seed != self.selection_seed:
+                yield configure(template, method, rate, seed)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the grid as JSON values."""
+        return {key: list(v) if isinstance(v, tuple) else v for key, v in dataclasses.asdict(self).items()}
+
+
+def configure(template: RunConfig, method: str, rate: float, seed: int) -> RunConfig:
+    """Return the template with a method, a learning rate and a seed."""
+    model: LanguageModelConfig = dataclasses.replace(template.model, attention_norm="auto", **read_method(method))
+    optimizer = dataclasses.replace(template.optimizer, learning_rate=rate)
+    return dataclasses.replace(template, model=model, optimizer=optimizer, seed=seed)

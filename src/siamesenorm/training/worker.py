@@ -1,0 +1,36 @@
+"""Train one prepared run directory in a process of its own: `python -m siamesenorm.training.worker DIRECTORY`.
+
+It ends when its standard input is closed, so that no worker outlives the sweep that started it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+from siamesenorm.errors import UserError
+from siamesenorm.training.loop import train
+from siamesenorm.training.run_directory import RunDirectory
+
+
+def main() -> int:
+    """Train the run; returns 2 with one line on standard error for bad input."""
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    directory = Path(sys.argv[1])
+    try:
+        train(RunDirectory(directory).read_config(), directory)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _follow_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

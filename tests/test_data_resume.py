@@ -1,0 +1,181 @@
+"""Preparations that were killed, or ran out of disk, and repeated: the same bytes as one never interrupted."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from siamesenorm.data import PrepareConfig, PreparedData, Progress, StoppedError, preparation, prepare
+from siamesenorm.errors import UserError
+
+# Python 3.12 warns of a fork in a process with threads; the children here need none of them.
+pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+
+CHUNK_CHARACTERS = 4000
+
+KILLED_WITH_WORKERS = f"""
+import os, signal, sys
+from pathlib import Path
+from siamesenorm.data import PrepareConfig, preparation, prepare
+
+def killed_after_some_chunks(progress):
+    if progress.stage == "tokens" and progress.documents > 60:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    preparation.CHUNK_CHARACTERS = {CHUNK_CHARACTERS}
+    out = Path(sys.argv[2])
+    config = PrepareConfig(source=sys.argv[1], out=out, tokenizer="bpe:300", validation_fraction=0.1, workers=2)
+    prepare(config, killed_after_some_chunks)
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "source.jsonl"
+    path.write_text("\n".join(json.dumps({"text": f"Document {i}: " + "some words " * 20}) for i in range(200)))
+    return path
+
+
+@pytest.fixture
+def whole(source: Path) -> dict[str, bytes]:
+    """What a preparation that nobody interrupts leaves."""
+    return contents(prepare(config(source, source.parent / "whole")).path)
+
+
+def config(source: Path, out: Path, **options: Any) -> PrepareConfig:
+    return PrepareConfig(source=str(source), out=out, validation_fraction=0.1, **options)
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Do some work in a forked process and return how it ended: its exit code, or minus the signal."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def killed_at_step(number: int, work: Callable[[], object]) -> None:
+    """Do some work in this process, and kill it on the way into its n-th durable step."""
+    steps = count(1)
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if next(steps) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **options)
+
+        return call
+
+    os.fsync, os.replace, shutil.rmtree = map(counted, (os.fsync, os.replace, shutil.rmtree))
+    work()
+
+
+def test_killed_at_every_durable_step(
+    source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Slow, and of no matter to a kill: the system keeps what was written.
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 3 * CHUNK_CHARACTERS)
+    unfinished = 0
+    for number in count(1):
+        job = config(source, tmp_path / f"out-{number}")
+        status = in_child(lambda number=number, job=job: killed_at_step(number, lambda: prepare(job)))
+        if status != -signal.SIGKILL:
+            break
+        if (job.out / "manifest.json").exists():
+            PreparedData.open(job.out, verify="full")
+        else:
+            unfinished += 1
+        assert contents(prepare(job).path) == whole, f"killed at step {number}"
+    assert status == 0
+    # Four chunks of five or six steps each, beside the settings, the manifest and the moves. After the manifest's
+    # own move there are left: its sync, the removal of the partial directory, and the sync of that.
+    assert number > 30
+    assert unfinished == number - 1 - 3
+
+
+def test_killed_with_its_workers(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, out = tmp_path / "script.py", tmp_path / "out"
+    script.write_text(KILLED_WITH_WORKERS)
+    command = [sys.executable, str(script), str(source), str(out)]
+    # Returns only when all its processes are gone, for each holds the output open: no worker outlives its parent.
+    assert subprocess.run(command, capture_output=True, timeout=120).returncode == -signal.SIGKILL
+    with pytest.raises(UserError, match="not finished: repeat the prepare command"):
+        PreparedData.open(out)
+    with pytest.raises(UserError, match=r"other settings \(different: tokenizer\).*--restart"):
+        prepare(config(source, out))
+
+    whole = prepare(config(source, tmp_path / "whole", tokenizer="bpe:300"))
+    monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", CHUNK_CHARACTERS)
+    monkeypatch.setattr(preparation, "train_bpe", None)  # it was trained before the kill
+    reports: list[Progress] = []
+    resumed = prepare(config(source, out, tokenizer="bpe:300"), reports.append)
+    assert reports[0].stage == "resumed"
+    assert 60 < reports[0].documents < 200
+    assert contents(resumed.path) == contents(whole.path)
+
+
+def test_a_lost_worker(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(progress: Progress) -> None:
+        for process in multiprocessing.active_children():
+            process.kill()
+
+    whole = prepare(config(source, tmp_path / "whole", tokenizer="bpe:300"))
+    monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", CHUNK_CHARACTERS // 4)
+    out = tmp_path / "out"
+    with pytest.raises(StoppedError, match="one of 2 worker processes died.*fewer --workers"):
+        prepare(config(source, out, tokenizer="bpe:300", workers=2), lose)
+    assert contents(prepare(config(source, out, tokenizer="bpe:300")).path) == contents(whole.path)
+
+
+def test_a_limit_on_the_size_of_files(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    """The system cuts a write in the middle, as a disk does that fills up."""
+    out, message = tmp_path / "out", tmp_path / "message"
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_001, 20_001))
+        try:
+            prepare(config(source, out))
+        except StoppedError as error:
+            message.write_text(str(error))
+
+    assert in_child(limited) == 0
+    assert message.read_text().startswith(f"{out}: no room left to write (file too large): free some space and repeat")
+    assert "\n" not in message.read_text()
+    assert (out / ".partial" / "train.bin").stat().st_size == 20_001
+    assert not (out / "manifest.json").exists()
+    assert contents(prepare(config(source, out)).path) == whole
+
+
+def test_a_shortened_partial_file_starts_again(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    def stop(progress: Progress) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config(source, out), stop)
+    (out / ".partial" / "train.bin").write_bytes(b"short")
+    with pytest.raises(UserError, match="shorter than its record says: repeat the command"):
+        prepare(config(source, out))
+    assert contents(prepare(config(source, out)).path) == whole

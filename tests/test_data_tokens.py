@@ -1,0 +1,215 @@
+"""Prepared data as it is read: what is checked on opening, what a sample is, and how documents are told apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from siamesenorm.data import PrepareConfig, PreparedData, TokenSamples, document_ids, prepare, tokens
+from siamesenorm.errors import UserError
+
+WORDS = ["alpha beta", "gamma", "delta epsilon zeta", "eta theta", "iota", "kappa lambda"]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A directory of prepared bytes: 60 documents of train, 6 of validation."""
+    for name, texts in (("train", WORDS * 10), ("validation", WORDS)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    source, validation = str(tmp_path / "train.jsonl"), str(tmp_path / "validation.jsonl")
+    prepare(PrepareConfig(source=source, validation=validation, out=tmp_path / "data"))
+    return tmp_path / "data"
+
+
+def edit_manifest(path: Path, **changes: Any) -> None:
+    """Change fields of the manifest, and its digest with them."""
+    file = path / "manifest.json"
+    record = json.loads(file.read_text())
+    for name, value in changes.items():
+        record[name] = {**record[name], **value} if isinstance(value, dict) else value
+    file.write_text(json.dumps(record))
+
+
+def resign(path: Path) -> None:
+    """Give an edited manifest the digest of its fields, found from the complaint of `open`."""
+    import hashlib
+
+    file = path / "manifest.json"
+    record = json.loads(file.read_text())
+    tokenizer = {"sha256": None, **record["tokenizer"]}
+    del tokenizer["name"]
+    identity = {"schema": 1, "tokenizer": tokenizer, "dtype": record["dtype"], "splits": record["splits"]}
+    canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    record["digest"] = hashlib.sha256(canonical.encode()).hexdigest()
+    file.write_text(json.dumps(record))
+
+
+def test_ids_are_the_documents_joined_by_the_end_of_text(path: Path) -> None:
+    data = PreparedData.open(path)
+    expected = [index for text in WORDS for index in (*text.encode(), 256)]
+    assert data.tokens("validation").tolist() == expected
+    assert data.tokens("validation").dtype == np.uint16
+    assert data.tokens("train").tolist() == expected * 10
+    assert (data.vocabulary, data.end_of_text, data.tokenizer.name) == (257, 256, "bytes")
+    assert not data.tokens("train").flags.writeable
+
+
+def test_unigram_entropy_is_that_of_the_train_split(path: Path) -> None:
+    _, counts = np.unique([index for text in WORDS for index in (*text.encode(), 256)], return_counts=True)
+    shares = counts / counts.sum()
+    expected = -(shares * np.log(shares)).sum()
+    assert PreparedData.open(path).unigram_entropy == pytest.approx(expected, rel=1e-12)
+
+
+def test_manifest_is_the_contract(path: Path) -> None:
+    record = json.loads((path / "manifest.json").read_text())
+    assert record["schema"] == 1
+    assert record["tokenizer"] == {"kind": "bytes", "name": "bytes", "vocabulary": 257, "end_of_text": 256}
+    train = record["splits"]["train"]
+    size = sum(map(len, WORDS)) * 10
+    assert (train["file"], train["documents"], train["bytes"], train["tokens"]) == ("train.bin", 60, size, size + 60)
+    before = record["digest"]
+    resign(path)
+    assert json.loads((path / "manifest.json").read_text())["digest"] == before
+    assert PreparedData.open(path).digest == before
+
+
+@pytest.mark.parametrize("verify", ["quick", "full"])
+@pytest.mark.parametrize("quick_bytes", [tokens.QUICK_BYTES, 0])
+def test_whole_data_is_accepted(path: Path, monkeypatch: pytest.MonkeyPatch, verify: Any, quick_bytes: int) -> None:
+    monkeypatch.setattr(tokens, "QUICK_BYTES", quick_bytes)
+    monkeypatch.setattr(tokens, "BLOCK_IDS", 10)
+    assert PreparedData.open(path, verify).split("train").tokens == len(PreparedData.open(path).tokens("train"))
+
+
+def test_a_flipped_bit_is_seen(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = path / "train.bin"
+    content = bytearray(file.read_bytes())
+    content[0] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"train.bin: its checksum is not the manifest's: prepare the data again"):
+        PreparedData.open(path)
+    # A large file is read whole only when asked: the flipped bit is still a valid id.
+    monkeypatch.setattr(tokens, "QUICK_BYTES", 0)
+    monkeypatch.setattr(tokens, "BLOCK_IDS", 10)
+    PreparedData.open(path)
+    with pytest.raises(UserError, match="checksum"):
+        PreparedData.open(path, verify="full")
+
+
+@pytest.mark.parametrize("quick_bytes", [tokens.QUICK_BYTES, 0])
+def test_ids_outside_the_vocabulary_are_seen(path: Path, monkeypatch: pytest.MonkeyPatch, quick_bytes: int) -> None:
+    monkeypatch.setattr(tokens, "QUICK_BYTES", quick_bytes)
+    monkeypatch.setattr(tokens, "BLOCK_IDS", 10)
+    edit_manifest(path, tokenizer={"vocabulary": 120})
+    resign(path)
+    with pytest.raises(UserError, match="train.bin: holds the id 256, but the manifest's vocabulary has 120"):
+        PreparedData.open(path)
+
+
+def test_a_model_too_small_for_the_data(path: Path) -> None:
+    data = PreparedData.open(path)
+    data.require_vocabulary(257)
+    with pytest.raises(UserError, match="need a vocabulary of 257, the model has 256"):
+        data.require_vocabulary(256)
+
+
+def test_damaged_directories(path: Path) -> None:
+    file = path / "train.bin"
+    content = file.read_bytes()
+    cases = {
+        "truncated, 99 bytes where": content[:99],
+        "too long": content + b"\0\0",
+        "an empty token file": b"",
+    }
+    for message, damaged in cases.items():
+        file.write_bytes(damaged)
+        with pytest.raises(UserError, match=f"train.bin: {message}"):
+            PreparedData.open(path)
+    file.unlink()
+    with pytest.raises(UserError, match="train.bin: missing: prepare the data again"):
+        PreparedData.open(path)
+
+
+def test_damaged_manifests(path: Path) -> None:
+    file = path / "manifest.json"
+    whole = file.read_text()
+    cases = {
+        "not a manifest of prepared data": ["", "{", "[]", "{}", whole[:-10], whole.replace('"dtype"', '"kind"')],
+        "schema 2, this version reads 1": [whole.replace('"schema": 1', '"schema": 2')],
+        "dtype 'uint64' is not one of": [whole.replace('"uint16"', '"uint64"')],
+        "do not give its digest": [whole.replace('"documents": 60', '"documents": 61')],
+    }
+    for message, contents in cases.items():
+        for content in contents:
+            file.write_text(content)
+            with pytest.raises(UserError, match=message) as caught:
+                PreparedData.open(path)
+            assert "\n" not in str(caught.value)
+
+
+def test_directories_that_are_not_prepared(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such directory"):
+        PreparedData.open(tmp_path / "nowhere")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(UserError, match="no manifest.json in it"):
+        PreparedData.open(tmp_path / "other")
+    (path / "manifest.json").unlink()
+    (path / ".partial").mkdir()
+    with pytest.raises(UserError, match="was not finished: repeat the prepare command"):
+        PreparedData.open(path)
+
+
+def test_unknown_split(path: Path) -> None:
+    with pytest.raises(UserError, match="no split 'test': choose from train, validation"):
+        PreparedData.open(path).tokens("test")
+
+
+def test_an_epoch_holds_every_sample_once(path: Path) -> None:
+    samples = TokenSamples(PreparedData.open(path), "train", context=7, seed=1)
+    ids = samples._tokens
+    assert samples.samples == (len(ids) - 1) // 7
+    batch = samples.batch(0, samples.samples)
+    assert batch.shape == (samples.samples, 8)
+    assert batch.dtype == np.int64
+    in_sequence = [tuple(ids[i * 7 : i * 7 + 8].tolist()) for i in range(samples.samples)]
+    assert sorted(map(tuple, batch.tolist())) == sorted(in_sequence)
+    assert list(map(tuple, batch.tolist())) != in_sequence
+    later = samples.batch(3, 5)
+    assert np.array_equal(later, batch[3:8])
+
+
+def test_windows_read_every_target_once_in_order(path: Path) -> None:
+    samples = TokenSamples(PreparedData.open(path), "validation", context=12)
+    ids = samples._tokens
+    windows = list(samples.windows(2))
+    assert [len(window) for window in windows] == [2, 2, 1]
+    assert np.concatenate(windows)[:, 1:].ravel().tolist() == ids[1 : samples.targets + 1].tolist()
+    assert np.concatenate(windows)[:, :-1].ravel().tolist() == ids[: samples.targets].tolist()
+    assert sum(len(window) for window in samples.windows(4, limit=25)) == 3
+    assert sum(len(window) for window in samples.windows(4, limit=10**6)) == samples.samples
+    with pytest.raises(UserError, match="limit 0"):
+        next(samples.windows(4, limit=0))
+
+
+def test_too_few_tokens_for_one_sample(path: Path) -> None:
+    data = PreparedData.open(path)
+    length = len(data.tokens("validation"))
+    assert TokenSamples(data, "validation", context=length - 1).samples == 1
+    message = f"the validation split has {length} tokens, one sample of context {length} needs {length + 1}"
+    with pytest.raises(UserError, match=f"{message}: prepare more text or choose a shorter context"):
+        TokenSamples(data, "validation", context=length)
+    with pytest.raises(UserError, match="context 0"):
+        TokenSamples(data, "validation", context=0)
+
+
+def test_documents_start_after_the_end_of_text() -> None:
+    end = 9
+    batch = np.array([[1, 2, 9, 3, 9, 9, 4], [9, 1, 1, 1, 1, 1, 9]], dtype=np.uint16)
+    expected = [[0, 0, 0, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
+    assert document_ids(batch, end).tolist() == expected
+    assert document_ids(batch[0], end).tolist() == expected[0]

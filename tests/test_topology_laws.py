@@ -1,0 +1,493 @@
+"""Laws that hold for every registered topology with every registered norm: formula, locality, state, dtypes, names."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from reference_topologies import (
+    BATCH,
+    DEPTH,
+    DIM,
+    REFERENCES,
+    TOKENS,
+    Wired,
+    choices,
+    combinations,
+    embedding,
+    randomise,
+    reference_of,
+    tanh_nets,
+    variants,
+    wire,
+)
+from siamesenorm.errors import UserError
+from siamesenorm.norms import Declared, available_norms, declared_parameters
+from siamesenorm.topologies import (
+    TOPOLOGIES,
+    Materials,
+    Topology,
+    available_topologies,
+    build_topology,
+    register_topology,
+    topology_from_json,
+    topology_name,
+    topology_to_json,
+    transformer_places,
+)
+
+NAMES = available_topologies()
+NORMS = available_norms()
+REFERENCED = [name for name in NAMES if name in REFERENCES]
+
+VARIANTS = {topology: (name, text) for name in REFERENCED for topology, text in variants(name).items()}
+COMBINATIONS = {topology: (name, text) for name in REFERENCED for topology, text in combinations(name).items()}
+
+
+def in_words(cases: dict[Topology, tuple[str, str]]) -> list[object]:
+    return [pytest.param(topology, name, id=text) for topology, (name, text) in cases.items()]
+
+
+over_topologies = pytest.mark.parametrize("name", NAMES)
+over_norms = pytest.mark.parametrize("norm", NORMS)
+
+
+# --- law 1: the formula ----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def assert_equals_reference(model: Wired, name: str) -> None:
+    """The library and the slow reference agree in the output and in what every sublayer has seen."""
+    e = embedding()
+    ours, theirs = tanh_nets(), tanh_nets()
+    expected = reference_of(name).formula(model.topology, e, theirs, model)
+    torch.testing.assert_close(model(e, ours), expected, rtol=0, atol=1e-10)
+    assert [len(net.seen) for net in ours] == [len(net.seen) for net in theirs] == [1] * (2 * DEPTH)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.seen[0], other.seen[0], rtol=0, atol=1e-10)
+    assert expected.abs().max() > 1e-3, "a reference of zeros would agree with anything"
+
+
+@over_topologies
+@over_norms
+def test_topology_equals_its_reference(name: str, norm: str) -> None:
+    assert_equals_reference(wire(name, norm, seed=1), name)
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "seednorm"])
+@pytest.mark.parametrize(("topology", "name"), in_words(VARIANTS))
+def test_every_option_value_equals_the_reference(topology: Topology, name: str, norm: str) -> None:
+    assert_equals_reference(wire(topology, norm, seed=2), name)
+
+
+@pytest.mark.parametrize(("topology", "name"), in_words(COMBINATIONS))
+def test_options_combine(topology: Topology, name: str) -> None:
+    assert_equals_reference(wire(topology, "layernorm", seed=3), name)
+
+
+@over_topologies
+def test_vision_final_norm_and_other_depths(name: str) -> None:
+    assert_equals_reference(wire(name, "rmsnorm", seed=4, domain="vision", final_norm=False), name)
+    model, e = wire(name, "rmsnorm", seed=4, depth=5), embedding()
+    with torch.no_grad():
+        expected = reference_of(name).formula(model.topology, e, tanh_nets(10), model)
+        torch.testing.assert_close(model(e, tanh_nets(10)), expected, rtol=0, atol=1e-10)
+
+
+@over_topologies
+def test_every_option_has_values_to_test(name: str) -> None:
+    """A number or a text is not enumerable: its reference lists values for it."""
+    topology = TOPOLOGIES[name]
+    numbers = {field.name for field in dataclasses.fields(topology)} - set(choices(topology))
+    missing = numbers - set(reference_of(name).values)
+    assert not missing, f'list values to test in tests/reference_topologies.py: @reference("{name}", {missing}=(...))'
+
+
+# --- law 3: locality -------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def assert_commutes(model: Wired, select: nn.Module) -> None:
+    """Selecting tokens, then opening, reading, writing and closing = the same after selecting nothing."""
+
+    def agree(whole: Tensor, part: Tensor) -> None:
+        torch.testing.assert_close(select(whole), part, rtol=0, atol=1e-12)
+
+    e = embedding()
+    streams, selected = model.opening(e), model.opening(select(e))
+    for k, connection in enumerate(model.connections):
+        for whole, part in zip(streams, selected, strict=True):
+            agree(whole, part)
+        output = embedding(10 + k)
+        h, streams = connection.read(streams)
+        h_selected, selected = connection.read(selected)
+        agree(h, h_selected)
+        streams = connection.write(streams, output)
+        selected = connection.write(selected, select(output))
+    agree(model.closing(streams), model.closing(selected))
+
+
+@over_topologies
+@over_norms
+def test_permuting_tokens_commutes(name: str, norm: str) -> None:
+    permutation = torch.tensor([2, 0, 3, 1])
+    assert_commutes(wire(name, norm, seed=5), lambda x: x[:, permutation])
+
+
+@over_topologies
+@over_norms
+def test_samples_and_tokens_are_independent(name: str, norm: str) -> None:
+    assert_commutes(wire(name, norm, seed=6), lambda x: x[1:2])
+    assert_commutes(wire(name, norm, seed=6), lambda x: x[:, -1:])
+
+
+@over_topologies
+def test_any_number_of_leading_axes(name: str) -> None:
+    model, e = wire(name, seed=6), embedding()
+    nets = tanh_nets(tokens=0)
+    expected = model(e, nets)
+    torch.testing.assert_close(model(e[0, 0], nets), expected[0, 0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(model(e.unsqueeze(0), nets)[0], expected, rtol=0, atol=1e-12)
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+
+def transplant(source: Wired, target: Wired) -> None:
+    """Give the target the source's parameters, by name, nothing missing and nothing left over."""
+    target.load_state_dict(source.state_dict())
+
+
+@over_topologies
+@over_norms
+def test_state_dict_round_trip(name: str, norm: str) -> None:
+    source, target, e = wire(name, norm, seed=7), wire(name, norm, seed=8), embedding()
+    expected = source(e, tanh_nets())
+    assert not source.state_dict() or not torch.equal(target(e, tanh_nets()), expected)
+    transplant(source, target)
+    assert torch.equal(target(e, tanh_nets()), expected)
+
+
+@over_topologies
+@over_norms
+def test_every_parameter_is_declared_and_every_parameter_learns(name: str, norm: str) -> None:
+    model = wire(name, norm, seed=7)
+    declared = {name for name, _, _ in declared_parameters(model)}
+    assert declared == {name for name, _ in model.named_parameters()} == set(model.state_dict())
+    model(embedding(), tanh_nets()).square().sum().backward()
+    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    assert not without
+
+
+@over_topologies
+def test_no_parameter_has_no_axis(name: str) -> None:
+    """FSDP2 refuses to shard parameters without an axis."""
+    assert all(p.dim() > 0 for p in wire(name).parameters())
+
+
+@over_topologies
+@over_norms
+def test_construction_is_deterministic_and_draws_no_random_number(name: str, norm: str) -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first, second = wire(name, norm), wire(name, norm)
+    assert torch.equal(torch.get_rng_state(), before)
+    for key, value in first.state_dict().items():
+        assert torch.equal(value, second.state_dict()[key])
+
+
+def built_on_meta(name: str) -> Wired:
+    with torch.device("meta"):
+        model = wire(name, dtype=None)
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if isinstance(module, Declared):
+            module.reset_parameters()
+    return model
+
+
+@over_topologies
+def test_meta_construction_starts_like_any_other(name: str) -> None:
+    late, direct = (
+        {**m.state_dict(), **dict(m.named_buffers())} for m in (built_on_meta(name), wire(name, dtype=None))
+    )
+    assert late.keys() == direct.keys()
+    assert all(torch.equal(late[key], direct[key]) for key in late)
+
+
+@over_topologies
+def test_constants_follow_every_cast_unrounded(name: str) -> None:
+    """A model that was bf16, or made on the meta device, is in fp64 exactly the model that always was in fp64."""
+    e = embedding()
+    source = wire(name, seed=9)
+    expected = source(e, tanh_nets())
+    half = wire(name, dtype=torch.bfloat16)
+    assert all(buffer.dtype == torch.float32 for buffer in half.buffers())
+    for target in (half.double(), wire(name, dtype=None).float().double(), built_on_meta(name).double()):
+        transplant(source, target)
+        assert torch.equal(target(e, tanh_nets()), expected)
+
+
+# --- streams ---------------------------------------------------------------------------------------------------------
+
+
+@over_topologies
+def test_pack_and_unpack(name: str) -> None:
+    """A foreign loop that hands on one tensor, block after block, computes the same."""
+    model, e, nets = wire(name, seed=10), embedding(), tanh_nets()
+    topology = model.topology
+
+    def block(index: int, packed: Tensor) -> Tensor:
+        streams = topology.unpack(packed)
+        for k in (2 * index, 2 * index + 1):
+            streams = model.connections[k](streams, nets[k])
+        return topology.pack(streams)
+
+    packed = topology.pack(model.opening(e))
+    assert packed.shape[:-2] == e.shape[:-1] and packed.shape[-1] == DIM
+    for index in range(DEPTH):
+        packed = block(index, packed)
+    assert torch.equal(model.closing(topology.unpack(packed)), model(e, nets))
+
+
+@over_topologies
+def test_stream_names_name_the_streams(name: str) -> None:
+    model = wire(name)
+    streams = model.opening(embedding())
+    assert len(streams) == len(model.topology.stream_names) == len(set(model.topology.stream_names))
+    for attention, mlp in zip(model.connections[::2], model.connections[1::2], strict=True):
+        streams = mlp(attention(streams, tanh_nets()[0]), tanh_nets()[1])
+        assert len(streams) == len(model.topology.stream_names), "what lives inside a block may not leave it"
+
+
+@over_topologies
+@pytest.mark.parametrize("compute_dtype", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("residual_dtype", [None, torch.float32, torch.bfloat16], ids=str)
+def test_dtypes_of_streams(name: str, residual_dtype: torch.dtype | None, compute_dtype: torch.dtype | None) -> None:
+    model = wire(name, dtype=None, residual_dtype=residual_dtype, compute_dtype=compute_dtype)
+    residual, compute = residual_dtype or torch.bfloat16, compute_dtype or residual_dtype or torch.bfloat16
+    streams = model.opening(embedding().to(torch.bfloat16))
+    for k, connection in enumerate(model.connections):
+        assert {stream.dtype for stream in streams} == {residual}
+        h, streams = connection.read(streams)
+        assert h.dtype == compute
+        streams = connection.write(streams, embedding(k).to(compute))
+    assert {stream.dtype for stream in streams} == {residual}
+    assert model.closing(streams).dtype == compute
+
+
+@over_topologies
+def test_bf16_parameters_with_fp32_streams(name: str) -> None:
+    """Parameters stored in bf16 do not lower the streams' dtype, and autocast has no say."""
+    model = wire(name, dtype=torch.bfloat16, residual_dtype=torch.float32, compute_dtype=torch.float32)
+    e = embedding().float()
+    nets = tanh_nets()
+    expected = model(e, nets)
+    assert expected.dtype == torch.float32
+    for net in nets:
+        net.seen.clear()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        streams = model.opening(e)
+        for connection, net in model.steps(nets):
+            h, streams = connection.read(streams)
+            with torch.autocast("cpu", enabled=False):
+                output = net(h)
+            streams = connection.write(streams, output)
+        torch.testing.assert_close(model.closing(streams), expected, rtol=0, atol=0)
+
+
+@over_topologies
+def test_writes_are_out_of_place(name: str) -> None:
+    """Streams may alias at the opening, so that no operation may write into them."""
+    model, e, nets = wire(name, seed=11), embedding(), tanh_nets()
+    before, streams = e.clone(), model.opening(e)
+    for connection, net in model.steps(nets):
+        kept = tuple(stream.clone() for stream in streams)
+        following = connection(streams, net)
+        assert all(torch.equal(now, then) for now, then in zip(streams, kept, strict=True))
+        streams = following
+    assert torch.equal(e, before)
+
+
+# --- conditioning ----------------------------------------------------------------------------------------------------
+
+
+@over_topologies
+def test_conditioned_sublayers_compose_or_are_refused(name: str) -> None:
+    topology = TOPOLOGIES[name]
+    if topology.modulation_refusal is not None:
+        with pytest.raises(UserError, match="conditioned") as refusal:
+            wire(name, conditioned=True)
+        assert topology.modulation_refusal in str(refusal.value) and "\n" not in str(refusal.value)
+        return
+    assert_equals_reference(wire(name, conditioned=True, seed=12), name)
+    plain, conditioned = (sum(p.numel() for p in wire(name, conditioned=c).parameters()) for c in (False, True))
+    assert conditioned <= plain
+
+
+@pytest.mark.parametrize("name", ["pre", "siamese", "siamese-post-pre", "layerscale", "shc-2", "mhc-4"])
+def test_the_last_norm_before_a_conditioned_sublayer_has_no_gain(name: str) -> None:
+    for connection in wire(name, conditioned=True).connections:
+        last = [norm for norm in (getattr(connection, at, None) for at in ("identity_norm", "input_norm", "norm"))
+                if norm is not None and not isinstance(norm, nn.Identity)][-1]  # fmt: skip
+        assert not last.affine
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+@over_topologies
+def test_names_round_trip(name: str) -> None:
+    topology = TOPOLOGIES[name]
+    assert topology_name(topology) == name
+    assert build_topology(name) == topology
+    record = topology_to_json(topology)
+    assert record["name"] == name
+    assert topology_from_json(json.loads(json.dumps(record))) == topology
+
+
+@pytest.mark.parametrize(("topology", "name"), in_words({**VARIANTS, **COMBINATIONS}))
+def test_names_with_options_round_trip(topology: Topology, name: str) -> None:
+    assert build_topology(topology_name(topology)) == topology
+    assert topology_from_json(json.loads(json.dumps(topology_to_json(topology)))) == topology
+
+
+def test_names_are_those_of_the_specification() -> None:
+    one_stream = {"pre", "pre-embednorm", "post", "deepnorm", "mixln", "hybridnorm", "hybridnorm-star", "spannorm"}
+    one_stream |= {"peri", "olmo2", "ln-scaling", "layerscale", "rezero"}
+    several = {"residual", "shc-2", "dhc-2", "mhc-4", "siamese", "siamese-post-pre"}
+    assert one_stream | several <= set(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("siamees", "unknown topology 'siamees': did you mean siamese"),
+        ("hybrid-norm", "did you mean hybridnorm"),
+        ("dhc-2:stream=4", "did you mean streams?"),
+        ("dhc-2:streams=four", "write an integer"),
+        ("dhc-2:streams=0", "choose at least one"),
+        ("dhc-2:stream_norm=layer", "did you mean layernorm?"),
+        ("pre:embedding_norm=maybe", "write true or false"),
+        ("siamese:depth_scale=paper", "did you mean paper_block or paper_sublayer"),
+        ("siamese-post-pre:settle=eagre", "did you mean eager"),
+        ("siamese-post-pre:readout", "write readout=VALUE"),
+        ("mixln:post_fraction=1.5", "from 0 to 1"),
+        ("mixln:post_blocks=-2", "0 or more"),
+        ("layerscale:initial=-0.5", "0 or more"),
+        ("layerscale:initial=nan", "finite number"),
+        ("residual:dual_scale=0", "positive"),
+        ("residual:dual_eps=-1", "0 \\(the norm's own\\) or more"),
+        ("hybridnorm:first_block=post", "choose from pre, same"),
+        ("mhc-4:iterations=0", "at least one"),
+        ("mhc-4:start=softmx", "did you mean softmax"),
+        ("mhc-4:eps=-1", "0 or more"),
+        ("olmo2:streams=2", "it has no options"),
+    ],
+)
+def test_a_wrong_text_is_refused_in_one_line_with_the_remedy(text: str, words: str) -> None:
+    with pytest.raises(UserError, match=words) as refusal:
+        build_topology(text)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dhc-2", {"streams": 2.5}),
+        ("dhc-2", {"streams": True}),
+        ("dhc-2", {"tanh": 1}),
+        ("mixln", {"post_fraction": "half"}),
+        ("mixln", {"post_fraction": False}),
+        ("spannorm", {"reading": "C"}),
+        ("pre", {"embeding_norm": True}),
+    ],
+)
+def test_a_wrong_value_is_refused_in_python_too(name: str, options: dict[str, object]) -> None:
+    with pytest.raises(UserError):
+        build_topology(name, **options)
+
+
+def test_a_name_is_not_given_twice() -> None:
+    register_topology("pre", TOPOLOGIES["pre"])
+    with pytest.raises(ValueError, match="taken"):
+        register_topology("pre", TOPOLOGIES["post"])
+
+
+def test_dual_eps_needs_a_norm_with_eps() -> None:
+    with pytest.raises(UserError, match="eps"):
+        wire(build_topology("residual", dual_eps=1e-7), "dyt")
+
+
+@over_topologies
+def test_channels_first_or_refused(name: str) -> None:
+    """Along axis 1 of [batch, dim, height, width] a topology computes what it does along the last, or says why not."""
+    try:
+        first = wire(name, seed=13, axis=1)
+    except UserError as refusal:
+        assert "channels last" in str(refusal) and name in ("shc-2", "dhc-2", "mhc-4")
+        return
+    model = wire(name, seed=13)
+    e, nets = embedding(0, BATCH, 2, 2, DIM), tanh_nets(tokens=0)
+    turned = [lambda x, net=net: net(x.movedim(1, -1)).movedim(-1, 1) for net in nets]
+    expected = model(e, nets).movedim(-1, 1)
+    torch.testing.assert_close(first(e.movedim(-1, 1), turned), expected, rtol=0, atol=1e-12)
+
+
+# --- what `explain` prints -------------------------------------------------------------------------------------------
+
+
+@over_topologies
+def test_texts_fit_and_are_aligned(name: str) -> None:
+    topology = TOPOLOGIES[name]
+    assert topology.title and topology.paper
+    for text in (topology.formula, topology.diagram):
+        lines = text.split("\n")
+        assert all(line.strip() and len(line) <= 120 and line == line.rstrip() for line in lines)
+        assert min(len(line) - len(line.lstrip()) for line in lines) == 8, "indented as the source is"
+    assert all(case and "\n" not in case for case in topology.special_cases)
+    cost = topology.cost
+    assert cost.forward >= 3 and cost.backward >= 3 and cost.saved >= 1
+
+
+ROLES = ("query", "key", "value", "attention_output", "mlp_up", "mlp_gate", "mlp_output")
+
+
+@over_topologies
+def test_initial_factors_are_positive(name: str) -> None:
+    assert all(TOPOLOGIES[name].initial_factor(role, DEPTH) > 0 for role in ROLES)
+
+
+def test_deepnorm_tames_values_outputs_and_mlp_but_neither_queries_nor_keys_nor_gates() -> None:
+    factors = {role: TOPOLOGIES["deepnorm"].initial_factor(role, 16) for role in ROLES}
+    untouched = {role for role, factor in factors.items() if factor == 1}
+    assert untouched == {"query", "key", "mlp_gate"}
+    assert {round(factor, 4) for factor in factors.values()} == {1.0, 0.2973}
+    assert float(wire("deepnorm", depth=16).connections[0].skip) == pytest.approx(2.3784, abs=5e-5)
+
+
+def test_layer_scale_follows_the_depth() -> None:
+    for depth, initial in ((18, 0.1), (19, 1e-5), (24, 1e-5), (25, 1e-6)):
+        place = transformer_places(depth)[0][0]
+        connection = TOPOLOGIES["layerscale"].connection(place, Materials(dim=DIM)).double()
+        randomise(connection, 0, spread=0.0)
+        torch.testing.assert_close(connection.output.gain, torch.full((DIM,), initial).double(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "decayed"),
+    [("dhc-2", {"project_in", "project_residual", "project_out"}), ("mhc-4", {"weight"}), ("shc-2", set()),
+     ("siamese", set()), ("layerscale", set()), ("rezero", set()), ("pre", set())],
+)  # fmt: skip
+def test_weight_decay_touches_only_dynamic_weights(name: str, decayed: set[str]) -> None:
+    found = {key.rpartition(".")[2] for key, _, declaration in declared_parameters(wire(name)) if declaration.decay}
+    assert found == decayed
+
+
+def test_tokens_are_few() -> None:
+    assert TOKENS <= 4 and DIM <= 8 and DEPTH <= 3, "the full product must stay cheap"
