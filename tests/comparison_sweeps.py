@@ -26,29 +26,28 @@ class SyntheticMethod:
 
     label: str
     losses: Sequence[float | str]
-    attention_norm: str = "auto"
-    resolved: str = "qk"
+    attention_norm: str = "qk"
     norm: str = "rmsnorm"
     parameters: int = 1_648_000
     step_seconds: float = 0.142
 
     @property
     def topology(self) -> str:
-        return self.label.partition(":")[0]
+        return self.label.partition(" ")[0].partition(":")[0]
 
 
 PRE = SyntheticMethod(label="pre", losses=(1.640, 1.584, 1.602))
 METHODS = (
     PRE,
-    SyntheticMethod(label="pre", losses=(1.633, 1.571, 1.588), attention_norm="qkv-head", resolved="qkv-head",
+    SyntheticMethod(label="pre + qkv", losses=(1.633, 1.571, 1.588), attention_norm="qkv-head",
                     parameters=1_648_384, step_seconds=0.148),
     SyntheticMethod(label="post", losses=(1.668, "rises", "not learned"), step_seconds=0.143),
     SyntheticMethod(label="deepnorm", losses=(1.731, 1.652, "not learned"), step_seconds=0.145),
-    SyntheticMethod(label="hybridnorm", losses=(1.622, "rises", "not finite"), resolved="qkv-head", step_seconds=0.150),
+    SyntheticMethod(label="hybridnorm", losses=(1.622, "rises", "not finite"), attention_norm="qkv-head"),
     SyntheticMethod(label="residual", losses=(1.659, "spiked 1.627", "spiked 1.745"), step_seconds=0.151),
     SyntheticMethod(label="dhc-2", losses=(1.631, 1.577, 1.593), parameters=1_664_500, step_seconds=0.231),
     SyntheticMethod(label="siamese-post-pre", losses=(1.628, 1.569, 1.586), parameters=1_650_304, step_seconds=0.163),
-    SyntheticMethod(label="siamese", losses=(1.601, 1.541, 1.566), resolved="qkv-head", parameters=1_650_560,
+    SyntheticMethod(label="siamese", losses=(1.601, 1.541, 1.566), attention_norm="qkv-head", parameters=1_650_560,
                     step_seconds=0.166),
 )  # fmt: skip
 
@@ -84,7 +83,10 @@ class SyntheticRun:
 
 
 def runs_of(
-    methods: Iterable[SyntheticMethod] = METHODS, rates: Sequence[float] = RATES, seeds: Sequence[int] = (0,), **facts: Any
+    methods: Iterable[SyntheticMethod] = METHODS,
+    rates: Sequence[float] = RATES,
+    seeds: Sequence[int] = (0,),
+    **facts: Any,
 ) -> list[SyntheticRun]:
     """Return the full grid of runs."""
     return [
@@ -128,7 +130,7 @@ def write_run(path: Path, run: SyntheticRun) -> None:
     records = list(_records(run))
     (path / "config.json").write_text(encode_json(run.config()))
     (path / "environment.json").write_text(
-        encode_json({"python": "3.11.7", "torch": "2.13.0+cpu", "hardware": {"cpu": "x86_64", "cores": 2}})
+        encode_json({"python": "3.11.7", "torch": "2.13.0+cpu", "cores": 2, "commit": None, "accelerators": []})
     )
     (path / "metrics.jsonl").write_text("".join(encode_json(record) + "\n" for record in records))
     if records[-1]["kind"] == "end":
@@ -138,29 +140,28 @@ def write_run(path: Path, run: SyntheticRun) -> None:
 def _records(run: SyntheticRun) -> Iterable[dict[str, Any]]:
     losses, norms = _curves(run)
     held_out = _held_out(run)
-    own = np.random.default_rng([7, run.seed, zlib.crc32(run.identity.encode())])
-    seconds = run.method.step_seconds * (1 + 0.02 * np.abs(own.standard_normal(len(losses))) + 0.5 * (own.random(len(losses)) < 0.3))
     yield {
-        "kind": "model", "label": run.method.label, "attention_norm": run.method.resolved,
+        "kind": "model", "label": run.method.label, "attention_norm": run.method.attention_norm,
         "parameters": run.method.parameters, "non_embedding_parameters": run.method.parameters - 65_792,
         "flops_per_token": 6.0 * run.method.parameters, "unigram_entropy": UNIGRAM_ENTROPY, "steps": run.steps,
         "warmup_steps": run.steps // 10, "batch_tokens": run.batch_tokens, "train_tokens_available": run.train_tokens,
     }  # fmt: skip
-    for step, (loss, norm, duration) in enumerate(zip(losses, norms, seconds, strict=True), start=1):
+    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
+        seconds = run.method.step_seconds * (1.0 if step % 3 else 1.8)  # every third step is disturbed by a neighbour
         yield {
-            "kind": "train", "step": step, "tokens": step * run.batch_tokens, "loss": float(loss), "learning_rate": run.rate,
-            "gradient_norm": float(norm), "time": float(step * duration), "step_seconds": float(duration),
+            "kind": "train", "step": step, "tokens": step * run.batch_tokens, "loss": float(loss),
+            "learning_rate": run.rate, "gradient_norm": float(norm), "time": step * seconds, "step_seconds": seconds,
         }  # fmt: skip
         if step % (run.steps // 4) == 0:
-            loss = held_out + 1.2 * (1 - step / run.steps) if np.isfinite(losses[step - 1]) else float("nan")
-            yield {"kind": "validation", "step": step, "loss": float(loss), "tokens": 65536, "time": float(step * duration)}
+            validation = held_out + 1.2 * (1 - step / run.steps) if np.isfinite(loss) else float("nan")
+            yield {"kind": "validation", "step": step, "loss": validation, "tokens": 65536, "time": step * seconds}
     if run.until is None:
         status = "finished" if len(losses) == run.steps else "stopped_early"
         yield {"kind": "end", "step": len(losses), "status": status, "time": 120.1, "peak_memory_bytes": 612 * 2**20}
 
 
 def _held_out(run: SyntheticRun) -> float:
-    """Return the held-out loss: the one wanted, moved by what all methods share on a seed and by a little of its own."""
+    """Return the loss wanted, moved by what all methods share on a seed and by a little of the method's own."""
     if isinstance(run.wanted, str) and not run.wanted.startswith("spiked"):
         return 3.1 if run.wanted != "rises" else 1.7
     wanted = float(str(run.wanted).removeprefix("spiked"))
@@ -174,23 +175,23 @@ def _curves(run: SyntheticRun) -> tuple[np.ndarray, np.ndarray]:
     steps = np.arange(1, run.steps + 1)
     data = np.random.default_rng([3, run.seed]).standard_normal(run.steps)
     own = np.random.default_rng([4, run.seed, zlib.crc32(run.identity.encode())]).standard_normal((2, run.steps))
-    floor = _held_out(run) if run.wanted != "not learned" else 2.96
-    progress = np.minimum(1.0, steps / run.steps)
+    progress = steps / run.steps
+    floor = _held_out(run)
     losses = floor + (INITIAL_LOSS - floor) * np.exp(-progress * 22) + 0.75 * (1 - progress) ** 2.2 * np.exp(-progress)
     if run.wanted == "not learned":
-        losses = np.maximum(losses, 2.96)
+        losses = np.maximum(losses - 0.14, 2.96)
     losses = losses * (1 + 0.022 * data + 0.004 * own[0])
-    norms = np.exp(0.35 * own[1]) * (0.28 + 2.5 * np.exp(-progress * 30)) * (1.8 if run.method.topology == "post" else 1.0)
+    norms = np.exp(0.35 * own[1]) * (0.28 + 2.5 * np.exp(-progress * 30))
     if run.wanted in ("rises", "not finite"):
         start = int(0.35 * run.steps)
         losses[start:] += 1.6 * (1 - np.exp(-(steps[start:] - start) / (0.03 * run.steps)))
         norms[start:] *= 40
     if run.wanted == "not finite":
-        losses[int(0.5 * run.steps) :] = np.nan
-        norms[int(0.5 * run.steps) :] = np.inf
+        losses[run.steps // 2 :] = np.nan
+        norms[run.steps // 2 :] = np.inf
     if str(run.wanted).startswith("spiked"):
-        for place in (0.45, 0.71):
-            losses[int(place * run.steps) : int(place * run.steps) + 4] += 1.1
-            norms[int(place * run.steps) : int(place * run.steps) + 4] *= 15
-    done = run.until or (int(0.5 * run.steps) + 20 if run.wanted == "not finite" else run.steps)
+        for start in (int(0.45 * run.steps), int(0.71 * run.steps)):
+            losses[start : start + 4] += 1.1
+            norms[start : start + 4] *= 15
+    done = run.until or (run.steps // 2 + 20 if run.wanted == "not finite" else run.steps)
     return losses[:done], norms[:done]

@@ -74,6 +74,18 @@ def test_copies_of_a_document_fall_into_the_same_split(tmp_path: Path) -> None:
     assert not set(decoded(data, "train")) & set(decoded(data, "validation"))
 
 
+def test_the_tokenizer_of_other_prepared_data(source: Path) -> None:
+    first = prepare(config(source, out="first", tokenizer="bpe:300", end_of_text="<stop>"))
+    other = source.parent / "other.jsonl"
+    other.write_text("\n".join(json.dumps({"text": f"Another document {i}."}) for i in range(100)))
+    data = prepare(config(other, tokenizer=str(first.path)))
+    assert data.manifest.tokenizer == first.manifest.tokenizer
+    assert decoded(data, "train")[0].startswith("Another document")
+    # By content, not by place: the data may move.
+    first.path.rename(source.parent / "moved")
+    assert prepare(config(other, tokenizer=str(source.parent / "moved"))).digest == data.digest
+
+
 def test_a_trained_bpe_may_name_its_end_of_text(source: Path) -> None:
     data = prepare(config(source, tokenizer="bpe:300", end_of_text="<stop>"))
     assert '"<stop>"' in (data.path / "tokenizer.json").read_text()

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -179,3 +180,38 @@ def test_a_shortened_partial_file_starts_again(source: Path, whole: dict[str, by
     with pytest.raises(UserError, match="shorter than its record says: repeat the command"):
         prepare(config(source, out))
     assert contents(prepare(config(source, out)).path) == whole
+
+
+def test_a_broken_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What arrived is kept, also over a second attempt that gets nothing; a first attempt leaves nothing."""
+    rows = [{"text": f"Document {i}: " + "some words " * 20} for i in range(200)]
+    arriving = 0
+
+    def load_dataset(path: str, **options: Any) -> Any:
+        if arriving == 0:
+            raise ConnectionError("no route")
+        yield from rows[:arriving]
+        if arriving < len(rows):
+            raise ConnectionError("reset by peer")
+
+    datasets = types.ModuleType("datasets")
+    datasets.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", datasets)
+    monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", CHUNK_CHARACTERS)
+    job = PrepareConfig(source="hf:owner/name", out=tmp_path / "out", validation_fraction=0.1)
+    with pytest.raises(StoppedError, match="no route"):
+        prepare(job)
+    assert not job.out.exists()
+    kept = []
+    for arriving in (100, 0, 200):
+        if arriving < 200:
+            with pytest.raises(StoppedError):
+                prepare(job)
+            kept.append((job.out / ".partial" / "progress.json").read_bytes())
+        else:
+            reports: list[Progress] = []
+            prepare(job, reports.append)
+    assert kept[0] == kept[1]
+    assert reports[0].stage == "resumed"
+    whole = PrepareConfig(source="hf:owner/name", out=tmp_path / "whole", validation_fraction=0.1)
+    assert contents(job.out) == contents(prepare(whole).path)

@@ -202,6 +202,13 @@ def test_hub_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     hub(monkeypatch, lambda: iter([{"body": "one"}]))
     with pytest.raises(UserError, match=r"row 1: no field 'text' \(fields: body\)"):
         documents("hf:a/b")
+
+    def unreachable() -> Iterator[dict[str, Any]]:
+        raise ConnectionError("no route")
+
+    hub(monkeypatch, unreachable)
+    with pytest.raises(StoppedError, match="the dataset cannot be opened: no route"):
+        documents("hf:a/b")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"needs the package datasets: pip install"):
         documents("hf:a/b")

@@ -126,6 +126,13 @@ def test_missing_file_is_named() -> None:
         load_tokenizer("nowhere.json")
 
 
+def test_directory_of_a_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        load_tokenizer(tmp_path)
+    word_level(tmp_path / "tokenizer.json", ["</s>", "a"])
+    assert load_tokenizer(tmp_path).vocabulary == 2
+
+
 def test_hub_name_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     class Unreachable:
         @staticmethod

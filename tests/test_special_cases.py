@@ -363,7 +363,7 @@ def test_manifold_streams_stay_equal_whatever_pre_and_comb(text: str) -> None:
 @pytest.mark.parametrize(("order", "last"), [("columns-first", -1), ("rows-first", -2)])
 def test_comb_is_doubly_stochastic(start: str, order: str, last: int) -> None:
     """The side that comes last sums to 1 exactly; the other only in the limit: 20 rounds leave a percent here."""
-    for iterations, gap in ((20, 0.02), (500, 1e-9)):
+    for iterations, gap in ((20, 0.02), (500, 1e-5)):
         topology = build_topology("mhc-4", start=start, order=order, eps=0.0, iterations=iterations)
         model = wire(topology, seed=32)
         comb = model.connections[0].mixing_weights(model.opening(embedding())[0])[1].mT

@@ -443,7 +443,20 @@ def test_channels_first_or_refused(name: str) -> None:
 
 
 @over_topologies
-def test_texts_fit_and_are_aligned(name: str) -> None:
+def test_lines_of_diagrams_meet(name: str) -> None:
+    """A corner or branch that points up or down meets something there that is neither blank nor a horizontal line."""
+    lines = TOPOLOGIES[name].diagram.split("\n")
+    width = max(map(len, lines))
+    grid = ["", *(line.ljust(width) for line in lines), ""]
+    for above, line, below in zip(grid, grid[1:], grid[2:], strict=False):
+        for column, character in enumerate(line):
+            for arms, neighbour in (("└┘│├┤┼┴", above), ("┬│├┤┼┐┌", below)):
+                if character in arms:
+                    assert neighbour and neighbour[column] not in " ─", f"{character} at column {column} of {line!r}"
+
+
+@over_topologies
+def test_texts_fit(name: str) -> None:
     topology = TOPOLOGIES[name]
     assert topology.title and topology.paper
     for text in (topology.formula, topology.diagram):

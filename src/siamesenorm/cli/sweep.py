@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from siamesenorm.cli.recipes import recipe_arguments
+from siamesenorm.cli.report import show_report
 from siamesenorm.comparison.console import SweepConsole
 from siamesenorm.comparison.grid import Grid
-from siamesenorm.comparison.report import write_report
 from siamesenorm.comparison.sweep import SweepRun
 from siamesenorm.errors import UserError
 from siamesenorm.training.plan import RunPlan
@@ -57,10 +57,11 @@ def run(arguments: Sweep) -> None:
     if arguments.jobs < 0:
         raise UserError(f"jobs is {arguments.jobs}: choose at least 1, or 0 for one a core")
     run_sweep(grid, arguments, arguments.out, arguments.jobs, command=shlex.join(["siamesenorm", *sys.argv[1:]]))
+    show_report(arguments.out, arguments.out / "report")
 
 
 def run_sweep(grid: Grid, plan: RunPlan, out: Path, jobs: int, *, command: str) -> None:
-    """Train a grid from a plan and print where its report is."""
+    """Train a grid from a plan."""
     threads = plan.execution.threads or 1
     template = dataclasses.replace(
         plan,
@@ -72,8 +73,6 @@ def run_sweep(grid: Grid, plan: RunPlan, out: Path, jobs: int, *, command: str) 
         SweepRun(
             grid=grid, template=template.resolve(), directory=out, jobs=jobs, observer=console, command=command
         ).run()
-    paths = write_report(out, out / "report")
-    print(paths)
 
 
 def _jobs_at_hand(device: str, threads: int) -> int:

@@ -103,6 +103,8 @@ class Grid:
 
 def configure(template: RunConfig, method: str, rate: float, seed: int) -> RunConfig:
     """Return the template with a method, a learning rate and a seed."""
-    model: LanguageModelConfig = dataclasses.replace(template.model, attention_norm="auto", **read_method(method))
+    model: LanguageModelConfig = dataclasses.replace(
+        template.model, **{"attention_norm": "auto", **read_method(method)}
+    )
     optimizer = dataclasses.replace(template.optimizer, learning_rate=rate)
     return dataclasses.replace(template, model=model, optimizer=optimizer, seed=seed)

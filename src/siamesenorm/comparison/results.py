@@ -1,7 +1,7 @@
 """What the runs of a sweep left on disk, read back: one `RunResult` a run directory, one `Sweep` a sweep directory.
 
-Reading never fails because a run is unfinished: such a run has the status `unfinished`, and one whose
-configuration cannot be read is listed as missing with the reason. Nothing here needs torch.
+Reading a sweep never fails because of one run: a run that has not ended has the status `unfinished`, and one that has
+not been started or cannot be read is listed as missing, with the reason. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingRun:
-    """A run that the sweep names and whose configuration could not be read."""
+    """A run that the sweep names and that has not been started, or cannot be read."""
 
     path: Path
     reason: str
@@ -213,11 +213,13 @@ def read_sweep(path: Path) -> Sweep:
     missing: list[MissingRun] = []
     for name in description.get("runs", []):
         run_path = path / name
+        if not (run_path / "metrics.jsonl").exists():
+            missing.append(MissingRun(path=run_path, reason="not started"))
+            continue
         try:
             runs.append(read_run(run_path))
         except UserError as error:
-            reason = "not started" if not run_path.exists() else str(error)
-            missing.append(MissingRun(path=run_path, reason=reason))
+            missing.append(MissingRun(path=run_path, reason=str(error).replace(f"{run_path}/", "")))
     if not runs:
         raise UserError(f"no run of {path} has started: run `siamesenorm sweep` before the report")
     return Sweep(
@@ -237,44 +239,40 @@ def undisturbed_step_seconds(seconds: Sequence[float]) -> float | None:
     return float(np.median(sorted(seconds)[: (len(seconds) + 1) // 2]))
 
 
-def flattened(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    """Yield every leaf of a nested configuration as its dotted name and its JSON text."""
-    for key, inner in value.items():
-        if isinstance(inner, Mapping):
-            yield from flattened(inner, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", json.dumps(inner, sort_keys=True)
-
-
 def _verdict(file: Path, records: Sequence[Mapping[str, Any]]) -> Verdict:
     """Return the verdict stored with the run, else the one its record gives."""
     return Verdict.from_json(_read_json(file)) if file.exists() else judge_curve(loss_curve(records))
 
 
 def _method(config: Mapping[str, Any], model: Mapping[str, Any]) -> Method:
+    """Return the method of a run: its record names it."""
     configured = config["model"]
-    asked_for = str(configured.get("attention_norm", "auto"))
-    name = str(model.get("label") or configured["topology"]["name"])
-    shown = asked_for.removesuffix("-head") if asked_for == QKV_NORM else asked_for
-    if asked_for != "auto" and shown not in name:
-        name = f"{name} + {shown}"
     return Method(
-        name=name,
+        name=str(model.get("label") or configured["topology"]["name"]),
         topology=str(configured["topology"]["name"]),
         norm=str(configured["norm"]["name"]),
-        attention_norm=str(model.get("attention_norm") or asked_for),
-        specification=tuple(sorted(flattened(configured))),
+        attention_norm=str(model.get("attention_norm") or configured.get("attention_norm", "auto")),
+        specification=tuple(sorted(_flattened(configured))),
     )
+
+
+def _flattened(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    """Yield every leaf of a nested configuration as its dotted name and its JSON text."""
+    for key, inner in value.items():
+        if isinstance(inner, Mapping):
+            yield from _flattened(inner, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", json.dumps(inner, sort_keys=True)
 
 
 def _with_distinct_names(runs: Sequence[RunResult]) -> tuple[RunResult, ...]:
     """Add to the name of every method that shares it with another what tells them apart."""
-    named: dict[str, set[Method]] = {}
+    alike: dict[str, set[Method]] = {}
     for run in runs:
-        named.setdefault(run.method.name, set()).add(run.method)
+        alike.setdefault(run.method.name, set()).add(run.method)
     renamed = {
         method: replace(method, name=" · ".join([name, *_distinguishing_parts(method, methods)]))
-        for name, methods in named.items()
+        for name, methods in alike.items()
         for method in methods
     }
     return tuple(replace(run, method=renamed[run.method]) for run in runs)
@@ -311,8 +309,9 @@ def _final_mean(losses: Curve, steps: int) -> float | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    text = read_bytes(path)
     try:
-        content = decode_json(read_bytes(path))
+        content = decode_json(text)
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}): train this run again") from error
     if not isinstance(content, dict):

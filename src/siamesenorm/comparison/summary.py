@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from siamesenorm.comparison.findings import (
     Findings,
     lacks_control,
 )
-from siamesenorm.comparison.results import DIVERGED, SPIKED, STABLE, Method, Sweep, flattened
+from siamesenorm.comparison.results import DIVERGED, SPIKED, STABLE, Method, Sweep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +74,12 @@ def footnotes(findings: Findings) -> list[Statement]:
             "Holm's correction over all tests of the table excludes zero.",
         ),
         Statement(
+            topic="Rate sensitivity",
+            text="The mean over all rates of the held-out loss (nats) above its best, on seed "
+            f"{findings.sweep.selection_seed}. A diverged run counts with its final training loss, at most the unigram "
+            "entropy (Wortsman et al., arXiv 2309.14322, whose cap is the loss at initialisation).",
+        ),
+        Statement(
             topic="Marks",
             text="diverge: every seed diverged. * a seed had loss spikes. † some seeds diverged, and the value is the "
             "mean of the others.",
@@ -103,13 +108,12 @@ def unfinished(sweep: Sweep) -> list[Statement]:
 
 def environment(sweep: Sweep) -> list[Statement]:
     """Return what the runs recorded of their environment, every distinct value of each entry."""
-    entries: dict[str, list[str]] = {}
+    entries: dict[str, dict[str, None]] = {}
     for run in sweep.runs:
-        for key, value in flattened(run.environment):
-            values = entries.setdefault(key, [])
-            if (text := str(json.loads(value))) not in values:
-                values.append(text)
-    return [Statement(topic=key, text=", ".join(values)) for key, values in entries.items()]
+        for key, value in run.environment.items():
+            if value not in (None, [], {}):
+                entries.setdefault(key, {})[_plain(value)] = None
+    return [Statement(topic=key, text="; ".join(values)) for key, values in entries.items()]
 
 
 def _data_sentence(sweep: Sweep) -> str:
@@ -196,7 +200,9 @@ def _what_is_missing(findings: Findings) -> list[Statement]:
     if not absent:
         return []
     return [
-        Statement(topic="Unfinished", text=f"{absent} of {quantities.plural(total, 'run')}; they count for nothing.")
+        Statement(
+            topic="Unfinished", text=f"{absent} of {quantities.plural(total, 'run')}; they count for nothing here."
+        )
     ]
 
 
@@ -258,6 +264,12 @@ def _cautions(findings: Findings) -> list[Statement]:
             text = f"The runs differ in {what}: their losses are not comparable."
             told.append(Statement(topic="Unequal budgets", text=text))
     return told
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_plain(inner)}" for key, inner in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _distinct(values: Iterable[Any]) -> Sequence[Any]:

@@ -7,7 +7,7 @@ A table is built once, as text cells with a little meaning, and written for the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from siamesenorm.comparison import quantities
@@ -27,6 +27,8 @@ from siamesenorm.comparison.statistics import Estimate
 T = TypeVar("T")
 
 EDGE = "edge"
+LOWER = "\N{NO-BREAK SPACE}↓"
+"""Follows the title of a quantity that had better be low."""
 
 MARKS = {
     STABLE: "●",
@@ -63,13 +65,13 @@ class Entry:
     emphasis: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Column:
     """A column heading with a sentence that explains it."""
 
     title: str
     explanation: str
-    numeric: bool = True
+    numeric: bool = field(default=True, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,66 +91,53 @@ class Table:
     groups: tuple[Group, ...]
 
 
+METHOD = Column("Method", "topology, and attention norm or operator where they are not the usual ones", numeric=False)
+
+RATE_COLUMNS = (
+    METHOD,
+    Column(f"Train PPL{LOWER}", "exp of the mean training loss over the last 10 % of steps"),
+    Column(f"Held-out PPL{LOWER}", "exp of the held-out loss, mean ± half width of the 95 % t interval over seeds"),
+    Column("Verdict", "the worst verdict of the seeds", numeric=False),
+    Column("Seeds", "finished runs"),
+    Column("Parameters", "all parameters, and the change against pre if there is one"),
+    Column("FLOPs/token", "as the model counts them, without running it"),
+    Column("Step time", "median over the faster half of the steps, and the ratio to pre"),
+    Column("Memory", "peak memory of the process or the device"),
+)
+
+CONTROL = Column("Against pre + qkv (nats)", "the same against the control row, Pre-Norm with QKV-norm", numeric=False)
+
+CHOICE_COLUMNS = (
+    METHOD,
+    Column("Chosen rate", "lowest held-out loss of the selection seed among runs that did not diverge"),
+    Column("Seeds", "reported seeds, the selection seed left out where there are others"),
+    Column(f"Held-out loss{LOWER}", "nats per token, mean ± half width of the 95 % t interval over seeds"),
+    Column(f"Held-out PPL{LOWER}", "mean over the same seeds"),
+    Column("Against pre (nats)", "paired by seed, with the Holm-corrected 95 % interval", numeric=False),
+    CONTROL,
+    Column(f"Rate sensitivity{LOWER}", "mean excess loss over the grid of rates (nats)"),
+)
+
+
 def by_learning_rate(findings: Findings) -> Table:
     """Build the papers' table: methods under each learning rate, with verdict, spread and cost."""
-    columns = (
-        Column(
-            title="Method",
-            explanation="topology, and attention norm or norm where it is not the default",
-            numeric=False,
-        ),
-        Column(title="Train PPL ↓", explanation="exp of the mean training loss over the last 10 % of steps"),
-        Column(
-            title="Held-out PPL ↓",
-            explanation="exp of the held-out loss, mean ± half width of the 95 % t interval over seeds",
-        ),
-        Column(title="Verdict", explanation="the worst verdict of the seeds", numeric=False),
-        Column(title="Seeds", explanation="finished runs"),
-        Column(title="Parameters", explanation="all parameters, and the change against pre if there is one"),
-        Column(title="FLOPs/token", explanation="as the model counts them, without running it"),
-        Column(title="Step time", explanation="median over the faster half of the steps, and the ratio to pre"),
-        Column(title="Memory", explanation="peak memory of the process or the device"),
-    )
     groups = []
     for rate in findings.sweep.learning_rates:
         outcomes = [outcome for (at, _), outcome in findings.outcomes.items() if at == rate]
         rows = tuple(_outcome_row(findings, outcome, outcomes) for outcome in outcomes)
         groups.append(Group(title=f"Learning rate {quantities.rate(rate)}", rows=rows))
-    return Table(title="Results by learning rate", columns=columns, groups=tuple(groups))
+    return Table(title="Results by learning rate", columns=RATE_COLUMNS, groups=tuple(groups))
 
 
 def at_chosen_rates(findings: Findings) -> Table:
     """Build the table of every method at the rate its selection seed chose, against its baselines."""
-    has_control = any(control_of(method, findings.sweep.methods) for method in findings.sweep.methods)
-    columns = [
-        Column(
-            title="Method",
-            explanation="topology, and attention norm or norm where it is not the default",
-            numeric=False,
-        ),
-        Column(
-            title="Chosen rate",
-            explanation="lowest held-out loss of the selection seed among runs that did not diverge",
-        ),
-        Column(title="Seeds", explanation="reported seeds, the selection seed left out where there are others"),
-        Column(
-            title="Held-out loss ↓", explanation="nats per token, mean ± half width of the 95 % t interval over seeds"
-        ),
-        Column(title="Held-out PPL ↓", explanation="mean over the same seeds"),
-        Column(
-            title="Against pre (nats)",
-            explanation="paired by seed, with the Holm-corrected 95 % interval",
-            numeric=False,
-        ),
-        Column(title="Against pre + QKV-norm (nats)", explanation="the same against the control row", numeric=False),
-        Column(title="Rate sensitivity ↓", explanation="mean excess loss over the grid of rates (nats)"),
-    ]
     rows = [_choice_row(findings, method) for method in findings.sweep.methods]
-    if not has_control:
-        del columns[6]
-        rows = [row[:6] + row[7:] for row in rows]
-    group = Group(title="", rows=tuple(rows))
-    return Table(title="Every method at its own best rate", columns=tuple(columns), groups=(group,))
+    kept = list(range(len(CHOICE_COLUMNS)))
+    if not any(control_of(method, findings.sweep.methods) for method in findings.sweep.methods):
+        kept = [index for index in kept if CHOICE_COLUMNS[index] is not CONTROL]
+    group = Group(title="", rows=tuple(tuple(row[index] for index in kept) for row in rows))
+    columns = tuple(CHOICE_COLUMNS[index] for index in kept)
+    return Table(title="Every method at its own best rate", columns=columns, groups=(group,))
 
 
 def verdict_pill(outcome: Outcome) -> Pill:
@@ -214,7 +203,7 @@ def _choice_row(findings: Findings, method: Method) -> tuple[Entry, ...]:
     if choice is None:
         return (Entry(text=method.name), _why_no_choice(findings, method), *[Entry(text=NOTHING)] * 5, sensitivity)
     loss, perplexity = choice.outcome.held_out_loss, choice.outcome.held_out_perplexity
-    leading = findings.ranked()[0].method == method
+    leading = findings.ranked()[:1] == [choice]
     return (
         Entry(text=method.name),
         Entry(text=quantities.rate(choice.learning_rate), pill=_edge_pill(choice)),

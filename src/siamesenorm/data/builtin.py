@@ -138,7 +138,7 @@ def _equation(generator: random.Random) -> str:
     operator = generator.choices("-+/*", weights=(914, 783, 652, 651))[0]
     left, right = (generator.randrange(10 ** generator.choice((1, 2, 2, 3))) for _ in range(2))
     if operator == "/":
-        right += 1
-        left *= right
-    result = {"-": left - right, "+": left + right, "*": left * right, "/": left // max(right, 1)}[operator]
+        # Made backwards, from a whole quotient and a divisor that is not zero.
+        return f"Calculate {left * (right + 1)} / {right + 1} = {left}"
+    result = {"-": left - right, "+": left + right, "*": left * right}[operator]
     return f"Calculate {left} {operator} {right} = {result}"

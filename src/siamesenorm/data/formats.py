@@ -178,7 +178,7 @@ def read_parquet(path: Path, text_field: str) -> Documents:
                     document = text_of(f"{path}: row {row}", {text_field: text}, text_field)
                     if document.strip():
                         yield document, size * row // rows
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(
             f"{path}: truncated or damaged parquet after row {row} ({reason}): fetch or write the file again"

@@ -6,7 +6,6 @@ bytes. The corpus is never in memory, only the chunks under way and the sample t
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -22,6 +21,7 @@ from siamesenorm.data.manifest import MANIFEST_FILE, canonical_json, read_manife
 from siamesenorm.data.partial import (
     LOCK_FILE,
     PARTIAL_DIRECTORY,
+    PROGRESS_FILE,
     SETTINGS_FILE,
     PartialData,
     discard,
@@ -81,17 +81,23 @@ class _Job:
         self.validation = None if config.validation is None else _open(config, config.validation)
         default = 0.04 if config.source == "builtin" else 0.01
         self.fraction = default if config.validation_fraction is None else config.validation_fraction
+        # One that lies here is read at once; one to be trained or fetched waits until it is sure to be needed.
+        here = config.tokenizer == "bytes" or Path(config.tokenizer).exists()
+        self.tokenizer = load_tokenizer(config.tokenizer, config.end_of_text) if here else None
         self.settings = self._settings()
 
     def _settings(self) -> dict[str, Any]:
-        """Return everything that the bytes of the result depend on."""
+        """Return everything that the bytes of the result depend on; what lies here by content, not by place."""
         config = self.config
+        tokenizer: object = config.tokenizer
+        if self.tokenizer is not None and config.tokenizer != "bytes":
+            tokenizer = {**self.tokenizer.to_manifest(), "name": None}
         return {
             "procedure": PROCEDURE,
             "source": self.source.fingerprint(),
             "max_documents": config.max_documents,
             "validation": self.fraction if self.validation is None else self.validation.fingerprint(),
-            "tokenizer": _tokenizer_identity(config.tokenizer),
+            "tokenizer": tokenizer,
             "end_of_text": config.end_of_text,
         }
 
@@ -109,7 +115,7 @@ class _Job:
             else:
                 write_atomically(settings, canonical_json(self.settings))
             if not (partial / MANIFEST_FILE).exists():
-                with _removed_on_bad_input(partial, made):
+                with _removed_unless_useful(partial, made):
                     self._encode(partial)
             publish(partial, out)
 
@@ -158,16 +164,14 @@ class _Job:
     def _tokenizer(self, partial: Path) -> Tokenizer:
         """Return the tokenizer; its file is kept, so that a BPE is trained, and the Hub asked, only once."""
         config, kept = self.config, partial / TOKENIZER_FILE
-        name = config.tokenizer
-        if kept.exists():
-            name = Path(name).stem if Path(name).is_file() else name
-            return LibraryTokenizer(name, kept.read_bytes(), config.end_of_text)
-        size = bpe_size(config.tokenizer)
-        if size is None:
-            tokenizer = load_tokenizer(config.tokenizer, config.end_of_text)
-        else:
-            self.report(Progress(stage="tokenizer"))
+        tokenizer, size = self.tokenizer, bpe_size(config.tokenizer)
+        if tokenizer is None and kept.exists():
+            tokenizer = LibraryTokenizer(config.tokenizer, kept.read_bytes(), config.end_of_text)
+        elif size is not None:
+            self.report(Progress(stage="training the tokenizer"))
             tokenizer = train_bpe(self._training_sample(), size, config.end_of_text)
+        elif tokenizer is None:
+            tokenizer = load_tokenizer(config.tokenizer, config.end_of_text)
         content = tokenizer.to_json()
         if content is not None:
             write_atomically(kept, content)
@@ -225,14 +229,6 @@ def _open(config: PrepareConfig, spec: str) -> Source:
     return open_source(spec, text_field=config.text_field, cut=config.documents)
 
 
-def _tokenizer_identity(spec: str) -> str:
-    """Return a name that stays the same as long as the tokenizer does: for a file, its checksum."""
-    path = Path(spec)
-    if bpe_size(spec) is None and path.is_file():
-        return f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
-    return spec
-
-
 def _require_same(out: Path, before: Any, now: dict[str, Any]) -> None:
     """Raise `UserError` if a directory belongs to a preparation with other settings."""
     if before == now:
@@ -245,15 +241,17 @@ def _require_same(out: Path, before: Any, now: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _removed_on_bad_input(partial: Path, made: list[Path]) -> Iterator[None]:
-    """Remove a preparation whose input is bad, and the directories made for it: the cure will be another input."""
+def _removed_unless_useful(partial: Path, made: list[Path]) -> Iterator[None]:
+    """Remove a partial preparation that failed, and the directories made for it, if nobody can go on with it.
+
+    It is of use only after a `StoppedError`: bad input is cured by another input, whose preparation starts anew.
+    """
     try:
         yield
-    except StoppedError:
-        raise
-    except UserError:
-        shutil.rmtree(partial)
-        with suppress(OSError):  # another process may have put something there
-            for directory in made:
-                directory.rmdir()
+    except UserError as error:
+        if not isinstance(error, StoppedError) or not (partial / PROGRESS_FILE).exists():
+            shutil.rmtree(partial)
+            with suppress(OSError):  # another process may have put something there
+                for directory in made:
+                    directory.rmdir()
         raise

@@ -16,7 +16,7 @@ class Progress:
     """Where a preparation stands, after each of its chunks."""
 
     stage: str
-    """What is being done, for people: `tokens`, `tokenizer`."""
+    """What is being done, for people."""
     documents: int = 0
     tokens: int = 0
     position: int = 0
@@ -64,7 +64,9 @@ class _Lines:
 
 
 def describe(progress: Progress, seconds_left: float | None = None) -> str:
-    """Return progress as one line."""
+    """Return progress as one line; a stage that counts nothing is only named."""
+    if not progress.documents:
+        return progress.stage
     parts = [f"{progress.documents:,} documents", f"{progress.tokens:,} tokens"]
     if progress.size:
         parts.insert(0, f"{progress.position / progress.size:.0%} of {progress.size / 1e6:,.1f} MB")
@@ -85,7 +87,12 @@ def _bar() -> Iterator[Report]:
         task = bar.add_task("prepare", total=None)
 
         def report(progress: Progress) -> None:
-            text = f"{progress.stage} {progress.documents:,} documents, {progress.tokens:,} tokens"
-            bar.update(task, description=text, completed=progress.position, total=progress.size)
+            text = f"{progress.stage}: {progress.documents:,} documents, {progress.tokens:,} tokens"
+            bar.update(
+                task,
+                description=text if progress.documents else progress.stage,
+                completed=progress.position,
+                total=progress.size,
+            )
 
         yield report

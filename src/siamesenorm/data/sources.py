@@ -142,7 +142,7 @@ class HubSource:
         return {"kind": "hub", "path": self.path, "options": self.options, "text_field": self.text_field}
 
     def documents(self) -> Iterator[str]:
-        """Yield the documents as they arrive, empty ones left out; `StoppedError` if they cease to arrive."""
+        """Yield the documents as they arrive, empty ones left out; `StoppedError` if none, or no more, arrive."""
         rows = self._open()
         for number in itertools.count(1):
             try:
@@ -169,7 +169,7 @@ class HubSource:
         try:
             return iter(datasets.load_dataset(self.path, streaming=True, **self.options))
         except Exception as error:  # the network and the Hub raise anything
-            raise UserError(f"source {self.name!r}: the dataset cannot be opened: {_first_line(error)}") from error
+            raise StoppedError(f"source {self.name!r}: the dataset cannot be opened: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

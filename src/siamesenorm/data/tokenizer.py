@@ -89,7 +89,7 @@ class LibraryTokenizer:
         self._backend = _parse(name, content)
         ids: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         # Not the number of entries: numbering may have gaps, and an embedding needs a row for the highest id.
-        self.vocabulary = max(ids.values()) + 1
+        self.vocabulary = max(ids.values(), default=-1) + 1
         self.end_of_text = end_of_text if isinstance(end_of_text, int) else _find_end_of_text(name, ids, end_of_text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
@@ -160,7 +160,7 @@ def _find_end_of_text(name: str, ids: dict[str, int], wanted: str | None) -> int
 
 
 def load_tokenizer(spec: str | Path, end_of_text: str | None = None) -> Tokenizer:
-    """Return the tokenizer named `bytes`, of prepared data, of a JSON file, or of a name on the Hugging Face Hub.
+    """Return the tokenizer named `bytes`, of a JSON file, of a directory (prepared data, a model), or of a Hub name.
 
     Raises `UserError` if there is none, if it cannot be read, or if it has no end-of-text token.
     """
@@ -168,15 +168,25 @@ def load_tokenizer(spec: str | Path, end_of_text: str | None = None) -> Tokenize
         return ByteTokenizer()
     path = Path(spec)
     if (path / MANIFEST_FILE).is_file():
-        entry = read_manifest(path / MANIFEST_FILE).tokenizer
-        if entry.kind == "bytes":
-            return ByteTokenizer()
-        return LibraryTokenizer(entry.name, (path / TOKENIZER_FILE).read_bytes(), entry.end_of_text)
+        return _load_prepared(path)
+    if path.is_dir():
+        path = path / TOKENIZER_FILE
     if path.is_file():
         return LibraryTokenizer(path.stem, path.read_bytes(), end_of_text)
     if path.suffix == ".json" or path.is_absolute():
         raise UserError(f"tokenizer {str(spec)!r}: no such file: give a tokenizer JSON, 'bytes' or 'bpe:4096'")
     return LibraryTokenizer(str(spec), _from_hub(str(spec)), end_of_text)
+
+
+def _load_prepared(directory: Path) -> Tokenizer:
+    """Return the tokenizer of prepared data, with the end of text that was chosen for it."""
+    entry = read_manifest(directory / MANIFEST_FILE).tokenizer
+    if entry.kind == "bytes":
+        return ByteTokenizer()
+    file = directory / TOKENIZER_FILE
+    if not file.is_file():
+        raise UserError(f"{file}: missing: prepare the data again with --restart")
+    return LibraryTokenizer(entry.name, file.read_bytes(), entry.end_of_text)
 
 
 def _from_hub(name: str) -> bytes:

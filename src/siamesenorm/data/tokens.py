@@ -1,4 +1,4 @@
-"""Prepared data as a training loop reads it: checked, memory-mapped, in a stateless order."""
+"""Prepared data as training and evaluation read it: checked once, then memory-mapped."""
 
 from __future__ import annotations
 

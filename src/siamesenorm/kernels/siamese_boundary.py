@@ -166,6 +166,8 @@ def _(
 
 def _keep_for_backward(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: _Boundary) -> None:  # type: ignore[type-arg]
     _, _, _, scale, identity_gain, settle_gain, gate, input_gain, eps = inputs
+    if scale.requires_grad:
+        raise ValueError("the depth scale of the fused boundary is a constant: a learned scale needs kernels='plain'")
     settled, identity, _, unsettled = output
     kept = settled if settle_gain is None else unsettled
     ctx.save_for_backward(kept, identity, scale, identity_gain, settle_gain, gate, input_gain)

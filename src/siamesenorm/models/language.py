@@ -288,7 +288,7 @@ class EmbeddingScale(Declared):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.declare("scale", (), initial=math.sqrt(dim))
+        self.declare("scale", (1,), initial=math.sqrt(dim))
 
     def forward(self, embedding: Tensor) -> Tensor:
         """Return the scaled embedding."""

@@ -6,6 +6,7 @@ weights with which the sublayer's output is added: both come from the same H, be
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -81,10 +82,14 @@ class HyperConnections(MultiStream):
         static  A_m = one-hot(k mod n), A_r = I, B = 1 at the start
         dynamic A_m + s tanh(norm(H) W_m), A_r + s tanh(norm(H) W_r), B + s' tanh(norm(H) w_B)"""
     diagram: ClassVar[str] = """\
-        H_1 ──┬─▶ A_r ────────────── + B_1·O ──▶ H_1
-        H_2 ──┼─▶  ⋮  ────────────── + B_2·O ──▶ H_2
-              └─▶ A_m ─▶ N ─▶ F ─▶ O ─┘"""
-    special_cases: ClassVar[tuple[str, ...]] = ("at the start: Pre-Norm in every stream, up to eps",)
+        H_1 ──┬─▶ A_r ─▶ + B_1·O ──▶ H_1
+         ⋮    │    ⋮         ⋮        ⋮
+        H_n ──┼─▶ A_r ─▶ + B_n·O ──▶ H_n
+              └─▶ A_m ─▶ N ─▶ F ─▶ O"""
+    special_cases: ClassVar[tuple[str, ...]] = (
+        "at the start: Pre-Norm in every stream, up to the eps of the final norm",
+        "at the start the dynamic form is the static one, exactly",
+    )
 
     dynamic: bool = True
     stream_norm: Literal["layernorm", "rmsnorm"] = "layernorm"
@@ -101,6 +106,13 @@ class HyperConnections(MultiStream):
         if self.dynamic:
             return DynamicHyperConnection(materials, place, self)
         return HyperConnection(materials, place, self.streams)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context in which autocast lowers no matrix product; devices without autocast (meta) need none."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 class StackedOpening(Opening):
@@ -143,7 +155,7 @@ class MixingConnection(Connection):
         """Return N(A_m^T H), and A_r^T H with B for the write."""
         (packed,) = streams
         wide = packed.to(torch.promote_types(packed.dtype, torch.float32))
-        with torch.autocast(packed.device.type, enabled=False):
+        with without_autocast(packed.device):
             mix_in, mix_residual, mix_out = self.mixing_weights(wide)
             h = mix_streams(mix_in, wide)
             mixed = torch.matmul(mix_residual.mT, wide).to(packed.dtype)

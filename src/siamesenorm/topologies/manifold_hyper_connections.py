@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from siamesenorm.errors import UserError
 from siamesenorm.norms import Declared
 from siamesenorm.norms.rms_norm import RMSNorm
-from siamesenorm.topologies.hyper_connections import MixingConnection, MultiStream, mix_streams
+from siamesenorm.topologies.hyper_connections import MixingConnection, MultiStream, mix_streams, without_autocast
 from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, Materials, Place, Streams
 
 OWN_LOGIT = 2.0
@@ -50,11 +50,14 @@ class ManifoldHyperConnections(MultiStream):
         write   H_i <- sum_j comb_ij H_j + post_i O
         close   N_f(H_1 + ... + H_n)   (readout=learned: N_f(sum_i (sigma(a m_i + b_i) + eps) H_i))"""
     diagram: ClassVar[str] = """\
-        H_1 ──┬─▶ comb ──────────────── + post_1·O ──▶ H_1
-         ⋮    ┼─▶  ⋮   ──────────────── + ────⋮──────▶  ⋮
-        H_n ──┼─▶ comb ──────────────── + post_n·O ──▶ H_n
-              └─▶ pre ─▶ N ─▶ F ─▶ O ───┘"""
-    special_cases: ClassVar[tuple[str, ...]] = ("at the start: Pre-Norm in every stream, up to eps",)
+        H_1 ──┬─▶ comb ─▶ + post_1·O ──▶ H_1
+         ⋮    │    ⋮            ⋮         ⋮
+        H_n ──┼─▶ comb ─▶ + post_n·O ──▶ H_n
+              └─▶ pre ─▶ N ─▶ F ─▶ O"""
+    special_cases: ClassVar[tuple[str, ...]] = (
+        "W = 0, b_post = 0: Pre-Norm in every stream, up to eps, whatever b_pre and b_res",
+        "the side of comb that is normalised last sums to 1 exactly, the other in the limit of many iterations",
+    )
 
     streams: int = 4
     iterations: int = 20
@@ -184,7 +187,7 @@ class CollapseClosing(Closing):
         """Return N_f(sum_i (sigma(logit_i) + eps) H_i)."""
         (packed,) = streams
         wide = packed.to(torch.promote_types(packed.dtype, torch.float32))
-        with torch.autocast(packed.device.type, enabled=False):
+        with without_autocast(packed.device):
             (logits,) = self.logits(wide)
             collapsed = mix_streams(logits.sigmoid() + self.eps, wide)
         return self.to_compute(self.norm(collapsed).to(packed.dtype))

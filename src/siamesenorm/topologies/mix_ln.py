@@ -27,7 +27,7 @@ class MixLN(Topology):
         close   N_f(x);  m = floor(post_fraction L)"""
     diagram: ClassVar[str] = """\
         l < m:  x ──┬─────────── + ─▶ N ──▶ x      l ≥ m:  x ──┬──────────────── + ──▶ x
-                    └─▶ F ─▶ O ──┘                              └─▶ N ─▶ F ─▶ O ──┘"""
+                    └─▶ F ─▶ O ──┘                             └─▶ N ─▶ F ─▶ O ──┘"""
     special_cases: ClassVar[tuple[str, ...]] = (
         "m = 0 is Pre-Norm",
         "m = L is Post-Norm with a final norm",

@@ -105,9 +105,10 @@ class SiamesePostPre(Siamese):
         close   X + N_f(Y)             (readout=code: N_out(X + N_f(Y)))
         scale   s = 1/sqrt(2(l+1))"""
     diagram: ClassVar[str] = """\
-        X ──┬──────────────────── s·O + ─▶ N^X ──▶ X
-            +─▶ N^in ─▶ F ─▶ O ──────┤
-        Y ──┴─▶ N^Y ┘ Y ───────────── + ─────────▶ Y"""
+        X ──┬───────────────────────── + s·O ─▶ N^X ──▶ X
+            + ─▶ N^in ─▶ F ─▶ O ───────┤
+            N^Y                        │
+        Y ──┴───────────────────────── + O ───────────▶ Y"""
     special_cases: ClassVar[tuple[str, ...]] = (
         "Pre-Norm: N^X = 0, normalized_input off, and X_0 = 0 (gated_opening with gamma 0, or lazy): exact",
         "Post-Norm: N^Y = 0 and N_f = 0, normalized_input off, depth_scale none: exact",
@@ -163,14 +164,14 @@ class SiameseHybridPre(Siamese):
         close   N_out(N^X_f(X) + N^Y_f(Y))
         scale   s = 1/sqrt(2(l+1))"""
     diagram: ClassVar[str] = """\
-        X ──┬───────────── s·O + ─▶ N^X ─┬────────────────── s·O + ──▶ X
-            γ                  │         │                       │
-            +─▶ Attn(QKV-norm)─┤         +─▶ N^in ─▶ MLP ─▶ O ───┤
-            N^Y                │         N^Y                     │
-        Y ──┴───────────────── + ────────┴────────────────────── + ──▶ Y"""
+        X ──┬──────────────────────── + s·O ─▶ N^X ─┬─────────────────────── + s·O ──▶ X
+            γ                         │             │                        │
+            + ─▶ Attn(QKV-norm) ─▶ O ─┤             + ─▶ N^in ─▶ MLP ─▶ O ───┤
+            N^Y                       │             N^Y                      │
+        Y ──┴──────────────────────── + O ──────────┴─────────────────────── + O ────▶ Y"""
     special_cases: ClassVar[tuple[str, ...]] = (
         "Pre-Norm: gamma, N^X, N^X_f = 0 and N^Y = 1 at the MLP and the closing: exact up to the double norm's eps",
-        "HybridNorm: N^Y = 0, gamma = 1, N^X constant, N^X_f = 1, depth_scale none: exact up to eps",
+        "HybridNorm: N^Y = 0, gamma = N^X_f = 1, N^X = N^in constant, depth_scale none: exact up to eps",
     )
 
     @property

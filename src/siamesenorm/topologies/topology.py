@@ -116,7 +116,7 @@ class Opening(Declared):
         return embedding if self.residual_dtype is None else embedding.to(self.residual_dtype)
 
     def forward(self, embedding: Tensor) -> Streams:
-        """Return the streams, as tensors of their own: one under two names would cost a compiled block a second graph."""
+        """Return the streams, tensors of their own: one under two names would cost a compiled block a second graph."""
         first = self.to_residual(embedding)
         return (first, *(first.view_as(first) for _ in range(self.count - 1)))
 
@@ -236,6 +236,7 @@ def check_options(topology: Topology) -> None:
                 raise unknown(what, str(value), get_args(hint))
             continue
         admitted, remedy = OPTION_TYPES[hint]
-        bool_for_number = isinstance(value, bool) and hint is not bool
-        if bool_for_number or not isinstance(value, admitted) or (hint is float and not math.isfinite(value)):
+        boolean = isinstance(value, bool) and hint is not bool
+        infinite = isinstance(value, float) and not math.isfinite(value)
+        if boolean or infinite or not isinstance(value, admitted):
             raise UserError(f"{what} is {value!r}: write {remedy}")

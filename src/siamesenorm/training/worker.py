@@ -28,7 +28,7 @@ def main() -> int:
 
 
 def _follow_parent() -> None:
-    sys.stdin.buffer.read()
+    os.read(0, 1)
     os._exit(1)
 
 

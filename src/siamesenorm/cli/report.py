@@ -1,0 +1,33 @@
+"""siamesenorm report: tables, figures and a page of a sweep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from siamesenorm.comparison.report import write_report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Make the report of a sweep, finished or not."""
+
+    sweep: Annotated[Path, tyro.conf.Positional]
+    """Directory of the sweep."""
+    out: Path | None = None
+    """Directory of the report; SWEEP/report if not given."""
+
+
+def run(arguments: Arguments) -> None:
+    """Write the report and print its table and its path."""
+    show_report(arguments.sweep, arguments.out or arguments.sweep / "report")
+
+
+def show_report(sweep: Path, out: Path) -> None:
+    """Write the report of a sweep, print its tables, and say where the page is."""
+    paths = write_report(sweep, out)
+    print(paths.markdown.read_text())
+    print(f"report: {paths.page}")

@@ -1,0 +1,70 @@
+"""siamesenorm sizes: parameters and FLOPs of every size, counted without allocating it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from siamesenorm.models.language import build_language_model, language_model_config
+from siamesenorm.models.sizes import SIZES
+from siamesenorm.training.accounting import count_flops, count_parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Count parameters and FLOPs of every size, and what topologies add to Pre-Norm."""
+
+    topologies: tuple[str, ...] = ("pre", "siamese", "siamese-post-pre", "dhc-2")
+    """Topologies to compare; the first is the reference."""
+    json: bool = False
+    """Print JSON."""
+
+
+def run(arguments: Arguments) -> None:
+    """Print the table."""
+    rows = [row for size in SIZES for row in count(size, arguments.topologies)]
+    if arguments.json:
+        print(json.dumps(rows, indent=1))
+        return
+    table = Table(header_style="bold")
+    for column in ("size", "depth x width", "topology", "parameters", "beyond the first", "GFLOPs a token"):
+        table.add_column(column, justify="left" if column in ("size", "topology") else "right")
+    for row in rows:
+        first = row["topology"] == arguments.topologies[0]
+        table.add_row(
+            str(row["size"]) if first else "",
+            f"{row['depth']} x {row['dim']}" if first else "",
+            str(row["topology"]),
+            f"{row['parameters']:,}",
+            "" if first else f"{row['extra_percent']:+.4f} %",
+            f"{row['flops_per_token'] / 1e9:.3g}",
+            end_section=row["topology"] == arguments.topologies[-1],
+        )
+    Console(width=None if Console().is_terminal else 110).print(table)
+
+
+def count(size: str, topologies: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return a row a topology."""
+    rows: list[dict[str, Any]] = []
+    reference = 0
+    for name in topologies:
+        config = language_model_config(size, topology=name)
+        parameters, embedding = count_parameters(build_language_model(config, device="meta"))
+        reference = reference or parameters
+        rows.append(
+            {
+                "size": size,
+                "depth": config.depth,
+                "dim": config.dim,
+                "topology": name,
+                "parameters": parameters,
+                "non_embedding_parameters": parameters - embedding,
+                "extra_percent": 100 * (parameters - reference) / reference,
+                "flops_per_token": count_flops(config),
+            }
+        )
+    return rows

@@ -1,0 +1,155 @@
+"""A few optimizer steps of a tiny language model, in one process or as one of several that share it by FSDP2.
+
+`test_clients` imports it for the losses of one process, and runs it as a script, once a rank, for those of several:
+RANK WORLD RENDEZVOUS_FILE RESULT_FILE.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
+
+from siamesenorm import LanguageModel, build_language_model
+from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks, shard
+
+STEPS, BATCH, TOKENS, VOCABULARY = 20, 4, 16, 31
+DEPTH = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is trained: the dtype of parameters in the forward pass may differ from that of the streams."""
+
+    topology: str
+    residual_dtype: str
+    parameters_in_bf16: bool = False
+    compiled: bool = True
+
+
+CASES = {
+    "pre, fp32 streams": Case(topology="pre", residual_dtype="float32"),
+    "pre, bf16 streams": Case(topology="pre", residual_dtype="bfloat16"),
+    "siamese, fp32 streams": Case(topology="siamese", residual_dtype="float32"),
+    "siamese, bf16 streams": Case(topology="siamese", residual_dtype="bfloat16"),
+    "siamese, fp32 streams under bf16 parameters": Case(
+        topology="siamese", residual_dtype="float32", parameters_in_bf16=True, compiled=False
+    ),
+}
+
+
+def build(case: Case) -> LanguageModel:
+    """Return the model of a case; the same in every process."""
+    return build_language_model(
+        "nano",
+        topology=case.topology,
+        depth=DEPTH,
+        dim=32,
+        heads=2,
+        hidden=64,
+        vocabulary=VOCABULARY,
+        residual_dtype=case.residual_dtype,
+        compute_dtype="bfloat16" if case.parameters_in_bf16 else "float32",
+    )
+
+
+def batches() -> Tensor:
+    """Return tokens [steps, batch, tokens + 1]."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, VOCABULARY, (STEPS, BATCH, TOKENS + 1), generator=generator)
+
+
+def loss_of(model: nn.Module, batch: Tensor, **parameters: Tensor) -> Tensor:
+    """Return the mean loss of a batch, with the model's parameters or those given."""
+    logits = functional_call(model, parameters, batch[:, :-1]).logits
+    return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def train_alone(case: Case) -> list[float]:
+    """Return the losses of one process, neither compiled nor checkpointed."""
+    model, losses = build(case), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for batch in batches():
+        cast = {name: p.bfloat16() for name, p in model.named_parameters()} if case.parameters_in_bf16 else {}
+        loss = loss_of(model, batch, **cast)
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train_together(case: Case) -> dict[str, Any]:
+    """Return what this process saw: losses averaged over processes, graphs, and how the model was shared."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = build(case)
+    names = [name for name, _ in model.named_parameters()]
+    checkpoint_blocks(model)
+    if case.compiled:
+        compile_blocks(model, backend="aot_eager")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    shard(
+        model,
+        init_device_mesh("cpu", (dist.get_world_size(),)),
+        mixed_precision=policy if case.parameters_in_bf16 else None,
+    )
+    seen: set[torch.dtype] = set()
+    model.closing.register_forward_pre_hook(lambda _, inputs: seen.update(stream.dtype for stream in inputs[0]))
+    losses = _train(model)
+    return {
+        "losses": losses,
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+        "stream_dtypes": sorted(str(dtype) for dtype in seen),
+        "same_names": names == [name for name, _ in model.named_parameters()],
+        "blocks_shared": all(isinstance(block, FSDPModule) for block in model.blocks),
+        "parameters_sharded": all(
+            isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in model.parameters()
+        ),
+    }
+
+
+def _train(model: nn.Module) -> list[float]:
+    rank, world, losses = dist.get_rank(), dist.get_world_size(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for batch in batches():
+        loss = F.cross_entropy(
+            model(batch.chunk(world)[rank][:, :-1]).logits.flatten(0, 1), batch.chunk(world)[rank][:, 1:].flatten()
+        )
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / world)
+    return losses
+
+
+def main(rank: int, world: int, rendezvous: Path, result: Path) -> None:
+    """Train every case as one of `world` processes; rank 0 writes what it saw."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    try:
+        seen = {name: train_together(case) for name, case in CASES.items()}
+    finally:
+        dist.destroy_process_group()
+    if rank == 0:
+        result.write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
