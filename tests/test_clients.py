@@ -1,4 +1,4 @@
-"""The four hard clients of the interface: sharding by block, a foreign loop, a fused boundary, a conditioned sublayer."""
+"""The four hard clients of the interface: FSDP2 by block, a foreign loop, a fused boundary, conditioned sublayers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_training import CASES, DEPTH, STEPS, train_alone
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sharded_training import CASES, STEPS, train_alone
 from siamesenorm import LanguageModel, Materials, Topology, available_topologies, build_language_model, build_topology
 from siamesenorm.errors import UserError
 from siamesenorm.kernels.siamese_boundary import siamese_boundary
@@ -237,7 +237,8 @@ def test_fused_blocks_compiled_and_checkpointed_equal_the_plain_model() -> None:
     operators: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        operators.extend(str(node.target) for sub in graph.modules() if hasattr(sub, "graph") for node in sub.graph.nodes)
+        parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+        operators.extend(str(node.target) for part in parts for node in part.graph.nodes)
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     torch._dynamo.reset()
@@ -256,10 +257,8 @@ def test_streams_of_a_fused_model_keep_their_dtype() -> None:
     outputs = {}
     for kernels in ("plain", "fused"):
         model = build_language_model("nano", kernels=kernels, residual_dtype="bfloat16", **sizes)
-        seen = set()
-        model.closing.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.update(s.dtype for s in inputs[0][:2]))
-        outputs[kernels] = model(tokens()).logits
-        assert seen == {torch.bfloat16}
+        *_, bounded, identity, outputs[kernels] = settled_streams(model)
+        assert bounded.dtype == identity.dtype == torch.bfloat16
     # Inside the boundary the fused form rounds to bf16 once, the plain form after every step.
     torch.testing.assert_close(outputs["fused"], outputs["plain"], rtol=0, atol=0.05)
 

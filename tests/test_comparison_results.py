@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from comparison_sweeps import METHODS, PRE, SyntheticMethod, SyntheticRun, runs_of, write_run, write_sweep
 
+from comparison_sweeps import METHODS, PRE, SyntheticMethod, SyntheticRun, runs_of, write_run, write_sweep
 from siamesenorm.comparison.results import read_run, read_sweep, undisturbed_step_seconds
 from siamesenorm.errors import UserError
 
@@ -44,7 +44,9 @@ def test_step_time_is_that_of_the_undisturbed_half(tmp_path: Path) -> None:
     assert undisturbed_step_seconds([]) is None
 
 
-@pytest.mark.parametrize(("tokens", "passes", "once"), [(163_840, 1.0, True), (163_839, 1.0, False), (40_960, 4, False)])
+@pytest.mark.parametrize(
+    ("tokens", "passes", "once"), [(163_840, 1.0, True), (163_839, 1.0, False), (40_960, 4, False)]
+)
 def test_whether_data_was_seen_at_most_once(tmp_path: Path, tokens: int, passes: float, once: bool) -> None:
     write_run(tmp_path / "run", dataclasses.replace(RUN, train_tokens=tokens))
     result = read_run(tmp_path / "run")

@@ -335,6 +335,16 @@ def test_hyper_connections_start_as_pre_norm(text: str, norm: str) -> None:
     assert 0 < distance(multi_stream_as_pre(text, pre), pre) < 2e-5
 
 
+@pytest.mark.parametrize("name", ["shc-2", "dhc-2"])
+def test_hyper_connections_read_one_stream_in_turn(name: str) -> None:
+    """A_m starts one-hot at k mod n, k counting sublayers; A_r as I; B as ones."""
+    model = wire(build_topology(name, streams=4))
+    for k, connection in enumerate(model.connections):
+        assert connection.mix_in.tolist() == [float(stream == k % 4) for stream in range(4)]
+        assert torch.equal(connection.mix_residual, torch.eye(4).double())
+        assert connection.mix_out.tolist() == [1.0] * 4
+
+
 def test_static_and_dynamic_hyper_connections_start_equal() -> None:
     static, dynamic = wire("shc-2"), wire("dhc-2")
     assert_same(static, dynamic)

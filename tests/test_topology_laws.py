@@ -89,6 +89,21 @@ def test_options_combine(topology: Topology, name: str) -> None:
     assert_equals_reference(wire(topology, "layernorm", seed=3), name)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mhc-4:start=softmax,eps=0.02,iterations=2",
+        "mhc-4:start=softmax,order=rows-first,eps=0.02",
+        "mhc-4:readout=learned,eps=0.02,streams=3,gate=0.5",
+        "dhc-2:streams=3,stream_norm=rmsnorm,tanh=false",
+        "residual-hybridnorm:bounded_scale=2.0,dual_scale=0.5,dual_eps=0.1",
+        "hybridnorm-star:depth_scale=paper_sublayer",
+    ],
+)
+def test_options_interact(text: str) -> None:
+    assert_equals_reference(wire(build_topology(text), "rmsnorm", seed=3), text.partition(":")[0])
+
+
 @over_topologies
 def test_vision_final_norm_and_other_depths(name: str) -> None:
     assert_equals_reference(wire(name, "rmsnorm", seed=4, domain="vision", final_norm=False), name)
@@ -336,6 +351,14 @@ def test_the_last_norm_before_a_conditioned_sublayer_has_no_gain(name: str) -> N
         last = [norm for norm in (getattr(connection, at, None) for at in ("identity_norm", "input_norm", "norm"))
                 if norm is not None and not isinstance(norm, nn.Identity)][-1]  # fmt: skip
         assert not last.affine
+
+
+def test_a_norm_that_is_also_the_residual_keeps_its_gain() -> None:
+    """SpanNorm's N1 feeds the MLP alone, N2 the residual too: conditioning takes the gain of N1 only."""
+    for k, connection in enumerate(wire("spannorm", conditioned=True).connections):
+        assert k == 0 or connection.settle.affine == (k % 2 == 0)
+    settles = [connection.settle for connection in wire("post", conditioned=True).connections[1:]]
+    assert all(settle.affine for settle in settles)
 
 
 # --- names -----------------------------------------------------------------------------------------------------------

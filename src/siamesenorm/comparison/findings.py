@@ -116,7 +116,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A method against a baseline, each at its chosen rate: the paired difference in held-out loss (nats)."""
+    """A method against a baseline, each at its chosen rate: the paired difference in held-out loss (nats).
+
+    `diverged` says that a reported seed of one of them did; the others then prove nothing.
+    """
 
     method: Method
     baseline: Method
@@ -272,13 +275,13 @@ def _compare_all(methods: Sequence[Method], choices: Mapping[Method, Choice]) ->
         for baseline in (baseline_of(method, methods), control_of(method, methods)):
             if baseline is not None and baseline != method and {method, baseline} <= choices.keys():
                 comparisons.append(_compare(choices[method], choices[baseline]))
-    testable = [comparison for comparison in comparisons if comparison.testable]
-    decisions = holm([comparison.difference.p_value or 0.0 for comparison in testable])
-    decided = {id(comparison): decision for comparison, decision in zip(testable, decisions, strict=True)}
-    return tuple(replace(comparison, decision=decided.get(id(comparison))) for comparison in comparisons)
+    p_values = [p for each in comparisons if each.testable and (p := each.difference.p_value) is not None]
+    decisions = iter(holm(p_values))
+    return tuple(replace(each, decision=next(decisions)) if each.testable else each for each in comparisons)
 
 
 def _compare(choice: Choice, baseline: Choice) -> Comparison:
+    """Pair the reported seeds, or, where they have none in common, the runs that chose the rates."""
     difference = paired_difference(choice.losses, baseline.losses)
     diverged = bool(choice.diverged or baseline.diverged)
     if not difference.by_seed and not diverged:

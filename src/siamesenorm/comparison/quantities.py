@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from siamesenorm.comparison.statistics import Estimate
 
 NOTHING = "—"
@@ -86,9 +84,11 @@ def listed(names: list[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _decimals(value: float) -> int:
-    return max(0, 3 - math.floor(math.log10(value))) if value > 0 else 3
+def _decimals(value: float, digits: int = 4) -> int:
+    """Return how many decimals give so many significant digits after rounding."""
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
+    return max(0, digits - 1 - exponent)
 
 
 def _three_digits(value: float) -> str:
-    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
+    return f"{value:.{_decimals(value, 3)}f}"

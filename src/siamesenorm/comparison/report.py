@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 
 from siamesenorm.comparison.figures import Figure, figures, render
@@ -86,8 +87,8 @@ def _statements(statements: Sequence[Statement]) -> str:
 
 
 def _figure(figure: Figure) -> str:
-    alternative = figure.title
+    description = escape(f"{figure.title}. {figure.alternative}")
     return (
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="figures/{figure.name}-dark.svg">'
-        f'<img alt="{alternative}" src="figures/{figure.name}-light.svg"></picture>\n\n{figure.caption}\n'
+        f'<img alt="{description}" src="figures/{figure.name}-light.svg"></picture>\n\n{figure.caption}\n'
     )

@@ -31,6 +31,7 @@ FINAL_FRACTION = 0.1
 """The last part of the steps whose mean training loss is the training loss of a run."""
 
 FloatArray = npt.NDArray[np.float64]
+Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +82,8 @@ class RunResult:
     unigram_entropy: float | None
     losses: Curve = field(repr=False)
     gradient_norms: Curve = field(repr=False)
-    config: Mapping[str, Any] = field(repr=False)
-    environment: Mapping[str, Any] = field(repr=False)
+    config: Record = field(repr=False)
+    environment: Record = field(repr=False)
 
     @property
     def complete(self) -> bool:
@@ -138,7 +139,7 @@ class Sweep:
     path: Path
     runs: tuple[RunResult, ...]
     missing: tuple[MissingRun, ...]
-    data: Mapping[str, Any]
+    data: Record
     command: str | None
     selection_seed: int
 
@@ -166,41 +167,12 @@ class Sweep:
 def read_run(path: Path) -> RunResult:
     """Read one run directory; raise `UserError` where its configuration is absent or not as written by a run."""
     config = _read_json(path / "config.json")
-    metrics_file = path / "metrics.jsonl"
-    records = read_metrics(metrics_file) if metrics_file.exists() else []
-    of_kind = {kind: [r for r in records if r["kind"] == kind] for kind in ("model", "train", "validation", "end")}
-    model = of_kind["model"][-1] if of_kind["model"] else {}
-    train = list({int(record["step"]): record for record in of_kind["train"]}.values())
-    validation = of_kind["validation"][-1] if of_kind["validation"] else {}
-    end = of_kind["end"][-1] if of_kind["end"] else {}
-    steps = int(model.get("steps") or config.get("steps") or len(train))
-    losses = _curve(train, "loss")
+    environment = _read_json(path / "environment.json") if (path / "environment.json").exists() else {}
+    records = read_metrics(path / "metrics.jsonl") if (path / "metrics.jsonl").exists() else []
+    verdict = _verdict(path / "verdict.json", records) if _last(records, "end") else None
     try:
-        return RunResult(
-            path=path,
-            method=_method(config, model),
-            learning_rate=float(config["optimizer"]["learning_rate"]),
-            seed=int(config["seed"]),
-            status=str(end.get("status", UNFINISHED)),
-            verdict=_verdict(path / "verdict.json", records) if end else None,
-            train_loss=_final_mean(losses, steps),
-            held_out_loss=_number(validation.get("loss")),
-            held_out_step=_integer(validation.get("step")),
-            steps=steps,
-            steps_done=len(train),
-            batch_tokens=_integer(model.get("batch_tokens", config.get("batch_tokens"))),
-            train_tokens_available=_integer(model.get("train_tokens_available")),
-            parameters=_integer(model.get("parameters")),
-            flops_per_token=_number(model.get("flops_per_token")),
-            step_seconds=undisturbed_step_seconds([float(record["step_seconds"]) for record in train]),
-            peak_memory_bytes=_integer(end.get("peak_memory_bytes")),
-            unigram_entropy=_number(model.get("unigram_entropy")),
-            losses=losses,
-            gradient_norms=_curve(train, "gradient_norm"),
-            config=config,
-            environment=_read_json(path / "environment.json") if (path / "environment.json").exists() else {},
-        )
-    except (KeyError, TypeError) as error:
+        return _run_result(path, config, environment, records, verdict)
+    except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is not a run this version can read ({error}): train it again") from error
 
 
@@ -239,12 +211,50 @@ def undisturbed_step_seconds(seconds: Sequence[float]) -> float | None:
     return float(np.median(sorted(seconds)[: (len(seconds) + 1) // 2]))
 
 
-def _verdict(file: Path, records: Sequence[Mapping[str, Any]]) -> Verdict:
+def _run_result(
+    path: Path, config: Record, environment: Record, records: Sequence[Record], verdict: Verdict | None
+) -> RunResult:
+    model, validation, end = (_last(records, kind) for kind in ("model", "validation", "end"))
+    train = [record for record in records if record.get("kind") == "train"]
+    losses = _curve(train, "loss")
+    steps = int(model.get("steps", config["steps"]))
+    return RunResult(
+        path=path,
+        method=_method(config, model),
+        learning_rate=float(config["optimizer"]["learning_rate"]),
+        seed=int(config["seed"]),
+        status=str(end.get("status", UNFINISHED)),
+        verdict=verdict,
+        train_loss=_final_mean(losses, steps),
+        held_out_loss=_number(validation.get("loss")),
+        held_out_step=_integer(validation.get("step")),
+        steps=steps,
+        steps_done=len(train),
+        batch_tokens=_integer(model.get("batch_tokens", config.get("batch_tokens"))),
+        train_tokens_available=_integer(model.get("train_tokens_available")),
+        parameters=_integer(model.get("parameters")),
+        flops_per_token=_number(model.get("flops_per_token")),
+        step_seconds=undisturbed_step_seconds([float(record["step_seconds"]) for record in train]),
+        peak_memory_bytes=_integer(end.get("peak_memory_bytes")),
+        unigram_entropy=_number(model.get("unigram_entropy")),
+        losses=losses,
+        gradient_norms=_curve(train, "gradient_norm"),
+        config=config,
+        environment=environment,
+    )
+
+
+def _last(records: Sequence[Record], kind: str) -> Record:
+    """Return the last record of a kind, or an empty one."""
+    return next((record for record in reversed(records) if record.get("kind") == kind), {})
+
+
+def _verdict(file: Path, records: Sequence[Record]) -> Verdict:
     """Return the verdict stored with the run, else the one its record gives."""
     return Verdict.from_json(_read_json(file)) if file.exists() else judge_curve(loss_curve(records))
 
 
-def _method(config: Mapping[str, Any], model: Mapping[str, Any]) -> Method:
+def _method(config: Record, model: Record) -> Method:
     """Return the method of a run: its record names it."""
     configured = config["model"]
     return Method(
@@ -292,7 +302,7 @@ def _selection_seed(runs: Sequence[RunResult], named: int | None) -> int:
     return min(count, key=lambda seed: (-count[seed], seed))
 
 
-def _curve(records: Sequence[Mapping[str, Any]], key: str) -> Curve:
+def _curve(records: Sequence[Record], key: str) -> Curve:
     kept = [record for record in records if record.get(key) is not None]
     return Curve(
         steps=np.array([float(record["step"]) for record in kept]),

@@ -13,6 +13,7 @@ from siamesenorm.comparison.findings import (
     NOT_CONFIRMED,
     ONE_SEED,
     SOME_DIVERGED,
+    Choice,
     Comparison,
     Findings,
     lacks_control,
@@ -154,8 +155,16 @@ def _who_is_lowest(findings: Findings) -> list[Statement]:
     )
     if len(ranked) > 1 and (second := ranked[1].outcome.held_out_loss):
         gap = second.mean - loss.mean
-        text += f" Next is {ranked[1].method.name}, {gap:.4f} nats above; the order of the two is not tested here."
+        text += f" Next is {ranked[1].method.name}, {gap:.4f} nats above; {_how_certain(findings, best, ranked[1])}."
     return [Statement(topic="Lowest held-out loss", text=text)]
+
+
+def _how_certain(findings: Findings, best: Choice, second: Choice) -> str:
+    pairs = ((best.method, second.method), (second.method, best.method))
+    tested = [comparison for pair in pairs if (comparison := findings.comparison(*pair)) and comparison.decision]
+    if not tested:
+        return "the order of the two is not tested here"
+    return "the difference is not confirmed" if tested[0].conclusion == NOT_CONFIRMED else "the difference is confirmed"
 
 
 def _who_was_unstable(findings: Findings) -> list[Statement]:

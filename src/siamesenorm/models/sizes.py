@@ -13,7 +13,7 @@ from siamesenorm.errors import unknown
 
 SIZES: dict[str, dict[str, Any]] = {
     "nano": {"depth": 4, "dim": 64, "heads": 4, "hidden": 256, "context": 128},
-    "mini": {"depth": 8, "dim": 128, "heads": 4, "hidden": 352, "context": 256},
+    "mini": {"depth": 8, "dim": 128, "heads": 4, "hidden": 352, "context": 128},
     "small": {"depth": 12, "dim": 256, "heads": 4, "hidden": 704, "context": 512},
     "390m-l10": {"depth": 10, "dim": 1280, "heads": 10, "hidden": 5120, "vocabulary": 50304, "context": 2048},
     "390m-l17": {"depth": 17, "dim": 1024, "heads": 8, "hidden": 4096, "vocabulary": 50304, "context": 2048},

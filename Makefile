@@ -1,0 +1,33 @@
+# make demo   compare topologies on the built-in corpus (minutes on two cores) and write a report
+# make test   lint, types and tests
+# Both set up a virtual environment in .venv first; they need python3 (>= 3.11), make and a package index.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+
+.PHONY: demo test check docs clean
+
+demo: $(READY)
+	$(BIN)/siamesenorm demo
+
+test: $(READY) check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+check: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+docs: $(READY)
+	$(BIN)/siamesenorm explain --markdown > docs/topologies.md
+
+# The constraints come first: without them an index may bring a torch with gigabytes of CUDA.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[lab,dev]'
+	touch $(READY)
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

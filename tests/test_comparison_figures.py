@@ -1,0 +1,160 @@
+"""The figures: smoothing that spikes do not move, labels that do not overlap, colours that can be told apart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+
+from comparison_sweeps import METHODS, PRE, SyntheticMethod, SyntheticRun, runs_of, write_sweep
+from siamesenorm.comparison.curves import MOST_POINTS, difference, finite_part, smoothed, thinned
+from siamesenorm.comparison.figures import figures, render
+from siamesenorm.comparison.findings import Findings, find
+from siamesenorm.comparison.labels import shortened, spread
+from siamesenorm.comparison.results import Curve, Method, read_sweep
+from siamesenorm.comparison.theme import DARK, HUES, LIGHT, THEMES, Theme, styles_of
+
+# Machado, Oliveira and Fernandes (2009), severity 1: what a person without one kind of cone sees, in linear RGB.
+VISION = {
+    "normal": np.eye(3),
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
+}
+JUST_TOLD_APART = 15.0
+"""A CIELAB distance that two lines in a figure need; 2.3 is just noticeable side by side."""
+
+Reader = Callable[..., Findings]
+
+
+def curve(*values: float) -> Curve:
+    return Curve(steps=np.arange(1.0, len(values) + 1), values=np.array(values))
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Reader:
+    return lambda runs, **description: find(read_sweep(write_sweep(tmp_path, runs, **description)))
+
+
+def linear(color: str) -> np.ndarray:
+    channels = np.array(to_rgb(color))
+    return np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+
+
+def contrast(first: str, second: str) -> float:
+    luminances = sorted(float(linear(color) @ [0.2126, 0.7152, 0.0722]) for color in (first, second))
+    return (luminances[1] + 0.05) / (luminances[0] + 0.05)
+
+
+def lab(rgb: np.ndarray) -> np.ndarray:
+    to_xyz = [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.072175], [0.0193339, 0.119192, 0.9503041]]
+    xyz = np.array(to_xyz) @ np.clip(rgb, 0, 1) / [0.95047, 1.0, 1.08883]
+    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize("theme", THEMES, ids=lambda theme: theme.name)
+def test_hues_stand_out_and_are_told_apart_with_any_vision(theme: Theme) -> None:
+    assert all(contrast(color, theme.surface) > 3 for color in theme.hues.values())
+    assert contrast(theme.ink, theme.surface) > 7 and contrast(theme.muted, theme.surface) > 4.5
+    assert contrast(theme.danger, theme.fill) > 4.5
+    for matrix in VISION.values():
+        for first, second in combinations(theme.hues.values(), 2):
+            seen = [lab(np.array(matrix) @ linear(color)) for color in (first, second)]
+            assert np.linalg.norm(seen[0] - seen[1]) > JUST_TOLD_APART, (first, second)
+
+
+def test_every_hue_exists_in_both_themes() -> None:
+    assert LIGHT.hues.keys() == DARK.hues.keys() >= set(HUES)
+
+
+def test_families_share_a_hue_and_differ_by_dash() -> None:
+    names = ["pre", "pre + qkv", "post", "deepnorm", "hybridnorm", "hybridnorm-star", "siamese-post-pre", "siamese"]
+    methods = [
+        Method(name=name, topology=name.partition(" ")[0], norm="rmsnorm", attention_norm="qk", specification=())
+        for name in names
+    ]
+    styles = {method.name: style for method, style in styles_of(methods).items()}
+    assert {styles[name].hue for name in ("pre", "pre + qkv")} == {"ink"}
+    assert {styles[name].hue for name in ("siamese", "siamese-post-pre")} == {"green"}
+    assert styles["siamese"].dash == (0, ()) != styles["siamese-post-pre"].dash
+    assert styles["hybridnorm"].hue == styles["hybridnorm-star"].hue
+    assert len({(style.hue, style.dash) for style in styles.values()}) == len(names)
+
+
+def test_smoothing_follows_the_bulk_and_ignores_a_spike() -> None:
+    line = np.linspace(3.0, 2.0, 200)
+    spiked = line.copy()
+    spiked[100:102] += 5.0
+    assert smoothed(curve(*spiked)).values == pytest.approx(line, abs=0.02)
+    assert smoothed(curve(*np.full(30, 1.5))).values == pytest.approx(1.5)
+
+
+def test_long_curves_are_thinned_without_losing_their_extremes() -> None:
+    values = np.sin(np.arange(10_000) / 300)
+    values[4321], values[8765] = 9.0, -9.0
+    thin = thinned(curve(*values))
+    assert len(thin.values) <= MOST_POINTS + 2
+    assert (thin.values.max(), thin.values.min()) == (9.0, -9.0)
+    assert (thin.steps[0], thin.steps[-1]) == (1, 10_000)
+    assert len(smoothed(curve(*values)).values) == MOST_POINTS
+
+
+def test_curves_end_where_numbers_do_and_subtract_where_both_have_steps() -> None:
+    assert finite_part(curve(1.0, 2.0, np.nan, 3.0)).values.tolist() == [1.0, 2.0]
+    later = Curve(steps=np.array([2.0, 3.0, 4.0]), values=np.array([1.0, 1.0, 1.0]))
+    gap = difference(curve(5.0, 6.0, 7.0), later)
+    assert (gap.steps.tolist(), gap.values.tolist()) == ([2.0, 3.0], [5.0, 6.0])
+
+
+def test_labels_keep_their_order_and_distance_and_move_least() -> None:
+    assert spread([0.5, 0.5], 0.1, 0.0, 1.0) == pytest.approx([0.45, 0.55])
+    assert spread([0.9, 0.1, 0.5], 0.1, 0.0, 1.0) == pytest.approx([0.9, 0.1, 0.5])
+    assert spread([1.0, 1.0, 0.2], 0.1, 0.0, 1.0) == pytest.approx([0.9, 1.0, 0.2])
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        wanted = generator.random(8)
+        placed = np.sort(spread(list(wanted), 0.1, 0.0, 1.0))
+        assert np.diff(placed).min() > 0.1 - 1e-9 and placed[0] >= 0 and placed[-1] <= 1 + 1e-9
+
+
+def test_long_names_are_shortened() -> None:
+    assert shortened("siamese-post-pre") == "siamese-post-pre"
+    assert shortened("dhc-2:streams=4,dynamic=true + seednorm") == "dhc-2:streams=4,dynamic=t…"
+
+
+def texts(svg: bytes) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg.decode())
+
+
+def test_figures_are_text_with_numbers_intact_and_the_same_every_time(read: Reader) -> None:
+    found = read(runs_of([PRE, METHODS[2], METHODS[-1]], rates=(2e-3, 8e-3), steps=60))
+    drawn = {figure.name: figure for figure in figures(found)}
+    assert list(drawn) == [
+        "frontier", "sensitivity", "loss-2e-3", "gradient-norm-2e-3", "loss-8e-3", "gradient-norm-8e-3",
+    ]  # fmt: skip
+    frontier = render(drawn["frontier"], LIGHT, "svg")
+    loss = found.outcomes[2e-3, found.sweep.methods[0]].held_out_loss
+    assert loss is not None and f"● {loss.mean:.3f}" in texts(frontier)
+    assert {"pre", "post", "siamese", "2e-3", "8e-3", "✕ diverged"} <= set(texts(frontier))
+    assert {"pre", "siamese", "post ✕", "unigram entropy"} <= set(texts(render(drawn["loss-8e-3"], DARK, "svg")))
+    assert render(drawn["frontier"], LIGHT, "svg") == frontier != render(drawn["frontier"], DARK, "svg")
+    assert render(drawn["sensitivity"], LIGHT, "png").startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        pytest.param([SyntheticRun(method=PRE, rate=2e-3, seed=0, wanted=1.6, steps=40)], id="a single run"),
+        pytest.param([SyntheticRun(method=PRE, rate=2e-3, seed=0, wanted=1.6, until=2)], id="only two steps"),
+        pytest.param(runs_of([METHODS[2]], rates=(8e-3,), steps=40)[:1], id="nothing converged"),
+        pytest.param(runs_of([SyntheticMethod(label="siamese", losses=(1.6, 1.5))], steps=40), id="no baseline"),
+    ],
+)
+def test_sparse_sweeps_can_be_drawn(read: Reader, runs: list[SyntheticRun]) -> None:
+    for figure in figures(read(runs)):
+        assert b"</svg>" in render(figure, LIGHT, "svg")

@@ -1,0 +1,166 @@
+"""The report on disk: whole, self-contained, readable by everybody, and never half-written."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import re
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from comparison_sweeps import METHODS, runs_of, write_sweep
+from siamesenorm.comparison import page
+from siamesenorm.comparison.report import ReportPaths, write_report
+from siamesenorm.comparison.theme import DARK, LIGHT
+from siamesenorm.errors import UserError
+
+VOID = {"meta", "img", "source", "br"}
+
+
+class Outline(HTMLParser):
+    """Collects the elements of a page, and fails where tags do not match."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> ReportPaths:
+    directory = tmp_path_factory.mktemp("report")
+    picked = [METHODS[0], METHODS[1], METHODS[2], METHODS[-1]]
+    runs = runs_of(picked, rates=(2e-3, 8e-3), seeds=(0, 1, 2), steps=60)
+    runs[-1] = dataclasses.replace(runs[-1], until=20)
+    command = 'siamesenorm sweep --methods pre "pre + qkv" post siamese <here>'
+    sweep = write_sweep(directory / "sweep", runs, missing=["never"], command=command)
+    return write_report(sweep, directory / "out")
+
+
+@pytest.fixture(scope="module")
+def outline(report: ReportPaths) -> Outline:
+    parsed = Outline()
+    parsed.feed(report.page.read_text())
+    assert parsed.open == []
+    return parsed
+
+
+def test_all_parts_are_written_and_nothing_else(report: ReportPaths) -> None:
+    out = report.page.parent
+    parts = [report.page, report.markdown, report.runs, report.comparisons, *report.figures]
+    assert sorted(path for path in out.rglob("*") if path.is_file()) == sorted(parts)
+    assert all(path.stat().st_size for path in parts)
+    assert Counter(path.suffix for path in report.figures) == {".svg": 12, ".png": 6}
+
+
+def test_the_page_needs_nothing_outside_itself(outline: Outline) -> None:
+    assert not outline.all("script") and not outline.all("link")
+    sources = [each["src"] for each in outline.all("img")] + [each["srcset"] for each in outline.all("source")]
+    assert len(sources) == 12
+    assert all(str(source).startswith("data:image/svg+xml;base64,") for source in sources)
+    for source in sources:
+        svg = base64.b64decode(str(source).partition(",")[2]).decode()
+        assert "<script" not in svg and not re.search(r'href="(?!#)', svg)
+
+
+def test_every_figure_is_there_for_both_colour_schemes(outline: Outline) -> None:
+    assert {each["media"] for each in outline.all("source")} == {"(prefers-color-scheme: dark)"}
+    for image, source in zip(outline.all("img"), outline.all("source"), strict=True):
+        light, dark = (base64.b64decode(str(data).partition(",")[2]) for data in (image["src"], source["srcset"]))
+        assert LIGHT.surface.encode() in light and DARK.surface.encode() in dark
+
+
+def test_the_page_says_in_text_what_its_figures_show(outline: Outline) -> None:
+    for image in outline.all("img"):
+        assert len(str(image["alt"])) > 40
+    assert len(outline.all("figcaption")) == 6 and len(outline.all("caption")) == 2
+    assert [name for name, _ in outline.elements if name in ("h1", "h2")][0] == "h1"
+    assert len(outline.all("h1")) == 1 and len(outline.all("main")) == 1
+    assert all(each.get("scope") for each in outline.all("th"))
+
+
+def test_tables_scroll_inside_a_region_that_the_keyboard_reaches(outline: Outline) -> None:
+    regions = [each for each in outline.all("div") if "scroll" in str(each.get("class"))]
+    assert len(regions) == 2
+    assert all(each["tabindex"] == "0" and each["role"] == "region" and each["aria-label"] for each in regions)
+
+
+def test_the_page_tells_how_to_repeat_it_what_is_missing_and_where_it_ran(report: ReportPaths) -> None:
+    text = report.page.read_text()
+    assert "siamesenorm sweep --methods pre &quot;pre + qkv&quot; post siamese &lt;here&gt;" in text
+    assert "siamese at 8e\u20113, seed 2: 20 of 60 steps." in text and "<dt>never</dt><dd>not started.</dd>" in text
+    assert "<dt>torch</dt><dd>2.13.0+cpu</dd>" in text
+    assert "2 of 25 runs" in text
+
+
+def test_the_markdown_shows_figures_that_exist(report: ReportPaths) -> None:
+    text = report.markdown.read_text()
+    shown = re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    assert len(shown) == 12
+    assert all((report.markdown.parent / path).is_file() for path in shown)
+    assert text.startswith(f"# {page.TITLE}\n") and "## How to repeat it" in text
+
+
+def variables(stylesheet: str) -> dict[str, str]:
+    return dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6})", stylesheet))
+
+
+def test_figures_lie_on_cards_of_their_own_colour_and_pills_can_be_read() -> None:
+    stylesheet = Path(page.__file__).with_name("page.css").read_text()
+    light, dark = stylesheet.split("@media (prefers-color-scheme: dark)")
+    for colors, theme in ((variables(light), LIGHT), (variables(dark.split("@media")[0]), DARK)):
+        assert (colors["surface"], colors["ink"], colors["muted"]) == (theme.surface, theme.ink, theme.muted)
+        for tone in ("good", "warn", "bad"):
+            assert contrast(colors[tone], colors[f"{tone}-fill"]) > 4.5
+        assert contrast(colors["muted"], colors["fill"]) > 4.5 and contrast(colors["accent"], colors["surface"]) > 4.5
+
+
+def contrast(first: str, second: str) -> float:
+    def luminance(color: str) -> float:
+        channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    dark, light = sorted((luminance(first), luminance(second)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_a_failure_leaves_the_old_report_whole(report: ReportPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path: path.read_bytes() for path in report.page.parent.rglob("*") if path.is_file()}
+
+    def fail(*_: object) -> str:
+        raise RuntimeError("no page")
+
+    monkeypatch.setattr("siamesenorm.comparison.report.figures", lambda findings: [])
+    monkeypatch.setattr("siamesenorm.comparison.report.render_page", fail)
+    with pytest.raises(RuntimeError, match="no page"):
+        write_report(report.page.parent.parent / "sweep", report.page.parent)
+    assert {path: path.read_bytes() for path in report.page.parent.rglob("*") if path.is_file()} == before
+
+
+def test_what_cannot_be_read_or_written_is_one_line(
+    tmp_path: Path, report: ReportPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("siamesenorm.comparison.report.figures", lambda findings: [])
+    monkeypatch.setattr("siamesenorm.comparison.report.render_page", lambda *parts: "page")
+    with pytest.raises(UserError, match=r"no sweep\.json"):
+        write_report(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match="file"):
+        write_report(report.page.parent.parent / "sweep", tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "in the way"

@@ -1,0 +1,185 @@
+"""Law 4: what a model computes does not depend on how it is run: compiled, checkpointed, or saved and loaded."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from siamesenorm import LanguageModel, available_norms, available_topologies, build_language_model
+from siamesenorm.models.block import TransformerBlock
+from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks
+
+DEEP = 12
+COMBINATIONS = [
+    *((topology, "rmsnorm") for topology in available_topologies()),
+    *((topology, norm) for topology in ("pre", "siamese") for norm in available_norms() if norm != "rmsnorm"),
+]
+# PyTorch's compiler asks every tensor for its gradient and hides the warning, which "error" brings back.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+
+
+def tiny_model(topology: str, norm: str = "rmsnorm", *, seed: int = 0, **fields: Any) -> LanguageModel:
+    """Return a model whose every parameter is random, gains and gates included."""
+    sizes = {"depth": 3, "dim": 16, "heads": 2, "hidden": 24, "vocabulary": 11}
+    model = build_language_model("nano", topology=topology, norm=norm, **{**sizes, **fields})
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return model
+
+
+def tokens(seed: int = 3) -> Tensor:
+    return torch.randint(0, 11, (2, 6), generator=torch.Generator().manual_seed(seed))
+
+
+def run(model: LanguageModel, batch: Tensor) -> dict[str, Tensor]:
+    """Return the logits, and the gradient of a loss on them for every parameter."""
+    model.zero_grad()
+    logits = model(batch).logits
+    (logits * torch.linspace(-1, 1, logits.numel()).reshape(logits.shape)).sum().backward()
+    return {"logits": logits.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+
+
+# --- compiled = eager
+
+
+class CountingBackend:
+    """A compiler of graphs, forward and backward, that counts them and generates no code."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+        self.compile: Callable[..., Any] = torch._dynamo.lookup_backend("aot_eager")
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        compiled = self.compile(graph, inputs)
+        self.graphs += 1
+        return compiled
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def kind(block: TransformerBlock) -> tuple[object, ...]:
+    """Return what makes two blocks alike: their modules' types and their tensors' shapes."""
+    modules = tuple((name, type(module)) for name, module in block.named_modules())
+    tensors = (*block.named_parameters(), *block.named_buffers())
+    return modules, tuple((name, tensor.shape) for name, tensor in tensors)
+
+
+def assert_compiled_equals_eager(model: LanguageModel, backend: Any) -> None:
+    """Compile the model's blocks and compare with the eager run, twice, the second time without any new graph."""
+    first, second = run(model, tokens()), run(model, tokens(seed=4))
+    compile_blocks(model, backend=backend)
+    torch.testing.assert_close(run(model, tokens()), first, rtol=1e-4, atol=1e-5)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        torch.testing.assert_close(run(model, tokens(seed=4)), second, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(("topology", "norm"), COMBINATIONS)
+def test_one_graph_for_each_kind_of_block(topology: str, norm: str) -> None:
+    model, backend = tiny_model(topology, norm, depth=DEEP), CountingBackend()
+    assert_compiled_equals_eager(model, backend)
+    kinds = {kind(block) for block in model.blocks}
+    assert backend.graphs == len(kinds) < DEEP
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_fused_blocks_are_of_two_kinds() -> None:
+    """The first block reads streams, the others streams and a pending output."""
+    backend = CountingBackend()
+    assert_compiled_equals_eager(tiny_model("siamese", depth=DEEP, kernels="fused"), backend)
+    assert backend.graphs == 2
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="Inductor needs a C++ compiler")
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(("topology", "norm"), [("siamese", "rmsnorm"), ("pre", "seednorm")])
+def test_inductor_equals_eager(topology: str, norm: str) -> None:
+    assert_compiled_equals_eager(tiny_model(topology, norm, depth=2), "inductor")
+
+
+# --- checkpointed = not
+
+
+@pytest.mark.parametrize(("topology", "norm"), COMBINATIONS)
+def test_checkpointed_blocks_have_the_same_gradients(topology: str, norm: str) -> None:
+    plain, checkpointed = tiny_model(topology, norm), tiny_model(topology, norm)
+    checkpoint_blocks(checkpointed)
+    expected, calls = run(plain, tokens()), count_calls([block.mlp for block in checkpointed.blocks])
+    torch.testing.assert_close(run(checkpointed, tokens()), expected, rtol=0, atol=0)
+    assert calls == [2, 2, 2], "every block is computed again in the backward pass"
+
+
+def count_calls(modules: list[nn.Module]) -> list[int]:
+    """Return a list in which the calls of each module are counted from now on."""
+    calls = [0] * len(modules)
+    for index, module in enumerate(modules):
+
+        def count(*_: object, index: int = index) -> None:
+            calls[index] += 1
+
+        module.register_forward_pre_hook(count)
+    return calls
+
+
+def test_checkpointing_repeats_the_dropout_mask() -> None:
+    plain, checkpointed = tiny_model("siamese", dropout=0.3), tiny_model("siamese", dropout=0.3)
+    checkpoint_blocks(checkpointed)
+    torch.manual_seed(0)
+    expected = run(plain, tokens())
+    torch.manual_seed(0)
+    torch.testing.assert_close(run(checkpointed, tokens()), expected, rtol=0, atol=0)
+
+
+def test_checkpointing_keeps_less() -> None:
+    def kept(model: LanguageModel) -> int:
+        bytes_kept = 0
+
+        def pack(x: Tensor) -> Tensor:
+            nonlocal bytes_kept
+            bytes_kept += 0 if isinstance(x, nn.Parameter) else x.nbytes
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            model(tokens())
+        return bytes_kept
+
+    plain, checkpointed = tiny_model("siamese", depth=DEEP), tiny_model("siamese", depth=DEEP)
+    checkpoint_blocks(checkpointed)
+    assert kept(checkpointed) < kept(plain) / 5
+
+
+# --- saved and loaded = before
+
+
+@pytest.mark.parametrize("norm", available_norms())
+@pytest.mark.parametrize("topology", available_topologies())
+def test_state_dict_round_trip(topology: str, norm: str, tmp_path: Path) -> None:
+    saved, loaded = tiny_model(topology, norm, seed=1), tiny_model(topology, norm, seed=2)
+    assert not torch.equal(saved(tokens()).logits, loaded(tokens()).logits)
+    save_file(saved.state_dict(), tmp_path / "model.safetensors")
+    loaded.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(saved(tokens()).logits, loaded(tokens()).logits)
+
+
+@pytest.mark.parametrize("topology", available_topologies())
+def test_a_state_dict_holds_parameters_alone(topology: str) -> None:
+    """Constants follow from the configuration; compilation and checkpointing rename nothing."""
+    model = tiny_model(topology)
+    names = list(dict(model.named_parameters()))
+    checkpoint_blocks(model)
+    compile_blocks(model)
+    assert list(model.state_dict()) == names
