@@ -74,7 +74,8 @@ class SyntheticRun:
             "model": {
                 "family": "language", "depth": 8, "dim": 128, "heads": 4, "kv_heads": 4, "hidden": 512,
                 "vocabulary": 257, "context": 256, "attention_norm": self.method.attention_norm,
-                "topology": {"name": self.method.topology}, "norm": {"name": self.method.norm, "eps": 1e-5},
+                "topology": {"name": self.method.topology, "options": self.method.label.partition(":")[2]},
+                "norm": {"name": self.method.norm, "eps": 1e-5},
             },
             "data": {"digest": "5f1c0a7be2"},
             "optimizer": {"learning_rate": self.rate, "warmup_steps": self.steps // 10},

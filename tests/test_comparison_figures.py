@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 
 from comparison_sweeps import METHODS, PRE, SyntheticMethod, SyntheticRun, runs_of, write_sweep
@@ -17,7 +18,7 @@ from siamesenorm.comparison.figures import figures, render
 from siamesenorm.comparison.findings import Findings, find
 from siamesenorm.comparison.labels import shortened, spread
 from siamesenorm.comparison.results import Curve, Method, read_sweep
-from siamesenorm.comparison.theme import DARK, HUES, LIGHT, THEMES, Theme, styles_of
+from siamesenorm.comparison.theme import DARK, HUES, LIGHT, THEMES, Theme, applied, styles_of
 
 # Machado, Oliveira and Fernandes (2009), severity 1: what a person without one kind of cone sees, in linear RGB.
 VISION = {
@@ -124,7 +125,7 @@ def test_labels_keep_their_order_and_distance_and_move_least() -> None:
 
 def test_long_names_are_shortened() -> None:
     assert shortened("siamese-post-pre") == "siamese-post-pre"
-    assert shortened("dhc-2:streams=4,dynamic=true + seednorm") == "dhc-2:streams=4,dynamic=t…"
+    assert shortened("dhc-2:streams=4,dynamic=true + seednorm") == "dhc-2:streams=4,dynamic…"
 
 
 def texts(svg: bytes) -> list[str]:
@@ -144,6 +145,29 @@ def test_figures_are_text_with_numbers_intact_and_the_same_every_time(read: Read
     assert {"pre", "siamese", "post ✕", "unigram entropy"} <= set(texts(render(drawn["loss-8e-3"], DARK, "svg")))
     assert render(drawn["frontier"], LIGHT, "svg") == frontier != render(drawn["frontier"], DARK, "svg")
     assert render(drawn["sensitivity"], LIGHT, "png").startswith(b"\x89PNG")
+
+
+CROWDED = [
+    SyntheticMethod(label=label, losses=(1.62, 1.6, 1.58, 1.56, 1.55, "spiked 1.57", "rises"))
+    for label in ("pre", "siamese", "dhc-2:streams=4,dynamic=true", "dhc-2:streams=8,dynamic=true")
+]
+
+
+@pytest.mark.parametrize(
+    ("methods", "rates"),
+    [(METHODS, (2e-3, 8e-3, 3e-2)), (CROWDED, (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2))],
+    ids=["the papers' methods", "long names at seven rates"],
+)
+def test_nothing_drawn_leaves_the_figure(
+    read: Reader, methods: list[SyntheticMethod], rates: tuple[float, ...]
+) -> None:
+    drawn = figures(read(runs_of(methods, rates=rates, steps=40)))
+    for figure in [*drawn[:3], drawn[-1]]:
+        with applied(LIGHT):
+            drawing = figure.draw(LIGHT)
+            box = drawing.get_tightbbox(FigureCanvasAgg(drawing).get_renderer())
+        width, height = drawing.get_size_inches()
+        assert box.x0 > -0.02 and box.y0 > -0.02 and box.x1 < width + 0.02 and box.y1 < height + 0.02, figure.name
 
 
 @pytest.mark.parametrize(

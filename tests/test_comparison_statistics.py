@@ -94,7 +94,7 @@ def test_holm_of_one_is_no_correction_and_of_none_is_empty() -> None:
 def test_holms_intervals_exclude_zero_exactly_for_the_rejected() -> None:
     generator = np.random.default_rng(0)
     seen = set()
-    for _ in range(200):
+    for _ in range(60):
         effects = generator.choice([0.0, 1.0, 3.0], size=4)
         pairs = [PairedDifference(by_seed=dict(enumerate(generator.normal(effect, 1.0, size=5)))) for effect in effects]
         decisions = holm([pair.p_value or 0.0 for pair in pairs])

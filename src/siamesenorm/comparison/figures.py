@@ -16,7 +16,7 @@ from siamesenorm.comparison.frontier import draw_frontier
 from siamesenorm.comparison.results import DIVERGED
 from siamesenorm.comparison.sensitivity import draw_sensitivity
 from siamesenorm.comparison.theme import Theme, applied
-from siamesenorm.comparison.training_curves import curves_at, draw_gradient_norms, draw_losses
+from siamesenorm.comparison.training_curves import curves_at, draw_gradient_norms, draw_losses, references_at
 
 FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
 """The page's fonts. Drawings are laid out in DejaVu Sans, which is wider than these: no text outgrows its place."""
@@ -90,12 +90,13 @@ def _sensitivity(findings: Findings) -> Figure:
 
 def _losses(findings: Findings, rate: float) -> Figure:
     at = quantities.rate(rate)
+    below = "Below: the difference to pre at the same step, on the same data. " if references_at(findings, rate) else ""
     return Figure(
         section=f"Training at learning rate {at}",
         name=f"loss-{at}",
         title=f"Training loss at {at}",
-        caption=f"Seed {findings.sweep.selection_seed}, smoothed over 5 % of the steps, every step behind it. Below: "
-        "the difference to pre at the same step, on the same data. ✕ marks where a run diverged, ▲ where it spiked.",
+        caption=f"Seed {findings.sweep.selection_seed}, smoothed over 5 % of the steps, every step behind it. "
+        f"{below}✕ marks where a run diverged, ▲ where it spiked.",
         alternative=_outcomes_at(findings, rate),
         draw=lambda theme: draw_losses(findings, rate, theme),
     )

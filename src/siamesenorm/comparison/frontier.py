@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,31 +13,47 @@ from matplotlib.patches import Rectangle
 
 from siamesenorm.comparison import quantities
 from siamesenorm.comparison.findings import Findings, Outcome
-from siamesenorm.comparison.labels import WIDTH, shortened
+from siamesenorm.comparison.labels import WIDTH, grid_height, name_room, shortened
 from siamesenorm.comparison.results import DIVERGED, SPIKED, UNFINISHED, Method
 from siamesenorm.comparison.statistics import Estimate
 from siamesenorm.comparison.tables import MARKS
 from siamesenorm.comparison.theme import Theme
 
-CELL_HEIGHT = 0.34
+WIDE_CELL = 0.85
+"""Inches that a cell needs to have everything on one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One cell of the map; `bold` says that its loss is the lowest of its column."""
+
+    column: int
+    row: int
+    outcome: Outcome
+    wide: bool
+    bold: bool
 
 
 def draw_frontier(findings: Findings, theme: Theme) -> Drawing:
     """Draw a cell for every method and learning rate: held-out loss as colour, verdict as mark and hatching."""
     methods, rates = findings.sweep.methods, findings.sweep.learning_rates
-    height = 0.95 + CELL_HEIGHT * len(methods)
+    height = grid_height(len(methods))
     drawing = Drawing(figsize=(WIDTH, height))
     axes = drawing.subplots()
-    drawing.subplots_adjust(left=0.31, right=0.985, top=1 - 0.4 / height, bottom=0.5 / height)
+    left, right = 0.04 + name_room(method.name for method in methods), 0.985
+    drawing.subplots_adjust(left=left, right=right, top=1 - 0.4 / height, bottom=0.5 / height)
+    wide = (right - left) * WIDTH / len(rates) >= WIDE_CELL
     losses = [loss.mean for outcome in findings.outcomes.values() if (loss := outcome.held_out_loss)]
     color = LossColors(losses, theme)
     for (rate, method), outcome in findings.outcomes.items():
         lowest = min((at.mean for m in methods if (at := _loss(findings, rate, m))), default=None)
-        _draw_cell(axes, rates.index(rate), methods.index(method), outcome, color, lowest, theme)
-    axes.set_title("Held-out loss and verdict", x=-0.42)
+        bold = (loss := outcome.held_out_loss) is not None and loss.mean == lowest
+        cell = Cell(column=rates.index(rate), row=methods.index(method), outcome=outcome, wide=wide, bold=bold)
+        _draw_cell(axes, cell, color, theme)
+    axes.set_title("Held-out loss and verdict", x=(0.02 - left) / (right - left))
     axes.set_xlim(-0.5, len(rates) - 0.5)
     axes.set_ylim(len(methods) - 0.5, -0.5)
-    axes.set_xticks(range(len(rates)), [quantities.rate(rate) for rate in rates])
+    axes.set_xticks(range(len(rates)), [quantities.rate(rate) for rate in rates], fontsize=8.5 if wide else 7)
     axes.set_yticks(range(len(methods)), [shortened(method.name) for method in methods], color=theme.ink)
     axes.set_xlabel("learning rate")
     axes.grid(False)
@@ -45,37 +62,36 @@ def draw_frontier(findings: Findings, theme: Theme) -> Drawing:
     return drawing
 
 
-def _draw_cell(
-    axes: Axes, column: int, row: int, outcome: Outcome, color: LossColors, lowest: float | None, theme: Theme
-) -> None:
-    loss = outcome.held_out_loss
-    face = theme.fill if loss is None or outcome.verdict == DIVERGED else color(loss.mean)
-    hatched = outcome.verdict == DIVERGED
+def _draw_cell(axes: Axes, cell: Cell, color: LossColors, theme: Theme) -> None:
+    loss, hatched = cell.outcome.held_out_loss, cell.outcome.verdict == DIVERGED
+    face = theme.fill if loss is None or hatched else color(loss.mean)
     axes.add_patch(
         Rectangle(
-            (column - 0.485, row - 0.46), 0.97, 0.92, facecolor=face, linewidth=0.8, hatch="////" if hatched else None,
+            (cell.column - 0.485, cell.row - 0.46), 0.97, 0.92, facecolor=face, linewidth=0.8,
+            hatch="////" if hatched else None, linestyle=":" if loss is None and not hatched else "-",
             edgecolor=theme.hatch if hatched else theme.muted if loss is None else face,
-            linestyle=":" if loss is None and not hatched else "-",
         )
     )  # fmt: skip
     text = axes.text(
-        column, row, _cell_text(outcome), ha="center", va="center_baseline", fontsize=9, color=_readable(face, theme),
-        fontweight="bold" if loss is not None and loss.mean == lowest else "normal",
+        cell.column, cell.row, _cell_text(cell), ha="center", va="center_baseline" if cell.wide else "center",
+        fontsize=9 if cell.wide else 7, color=_readable(face, theme), fontweight="bold" if cell.bold else "normal",
     )  # fmt: skip
     if hatched:
         text.set_color(theme.danger)
         text.set_bbox({"facecolor": theme.fill, "edgecolor": "none", "pad": 1.5})
 
 
-def _cell_text(outcome: Outcome) -> str:
+def _cell_text(cell: Cell) -> str:
+    """Write mark and loss side by side, or in a narrow cell one above the other."""
+    outcome, loss = cell.outcome, cell.outcome.held_out_loss
     if not outcome.complete:
-        return f"{MARKS[UNFINISHED]} {UNFINISHED}"
+        return f"{MARKS[UNFINISHED]} {UNFINISHED}" if cell.wide else MARKS[UNFINISHED]
     mark = MARKS.get(outcome.verdict or "", "·")
-    loss = outcome.held_out_loss
     if outcome.verdict == DIVERGED:
-        share = "" if outcome.all_diverged else f" {outcome.with_verdict}/{len(outcome.complete)}"
-        return f"{mark} diverged{share}"
-    return f"{mark} {loss.mean:.3f}{'*' if outcome.verdict == SPIKED else ''}" if loss else mark
+        share = "" if outcome.all_diverged else f"{outcome.with_verdict}/{len(outcome.complete)}"
+        return " ".join(filter(None, [mark, "diverged" if cell.wide else "", share]))
+    number = f"{loss.mean:.3f}{'*' if outcome.verdict == SPIKED else ''}" if loss else ""
+    return f"{mark}{' ' if cell.wide else chr(10)}{number}".strip()
 
 
 class LossColors:

@@ -20,6 +20,8 @@ from siamesenorm.comparison.tables import EDGE, Entry, Group, Pill, Table, at_ch
 
 TITLE = "Normalising the residual path"
 
+NO_BREAK = "\N{NON-BREAKING HYPHEN}"
+
 TONES = {
     STABLE: "good",
     CONFIRMED_LOWER: "good",
@@ -74,13 +76,13 @@ def _statements(statements: Sequence[Statement], tone: str) -> str:
 
 def _prose(text: str) -> str:
     """Escape a sentence, and keep a learning rate such as 2e-3 on one line."""
-    return re.sub(r"(\de)-(\d)", "\\1\N{NON-BREAKING HYPHEN}\\2", escape(text))
+    return re.sub(r"(\de)-(\d)", rf"\1{NO_BREAK}\2", escape(text))
 
 
 def _table(table: Table) -> str:
     headings = "".join(
         f'<th scope="col"{_number_class(column.numeric)} title="{escape(column.explanation)}">'
-        f"{escape(column.title)}</th>"
+        f"{escape(column.title).replace('-', NO_BREAK)}</th>"
         for column in table.columns
     )
     groups = "".join(_group(group, table) for group in table.groups)

@@ -12,11 +12,10 @@ from matplotlib.figure import Figure as Drawing
 
 from siamesenorm.comparison import quantities
 from siamesenorm.comparison.findings import Findings
-from siamesenorm.comparison.labels import WIDTH, Label, label_ends, label_room, shortened
+from siamesenorm.comparison.labels import WIDTH, grid_height, label_ends, label_of, label_room, shortened
 from siamesenorm.comparison.results import Method
 from siamesenorm.comparison.theme import MethodStyle, Theme, styles_of
 
-HEIGHT = 4.0
 BAND = 0.13
 """The part of the height, above the losses, where the diverged stand."""
 DODGE = 0.04
@@ -36,9 +35,12 @@ def draw_sensitivity(findings: Findings, theme: Theme) -> Drawing:
     """Draw the held-out loss (nats) over the learning rate, the mean over the seeds that did not diverge."""
     rates = findings.sweep.learning_rates
     styles = styles_of(findings.sweep.methods)
-    drawing = Drawing(figsize=(WIDTH, HEIGHT))
+    drawing = Drawing(figsize=(WIDTH, grid_height(len(styles))))
     axes = drawing.subplots()
-    drawing.subplots_adjust(left=0.15, right=1 - label_room(styles), top=0.91, bottom=0.115)
+    crowded = len(rates) > 4
+    drawing.subplots_adjust(
+        left=0.15, right=1 - label_room(method.name for method in styles), top=0.91, bottom=0.175 if crowded else 0.12
+    )
     axes.set_xscale("log")
     axes.set_xlim(rates[0] / 1.3, rates[-1] * 1.3)
     band = _set_heights(axes, findings, theme)
@@ -47,13 +49,14 @@ def draw_sensitivity(findings: Findings, theme: Theme) -> Drawing:
         points = _points(findings, method, band, math.log(axes.get_xlim()[1] / axes.get_xlim()[0]))
         _draw_points(axes, points, style, theme)
         if points:
-            labels.append(Label(height=points[-1].height, text=shortened(method.name), style=style))
+            labels.append(label_of(style, theme, height=points[-1].height, text=shortened(method.name)))
     axes.set_title("Held-out loss by learning rate")
     axes.set_xlabel("learning rate")
     axes.set_ylabel("held-out loss (nats)")
-    axes.set_xticks(rates, [quantities.rate(rate) for rate in rates])
+    names = [quantities.rate(rate) for rate in rates]
+    axes.set_xticks(rates, names, fontsize=7 if crowded else 8.5, rotation=45 if crowded else 0)
     axes.minorticks_off()
-    label_ends(axes, labels, theme)
+    label_ends(axes, labels)
     return drawing
 
 

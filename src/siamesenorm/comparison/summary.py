@@ -37,7 +37,7 @@ def subject(findings: Findings) -> list[str]:
     return [
         f"{quantities.plural(len(sweep.methods), 'way')} to normalise the residual path ({names}) are compared at "
         f"{quantities.plural(len(sweep.learning_rates), 'learning rate')} ({rates}) "
-        f"with up to {quantities.plural(len(sweep.seeds), 'seed')}.",
+        f"with {'up to ' if len(sweep.seeds) > 1 else ''}{quantities.plural(len(sweep.seeds), 'seed')}.",
         _data_sentence(sweep),
         _budget_sentence(sweep),
     ]

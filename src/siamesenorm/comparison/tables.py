@@ -100,7 +100,7 @@ RATE_COLUMNS = (
     Column("Verdict", "the worst verdict of the seeds", numeric=False),
     Column("Seeds", "finished runs"),
     Column("Parameters", "all parameters, and the change against pre if there is one"),
-    Column("FLOPs/token", "as the model counts them, without running it"),
+    Column("FLOPs/token", "training on one token, three times the forward pass; norms are not counted"),
     Column("Step time", "median over the faster half of the steps, and the ratio to pre"),
     Column("Memory", "peak memory of the process or the device"),
 )

@@ -16,12 +16,14 @@ from matplotlib.transforms import blended_transform_factory
 from siamesenorm.comparison import quantities
 from siamesenorm.comparison.curves import difference, finite_part, smoothed, thinned
 from siamesenorm.comparison.findings import Findings, baseline_of
-from siamesenorm.comparison.labels import WIDTH, Label, label_ends, label_room, shortened
+from siamesenorm.comparison.labels import WIDTH, Label, label_ends, label_of, label_room, shortened
 from siamesenorm.comparison.results import SPIKED, Curve, Method, RunResult
 from siamesenorm.comparison.theme import MethodStyle, Theme, styles_of
 
 HEIGHT = 4.5
-LEFT = 0.155
+LEFT = 0.175
+UNIGRAM_ENTROPY = "unigram entropy"
+DOTTED = (0.0, (1.0, 2.0))
 SHORTEST = 4
 """The fewest finite losses that make a curve."""
 
@@ -38,15 +40,22 @@ def curves_at(findings: Findings, rate: float) -> dict[Method, RunResult]:
     }
 
 
+def references_at(findings: Findings, rate: float) -> dict[Method, RunResult]:
+    """Return, for the methods drawn at a rate, the run of `pre` that theirs is compared with, if it is drawn too."""
+    runs, methods = curves_at(findings, rate), findings.sweep.methods
+    return {m: runs[base] for m in runs if (base := baseline_of(m, methods)) in runs and base != m}
+
+
 def draw_losses(findings: Findings, rate: float, theme: Theme) -> Drawing:
     """Draw the training losses at one rate and, below, their differences to `pre`."""
     runs = curves_at(findings, rate)
     styles = styles_of(findings.sweep.methods)
-    references = {m: runs[base] for m in runs if (base := baseline_of(m, findings.sweep.methods)) in runs and base != m}
+    references = references_at(findings, rate)
     drawing = Drawing(figsize=(WIDTH, HEIGHT))
     ratios = (1.25, 1) if references else (1,)
     panels = drawing.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
-    drawing.subplots_adjust(left=LEFT, right=1 - label_room(runs), top=0.92, bottom=0.1, hspace=0.13)
+    room = label_room([*(method.name for method in runs), UNIGRAM_ENTROPY])
+    drawing.subplots_adjust(left=LEFT, right=1 - room, top=0.92, bottom=0.1, hspace=0.13)
     _draw_losses(panels[0], runs, styles, theme)
     panels[0].set_title(f"Training loss at {quantities.rate(rate)}")
     if references:
@@ -61,7 +70,7 @@ def draw_gradient_norms(findings: Findings, rate: float, theme: Theme) -> Drawin
     styles = styles_of(findings.sweep.methods)
     drawing = Drawing(figsize=(WIDTH, HEIGHT))
     axes = drawing.subplots()
-    drawing.subplots_adjust(left=LEFT, right=1 - label_room(runs), top=0.92, bottom=0.1)
+    drawing.subplots_adjust(left=LEFT, right=1 - label_room(m.name for m in runs), top=0.92, bottom=0.1)
     axes.set_yscale("log")
     axes.set_title(f"Gradient norm at {quantities.rate(rate)}")
     axes.set_xlabel("step")
@@ -73,9 +82,9 @@ def draw_gradient_norms(findings: Findings, rate: float, theme: Theme) -> Drawin
             continue
         smooth = _exponential(smoothed(logarithm))
         _draw_curve(axes, _exponential(logarithm), smooth, styles[method], theme)
-        labels.append(Label(height=float(smooth.values[-1]), text=_name(run), style=styles[method]))
+        labels.append(label_of(styles[method], theme, height=float(smooth.values[-1]), text=_name(run)))
     axes.set_xlim(0, max((run.steps for run in runs.values()), default=1))
-    label_ends(axes, labels, theme)
+    label_ends(axes, labels)
     return drawing
 
 
@@ -91,14 +100,14 @@ def _draw_losses(
     _label_height(axes, "loss (nats)")
     for method, run in runs.items():
         _mark_verdict(axes, run, smooth[method], styles[method], theme)
+    labels = [
+        label_of(styles[method], theme, height=float(smooth[method].values[-1]), text=_name(run))
+        for method, run in runs.items()
+    ]
     if entropy is not None:
-        axes.axhline(entropy, color=theme.muted, linewidth=0.8, linestyle=(0, (1, 2)))
-        axes.annotate(
-            "unigram entropy", (0.99, entropy), xycoords=("axes fraction", "data"), xytext=(0, -3),
-            textcoords="offset points", ha="right", va="top", fontsize=8, color=theme.muted,
-        )  # fmt: skip
-    ends = [Label(height=float(smooth[m].values[-1]), text=_name(run), style=styles[m]) for m, run in runs.items()]
-    label_ends(axes, ends, theme)
+        axes.axhline(entropy, color=theme.muted, linewidth=0.9, linestyle=DOTTED)
+        labels.append(Label(height=entropy, text=UNIGRAM_ENTROPY, color=theme.muted, dash=DOTTED, width=0.9))
+    label_ends(axes, labels)
 
 
 def _draw_differences(
@@ -119,13 +128,13 @@ def _draw_differences(
         if not (run.diverged or reference.diverged):
             shown.extend(gap.values[gap.steps > 0.2 * run.steps])
             last = float(gap.values[-1])
-            labels.append(Label(height=last, text=quantities.signed(last, 3), style=styles[method]))
+            labels.append(label_of(styles[method], theme, height=last, text=quantities.signed(last, 3)))
     axes.axhline(0, color=theme.ink, linewidth=0.8)
     low, high = min(shown), max(shown)
     margin = 0.08 * (high - low) or 0.05
     axes.set_ylim(low - margin, high + margin)
     _label_height(axes, "loss − pre (nats)")
-    label_ends(axes, labels, theme)
+    label_ends(axes, labels)
 
 
 def _draw_curve(axes: Axes, raw: Curve | None, smooth: Curve, style: MethodStyle, theme: Theme) -> None:
@@ -141,20 +150,21 @@ def _mark_verdict(axes: Axes, run: RunResult, smooth: Curve, style: MethodStyle,
     """Mark where the run diverged and where it spiked, at the edge of the axes where that is outside them."""
     if run.verdict is None:
         return
-    diverged = [] if run.verdict.divergence_step is None else [run.verdict.divergence_step]
-    spiked = run.verdict.spikes if run.word == SPIKED else ()
-    for steps, marker in ((diverged, "X"), (spiked, "^")):
-        heights = np.clip(np.interp(steps, smooth.steps, smooth.values), *axes.get_ylim())
+    marks = [(step, "^") for step in run.verdict.spikes if run.word == SPIKED]
+    if run.verdict.divergence_step is not None:
+        marks.append((run.verdict.divergence_step, "X"))
+    for step, marker in marks:
+        height = np.clip(np.interp(step, smooth.steps, smooth.values), *axes.get_ylim())
         axes.plot(
-            steps, heights, linestyle="", marker=marker, markersize=7, color=style.color(theme),
-            markeredgecolor=theme.surface, markeredgewidth=0.8, clip_on=False, zorder=4,
+            step, height, marker=marker, markersize=7, color=style.color(theme), markeredgecolor=theme.surface,
+            markeredgewidth=0.8, clip_on=False, zorder=4,
         )  # fmt: skip
 
 
 def _label_height(axes: Axes, text: str) -> None:
     """Label the vertical axis at the figure's edge, whatever the width of its numbers."""
     axes.set_ylabel(text)
-    axes.yaxis.set_label_coords(0.032, 0.5, blended_transform_factory(axes.figure.transFigure, axes.transAxes))
+    axes.yaxis.set_label_coords(0.048, 0.5, blended_transform_factory(axes.figure.transFigure, axes.transAxes))
 
 
 def _loss_range(curves: Sequence[Curve], entropy: float | None) -> tuple[float, float]:
