@@ -118,12 +118,21 @@ def test_a_method_that_diverged_everywhere_says_so(tmp_path: Path) -> None:
 
 def test_the_terminal_shows_every_cell(findings: Findings) -> None:
     console = Console(width=220, file=io.StringIO(), color_system=None)
-    console.print(for_terminal(by_learning_rate(findings)), for_terminal(at_chosen_rates(findings)))
+    console.print(for_terminal(by_learning_rate(findings), 220), for_terminal(at_chosen_rates(findings), 220))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     for table in (by_learning_rate(findings), at_chosen_rates(findings)):
         for entry in (entry for group in table.groups for row in group.rows for entry in row):
             assert entry.text in shown and entry.detail in shown
             assert entry.pill is None or str(entry.pill) in shown
+
+
+def test_a_narrow_terminal_loses_whole_columns_and_says_which(findings: Findings) -> None:
+    table = by_learning_rate(findings)
+    console = Console(width=80, file=io.StringIO(), color_system=None)
+    console.print(for_terminal(table, 80))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, shown.splitlines())) <= 80 and "…" not in shown
+    assert table.columns[1].title in shown and "In the report besides" in shown and "Memory" in shown
 
 
 def test_markdown_rows_have_one_cell_a_column(findings: Findings) -> None:

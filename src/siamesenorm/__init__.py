@@ -4,9 +4,20 @@ The library: residual topologies (SiameseNorm first), normalisation operators, a
 needs torch alone. The laboratory (training, comparison, command line) is in the subpackages and the `lab` extra.
 """
 
-from siamesenorm.models.language import LanguageModel, LanguageModelConfig, build_language_model, language_model_config
-from siamesenorm.norms import Norm, available_norms, build_norm
-from siamesenorm.topologies import Materials, Topology, available_topologies, build_topology, register_topology
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from siamesenorm.models.language import (
+        LanguageModel,
+        LanguageModelConfig,
+        build_language_model,
+        language_model_config,
+    )
+    from siamesenorm.norms import Norm, available_norms, build_norm
+    from siamesenorm.topologies import Materials, Topology, available_topologies, build_topology, register_topology
 
 __version__ = "0.1.0"
 
@@ -24,3 +35,14 @@ __all__ = [
     "language_model_config",
     "register_topology",
 ]
+
+_MODULES = ("siamesenorm.models.language", "siamesenorm.norms", "siamesenorm.topologies")
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public names at the first use of one: the command line shows its help without loading torch."""
+    if name not in __all__:
+        raise AttributeError(f"module 'siamesenorm' has no attribute {name!r}")
+    for module in map(importlib.import_module, _MODULES):
+        globals().update({public: getattr(module, public) for public in __all__ if hasattr(module, public)})
+    return globals()[name]

@@ -5,14 +5,11 @@ Bad input ends with one line on standard error and exit code 2. A command's modu
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
-import re
 import sys
 from collections.abc import Sequence
-from typing import Any
 
+from siamesenorm.cli.parsing import parse
 from siamesenorm.errors import UserError, unknown
 
 COMMANDS = {
@@ -26,6 +23,7 @@ COMMANDS = {
     "explain": "show formula, diagram, cost and special cases of a topology",
     "sizes": "count parameters and FLOPs of every size",
 }
+LABORATORY = {"numpy", "tyro", "rich", "matplotlib", "tokenizers", "safetensors"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,6 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise unknown("command", name, COMMANDS)
         command = importlib.import_module(f"siamesenorm.cli.{name}")
         command.run(parse(command.Arguments, rest, name))
+    except SystemExit as exit:  # help was shown
+        return int(exit.code or 0)
+    except ModuleNotFoundError as error:
+        if error.name not in LABORATORY:
+            raise
+        print(f"siamesenorm: {error.name} is not installed: pip install 'siamesenorm[lab]'", file=sys.stderr)
+        return 2
     except UserError as error:
         print(f"siamesenorm: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -68,32 +73,3 @@ def usage() -> str:
             "siamesenorm COMMAND --help shows a command's options.",
         ]
     )
-
-
-def parse(kind: Any, arguments: Sequence[str], name: str) -> Any:
-    """Return the arguments of a command as its dataclass; raises UserError in one line where tyro prints a box."""
-    import tyro
-
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return tyro.cli(kind, args=arguments, prog=f"siamesenorm {name}")
-    except SystemExit as exit:
-        if exit.code == 0:
-            raise
-        raise UserError(f"{_first_message(said.getvalue())} (siamesenorm {name} --help shows the options)") from None
-
-
-def _first_message(box: str) -> str:
-    """Return what tyro's box says before its first rule, without the frame."""
-    lines: list[str] = []
-    for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines():
-        text = line.strip().strip("│").strip()
-        if text.startswith(("╭", "╰")):
-            continue
-        if set(text) <= {"─"}:
-            if lines:
-                break
-            continue
-        lines.append(text)
-    return re.sub(r"^Error parsing [^:]*: ", "", " ".join(lines)) or "bad arguments"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from siamesenorm.cli.report import show_report
 from siamesenorm.cli.sweep import run_sweep
 from siamesenorm.comparison.grid import Grid
 from siamesenorm.data import PrepareConfig, prepare, show_progress
@@ -43,10 +42,10 @@ def run(arguments: Arguments) -> None:
         model=ModelPlan(size="mini", dim=96, hidden=256),
         optimizer=OptimizerConfig(warmup_steps=40),
         steps=300,
-        batch_tokens=2048,
-        validation_every=100,
+        batch_tokens=1024,
+        validation_every=150,
         validation_tokens=16_384,
         execution=Execution(threads=1),
     )
-    run_sweep(GRID, plan, arguments.out / "sweep", arguments.jobs, command="siamesenorm demo")
-    show_report(arguments.out / "sweep", arguments.out / "report")
+    sweep, page = arguments.out / "sweep", arguments.out / "report"
+    run_sweep(GRID, plan, sweep, arguments.jobs, report=page, command="siamesenorm demo")

@@ -41,10 +41,10 @@ def run(arguments: Arguments) -> None:
     elif not arguments.name:
         topologies = {name: build_topology(name) for name in available_topologies()}
         if arguments.json:
-            print(json.dumps({name: topology.title for name, topology in topologies.items()}, indent=1))
+            print(json.dumps({name: topology.heading for name, topology in topologies.items()}, indent=1))
         else:
             width = max(map(len, topologies))
-            print("\n".join(f"{name:<{width}}  {t.title} ({t.paper})" for name, t in topologies.items()))
+            print("\n".join(f"{name:<{width}}  {t.heading}: {t.paper}" for name, t in topologies.items()))
     else:
         facts = describe(build_topology(arguments.name))
         print(json.dumps(facts, indent=1) if arguments.json else text(facts))
@@ -55,7 +55,7 @@ def describe(topology: Topology) -> dict[str, Any]:
     cost = topology.cost
     return {
         "name": topology_name(topology),
-        "title": topology.title,
+        "title": topology.heading,
         "paper": topology.paper,
         "summary": " ".join((topology.__doc__ or "").split("\n\n")[0].split()),
         "formula": textwrap.dedent(topology.formula),
@@ -135,7 +135,7 @@ def markdown() -> str:
         composes = "no" if topology.modulation_refusal else "yes"
         cost = f"{topology.cost.forward:g} + {topology.cost.backward:g}"
         sections.append(
-            f"| [`{name}`](#{name}) | {topology.title} | {', '.join(topology.stream_names)} | {cost} | {composes} |"
+            f"| [`{name}`](#{name}) | {topology.heading} | {', '.join(topology.stream_names)} | {cost} | {composes} |"
         )
     for name, topology in topologies.items():
         facts = describe(topology)

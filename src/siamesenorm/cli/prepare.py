@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from siamesenorm.data import PrepareConfig, prepare
+from siamesenorm.data import PrepareConfig, prepare, show_progress
 
 Arguments = PrepareConfig
 
 
 def run(arguments: PrepareConfig) -> None:
-    """Prepare the data and describe it."""
-    print(prepare(arguments).describe())
+    """Prepare the data, showing progress, and describe it."""
+    with show_progress() as report:
+        data = prepare(arguments, report)
+    print(data.describe())

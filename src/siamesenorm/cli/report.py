@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
+from rich.console import Console
 
+from siamesenorm.comparison.findings import find
+from siamesenorm.comparison.renderings import for_terminal
 from siamesenorm.comparison.report import write_report
+from siamesenorm.comparison.results import read_sweep
+from siamesenorm.comparison.tables import at_chosen_rates, by_learning_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,5 +35,8 @@ def run(arguments: Arguments) -> None:
 def show_report(sweep: Path, out: Path) -> None:
     """Write the report of a sweep, print its tables, and say where the page is."""
     paths = write_report(sweep, out)
-    print(paths.markdown.read_text())
+    findings = find(read_sweep(sweep))
+    console = Console() if sys.stdout.isatty() else Console(width=140)
+    for table in (by_learning_rate(findings), at_chosen_rates(findings)):
+        console.print(for_terminal(table, console.width))
     print(f"report: {paths.page}")

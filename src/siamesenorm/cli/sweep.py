@@ -8,6 +8,9 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from typing_extensions import Doc
 
 from siamesenorm.cli.recipes import recipe_arguments
 from siamesenorm.cli.report import show_report
@@ -15,7 +18,14 @@ from siamesenorm.comparison.console import SweepConsole
 from siamesenorm.comparison.grid import Grid
 from siamesenorm.comparison.sweep import SweepRun
 from siamesenorm.errors import UserError
-from siamesenorm.training.plan import RunPlan
+from siamesenorm.topologies import available_topologies
+from siamesenorm.training.config import RunConfig
+from siamesenorm.training.plan import ModelPlan, RunPlan
+
+Methods = Annotated[
+    tuple[str, ...],
+    Doc(f"What to compare, each in quotes if it holds a plus sign. Topologies: {', '.join(available_topologies())}."),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +35,7 @@ class Sweep(RunPlan):
     A method is a topology, and what differs after plus signs: "siamese", "pre + qkv", "dhc-2:streams=4 + seednorm".
     """
 
-    methods: tuple[str, ...] = ("pre", "post", "hybridnorm", "siamese-post-pre", "siamese")
-    """What to compare, each in quotes if it holds a plus sign."""
+    methods: Methods = ("pre", "post", "hybridnorm", "siamese-post-pre", "siamese")
     learning_rates: tuple[float, ...] = (2e-3, 8e-3, 3e-2)
     """Peak learning rates."""
     seeds: tuple[int, ...] = ()
@@ -34,7 +43,7 @@ class Sweep(RunPlan):
     reported: tuple[str, ...] = ()
     """Methods that run with the further seeds; all if not given."""
     control: bool = True
-    """Add Pre-Norm with QKV-norm where a method brings QKV-norm."""
+    """Add Pre-Norm with QKV-norm where a method has QKV-norm."""
     jobs: int = 0
     """Runs at a time; as many as cores (or GPUs) if 0."""
     out: Path = Path("runs/sweep")
@@ -54,25 +63,36 @@ def run(arguments: Sweep) -> None:
         reported=arguments.reported,
         control=arguments.control,
     )
-    if arguments.jobs < 0:
-        raise UserError(f"jobs is {arguments.jobs}: choose at least 1, or 0 for one a core")
-    run_sweep(grid, arguments, arguments.out, arguments.jobs, command=shlex.join(["siamesenorm", *sys.argv[1:]]))
-    show_report(arguments.out, arguments.out / "report")
+    command = shlex.join(["siamesenorm", *sys.argv[1:]])
+    run_sweep(grid, arguments, arguments.out, arguments.jobs, report=arguments.out / "report", command=command)
 
 
-def run_sweep(grid: Grid, plan: RunPlan, out: Path, jobs: int, *, command: str) -> None:
-    """Train a grid from a plan."""
-    threads = plan.execution.threads or 1
-    template = dataclasses.replace(
-        plan,
-        model=dataclasses.replace(plan.model, topology="pre"),
-        execution=dataclasses.replace(plan.execution, threads=threads),
-    )
-    jobs = jobs or _jobs_at_hand(plan.execution.device, threads)
+def run_sweep(grid: Grid, plan: RunPlan, out: Path, jobs: int, *, report: Path, command: str) -> None:
+    """Train a grid from a plan and show its report; raises UserError at the end when runs have failed."""
+    if jobs < 0:
+        raise UserError(f"jobs is {jobs}: choose at least 1, or 0 for one a core")
+    template = _template(plan)
+    jobs = jobs or _jobs_at_hand(plan.execution.device, template.execution.threads)
     with SweepConsole(out) as console:
-        SweepRun(
-            grid=grid, template=template.resolve(), directory=out, jobs=jobs, observer=console, command=command
-        ).run()
+        sweep = SweepRun(grid=grid, template=template, directory=out, jobs=jobs, observer=console, command=command)
+        sweep.run()
+    if len(sweep.failures) < len(sweep.planned):
+        show_report(out, report)
+    if sweep.failures:
+        name, error = next(iter(sweep.failures.items()))
+        raise UserError(f"{len(sweep.failures)} of {len(sweep.planned)} runs failed, such as {name}: {error}")
+
+
+def _template(plan: RunPlan) -> RunConfig:
+    """Return the run that all runs of a grid are made from; raises UserError for options that methods have."""
+    if plan.model.attention_norm != "auto":
+        value = plan.model.attention_norm
+        raise UserError(f"attention norm {value!r} for all methods: write it in the methods, as in 'pre + {value}'")
+    if plan.model.topology != ModelPlan().topology:
+        raise UserError(f"topology {plan.model.topology!r} for all methods: name topologies with --methods")
+    execution = dataclasses.replace(plan.execution, threads=plan.execution.threads or 1)
+    model = dataclasses.replace(plan.model, topology="pre")
+    return dataclasses.replace(plan, model=model, execution=execution).resolve()
 
 
 def _jobs_at_hand(device: str, threads: int) -> int:

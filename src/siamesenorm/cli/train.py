@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from siamesenorm.cli.recipes import recipe_arguments
 from siamesenorm.training.console import ConsoleObserver
+from siamesenorm.training.exact_json import encode_json
 from siamesenorm.training.loop import Observer, train
 from siamesenorm.training.plan import RunPlan
 from siamesenorm.training.trackers import build_trackers
@@ -36,4 +36,4 @@ def run(arguments: Train) -> None:
         verdict = train(config, directory, observers=observers)
     finally:
         console.close()
-    print(json.dumps(verdict.to_json()) if arguments.json else f"{directory}: {verdict.sentence()}")
+    print(encode_json(verdict.to_json()) if arguments.json else f"{directory}: {verdict.sentence()}")

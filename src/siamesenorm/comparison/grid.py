@@ -24,18 +24,21 @@ CONTROL = "pre + qkv"
 def read_method(text: str) -> dict[str, Any]:
     """Return the fields of a model that a method sets: topology, and norm or attention norm where it names them.
 
-    Raises UserError naming the nearest topology, norm or attention norm.
+    Raises UserError naming the nearest topology, norm or attention norm, and for two of a kind.
     """
     topology, *others = (part.strip() for part in text.split("+"))
     fields: dict[str, Any] = {"topology": build_topology(topology)}
     for part in others:
-        name = part.partition(":")[0]
-        if name in available_norms():
-            fields["norm"] = NormSpec.parse(part)
-        elif part in ATTENTION_NORMS or f"{part}-head" in ATTENTION_NORMS and part != "qk":
-            fields["attention_norm"] = part if part in ATTENTION_NORMS else f"{part}-head"
+        field: dict[str, Any]
+        if part.partition(":")[0] in available_norms():
+            field = {"norm": NormSpec.parse(part)}
+        elif part in (*ATTENTION_NORMS, "qkv"):
+            field = {"attention_norm": "qkv-head" if part == "qkv" else part}
         else:
             raise unknown("norm or attention norm", part, [*available_norms(), *ATTENTION_NORMS, "qkv"])
+        if fields.keys() & field.keys():
+            raise UserError(f"method {text!r} has two of a kind: write one norm and one attention norm at most")
+        fields |= field
     return fields
 
 
@@ -45,7 +48,7 @@ class Grid:
 
     Every method runs at every learning rate with `selection_seed`, which chooses the method's rate by held-out loss;
     at that rate it runs with the other `seeds`, on which it is reported. `reported` limits the second part to some
-    methods; empty means all. `control` adds Pre-Norm with QKV-norm where a method's topology brings QKV-norm.
+    methods; empty means all. `control` adds Pre-Norm with QKV-norm where a method has QKV-norm.
     """
 
     methods: tuple[str, ...]
@@ -56,7 +59,7 @@ class Grid:
     control: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse empty grids, unknown methods and learning rates that are not positive numbers."""
+        """Refuse empty grids, unknown methods, negative seeds and learning rates that are not positive numbers."""
         if not self.methods:
             raise UserError(f"no methods to compare: choose from {', '.join(available_topologies())}")
         if not self.learning_rates:
@@ -64,6 +67,9 @@ class Grid:
         for rate in self.learning_rates:
             if not (math.isfinite(rate) and rate > 0):
                 raise UserError(f"learning rate {rate} is not a positive number: write one such as 1e-3")
+        for seed in (self.selection_seed, *self.seeds):
+            if seed < 0:
+                raise UserError(f"seed {seed}: choose at least 0")
         for method in (*self.methods, *self.reported):
             read_method(method)
         for method in self.reported:
@@ -73,8 +79,8 @@ class Grid:
     @property
     def all_methods(self) -> tuple[str, ...]:
         """The methods, with the control row where one is due."""
-        brings_qkv = any(build_topology(m.split("+")[0].strip()).attention_norm == "qkv-head" for m in self.methods)
-        if not self.control or not brings_qkv or CONTROL in self.methods:
+        fields = [read_method(method) for method in self.methods]
+        if not self.control or not any(map(_normalises_values, fields)) or read_method(CONTROL) in fields:
             return self.methods
         place = self.methods.index("pre") + 1 if "pre" in self.methods else 0
         return (*self.methods[:place], CONTROL, *self.methods[place:])
@@ -99,6 +105,10 @@ class Grid:
     def to_json(self) -> dict[str, Any]:
         """Return the grid as JSON values."""
         return {key: list(v) if isinstance(v, tuple) else v for key, v in dataclasses.asdict(self).items()}
+
+
+def _normalises_values(fields: dict[str, Any]) -> bool:
+    return bool(fields.get("attention_norm", fields["topology"].attention_norm) == "qkv-head")
 
 
 def configure(template: RunConfig, method: str, rate: float, seed: int) -> RunConfig:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from rich import box
+from rich.cells import cell_len
+from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -20,18 +22,36 @@ TERMINAL_STYLES = {
 }
 
 
-def for_terminal(table: Table) -> RichTable:
-    """Write a table for `rich.console.Console.print`, one section a group."""
-    rendered = RichTable(title=table.title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
-    for column in table.columns:
-        rendered.add_column(column.title, justify="right" if column.numeric else "left")
+def for_terminal(table: Table, width: int = 120) -> Group:
+    """Write a table for `rich.console.Console.print`, a table of its own for each group.
+
+    Columns that do not fit the width are left out, the last ones first; a line says so.
+    """
+    columns = _columns_that_fit(table, width)
+    parts: list[RichTable | Text] = [Text(table.title, style="bold")]
     for group in table.groups:
-        if group.title:
-            rendered.add_section()
-            rendered.add_row(Text(group.title, style="bold cyan"))
+        rendered = RichTable(
+            title=group.title or None, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold cyan"
+        )
+        for column in table.columns[:columns]:
+            rendered.add_column(column.title, justify="right" if column.numeric else "left", no_wrap=True)
         for row in group.rows:
-            rendered.add_row(*(_terminal_text(entry) for entry in row))
-    return rendered
+            rendered.add_row(*(_terminal_text(entry) for entry in row[:columns]))
+        parts.append(rendered)
+    left_out = [column.title for column in table.columns[columns:]]
+    if left_out:
+        parts.append(Text(f"In the report besides: {', '.join(left_out)}.", style="dim"))
+    return Group(*parts)
+
+
+def _columns_that_fit(table: Table, width: int) -> int:
+    used = 2
+    for number, column in enumerate(table.columns):
+        cells = [_terminal_text(row[number]).plain for group in table.groups for row in group.rows]
+        used += 3 + max(cell_len(line) for text in (column.title, *cells) for line in text.split("\n"))
+        if used > width:
+            return max(1, number)
+    return len(table.columns)
 
 
 def for_markdown(table: Table) -> str:

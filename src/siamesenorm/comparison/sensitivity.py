@@ -35,12 +35,11 @@ def draw_sensitivity(findings: Findings, theme: Theme) -> Drawing:
     """Draw the held-out loss (nats) over the learning rate, the mean over the seeds that did not diverge."""
     rates = findings.sweep.learning_rates
     styles = styles_of(findings.sweep.methods)
-    drawing = Drawing(figsize=(WIDTH, grid_height(len(styles))))
+    height, crowded = grid_height(len(styles)), len(rates) > 4
+    drawing = Drawing(figsize=(WIDTH, height))
     axes = drawing.subplots()
-    crowded = len(rates) > 4
-    drawing.subplots_adjust(
-        left=0.15, right=1 - label_room(method.name for method in styles), top=0.91, bottom=0.175 if crowded else 0.12
-    )
+    right = 1 - label_room(method.name for method in styles)
+    drawing.subplots_adjust(left=0.15, right=right, top=1 - 0.36 / height, bottom=(0.72 if crowded else 0.5) / height)
     axes.set_xscale("log")
     axes.set_xlim(rates[0] / 1.3, rates[-1] * 1.3)
     band = _set_heights(axes, findings, theme)
@@ -72,9 +71,11 @@ def _set_heights(axes: Axes, findings: Findings, theme: Theme) -> float:
     top = high + BAND / (1 - BAND) * (high - low)
     axes.set_ylim(low, top)
     axes.axhspan(high, top, color=theme.fill, linewidth=0)
+    axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= high])
     axes.text(
-        0.015, 1 - BAND / 2, "diverged", transform=axes.transAxes, fontsize=8, color=theme.muted, va="center_baseline"
-    )
+        -0.02, 1 - BAND / 2, "diverged", transform=axes.transAxes, fontsize=7.5, color=theme.muted, ha="right",
+        va="center_baseline",
+    )  # fmt: skip
     return (high + top) / 2
 
 

@@ -17,9 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from siamesenorm.comparison.findings import choose_learning_rate
 from siamesenorm.comparison.grid import Grid
 from siamesenorm.comparison.results import read_sweep
+from siamesenorm.data import PreparedData
 from siamesenorm.data.storage import disk_errors_told, exclusive, write_atomically
 from siamesenorm.errors import UserError
 from siamesenorm.training.config import RunConfig
@@ -75,23 +78,21 @@ class SweepRun:
     failures: dict[str, str] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Train everything that is not finished yet.
+        """Train everything that is not finished yet; `failures` then names the runs that ended with an error.
 
-        Raises UserError when the directory holds something else, or, after all other runs, naming those that failed.
+        Raises UserError when the directory holds something else, and for methods that cannot be configured.
         """
+        selection = list(self.grid.selection_runs(self.template))
         with disk_errors_told(self.directory):
             self._require_sweep_directory()
             self.directory.mkdir(parents=True, exist_ok=True)
         with exclusive(self.directory / "lock"):
-            self._train(self.grid.selection_runs(self.template))
+            self._train(selection)
             self._train(self._reported_runs())
-        if self.failures:
-            name, error = next(iter(self.failures.items()))
-            raise UserError(f"{len(self.failures)} of {len(self.planned)} runs failed, such as {name}: {error}")
 
     def _reported_runs(self) -> Iterator[RunConfig]:
         """Yield the runs with further seeds at each method's chosen rate."""
-        if not self.grid.seeds:
+        if not self.grid.seeds or len(self.failures) == len(self.planned):
             return
         results = read_sweep(self.directory)
         method_of = {run.path.name: run.method for run in results.runs}
@@ -104,18 +105,22 @@ class SweepRun:
                 yield from self.grid.reported_runs(self.template, method, choice.learning_rate)
 
     def _train(self, configs: Iterable[RunConfig]) -> None:
-        jobs = [Job(config=c, directory=self.directory / "runs" / c.identity[:12]) for c in configs]
         known = {job.directory for job in self.planned}
-        jobs = [job for job in jobs if job.directory not in known]
+        named = {self.directory / "runs" / config.identity[:12]: config for config in configs}
+        jobs = [Job(config=named[path], directory=path) for path in named if path not in known]
+        if not jobs:
+            return
         self.planned += jobs
         self._write_plan()
         self.observer.planned(jobs)
         waiting = iter([job for job in jobs if job.verdict is None])
         running: dict[Job, subprocess.Popen[bytes]] = {}
+        places: dict[Job, int] = {}
         with _all_ended(running):
             while True:
                 for job in itertools.islice(waiting, self.jobs - len(running)):
-                    running[job] = _start(job)
+                    places[job] = min(set(range(self.jobs)) - {places[other] for other in running})
+                    running[job] = _start(job, places[job])
                 if not running:
                     return
                 time.sleep(POLL_SECONDS)
@@ -125,6 +130,8 @@ class SweepRun:
 
     def _end(self, job: Job, process: subprocess.Popen[bytes]) -> None:
         error = None
+        with process:  # closes its standard input
+            process.wait()
         if process.returncode:
             lines = (job.directory / "log.txt").read_text(errors="replace").strip().splitlines()
             error = lines[-1] if lines else f"exit code {process.returncode}"
@@ -140,11 +147,15 @@ class SweepRun:
         ):
             raise UserError(f"{path} exists and is not the directory of a sweep: choose another directory")
 
+    def _describe_data(self) -> dict[str, Any]:
+        manifest = PreparedData.open(self.template.data_path).manifest
+        return {"digest": manifest.digest, "source": manifest.source, "tokenizer": manifest.tokenizer.name}
+
     def _write_plan(self) -> None:
         plan: dict[str, Any] = {
             "schema": 1,
             "command": self.command,
-            "data": {"path": str(self.template.data_path), "digest": self.template.data_digest},
+            "data": self._describe_data(),
             "grid": self.grid.to_json(),
             "runs": [str(job.directory.relative_to(self.directory)) for job in self.planned],
         }
@@ -154,16 +165,26 @@ class SweepRun:
                 RunDirectory(job.directory).prepare(job.config)
 
 
-def _start(job: Job) -> subprocess.Popen[bytes]:
+def _start(job: Job, place: int) -> subprocess.Popen[bytes]:
     threads = str(job.config.execution.threads or 1)
+    environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    if job.config.execution.device == "cuda":
+        environment |= _own_gpu(place)
     with open(job.directory / "log.txt", "wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "siamesenorm.training.worker", str(job.directory)],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+            env=environment,
         )
+
+
+def _own_gpu(place: int) -> dict[str, str]:
+    """Return the variable that shows one GPU to the worker at a place: its own, until there are more workers."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    return {"CUDA_VISIBLE_DEVICES": gpus[place % len(gpus)]} if gpus else {}
 
 
 @contextmanager
@@ -175,4 +196,5 @@ def _all_ended(running: dict[Job, subprocess.Popen[bytes]]) -> Iterator[None]:
         for process in running.values():
             process.terminate()
         for process in running.values():
-            process.wait()
+            with process:
+                process.wait()

@@ -169,9 +169,9 @@ def _label_height(axes: Axes, text: str) -> None:
 
 def _loss_range(curves: Sequence[Curve], entropy: float | None) -> tuple[float, float]:
     """Return the axis that shows the curves from a tenth of the steps on, and the unigram entropy."""
-    low = min(float(curve.values.min()) for curve in curves)
-    tops = [float(curve.values[int(0.1 * len(curve.values)) :].max()) for curve in curves]
-    high = max([*tops, *([] if entropy is None else [entropy])])
+    known = [] if entropy is None else [entropy]
+    low = min([*(float(curve.values.min()) for curve in curves), *known])
+    high = max([*(float(curve.values[int(0.1 * len(curve.values)) :].max()) for curve in curves), *known])
     return low - 0.05 * (high - low), high + 0.16 * (high - low)
 
 

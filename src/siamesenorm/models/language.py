@@ -195,7 +195,8 @@ class LanguageModel(nn.Module):
         self.config = config
         materials, shape = config.materials(), config.attention_shape
         places = transformer_places(config.depth)
-        self.embedding = nn.Embedding(config.vocabulary, config.dim)
+        # Not nn.Embedding(...), whose own draw imports the compiler on the meta device: over a second.
+        self.embedding = nn.Embedding.from_pretrained(torch.empty(config.vocabulary, config.dim), freeze=False)
         self.embedding_scale: nn.Module = EmbeddingScale(config.dim) if _scales_embedding(config) else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
         self.opening = config.topology.opening(materials)

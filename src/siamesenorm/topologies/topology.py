@@ -177,6 +177,13 @@ class Topology:
         check_options(self)
 
     @property
+    def heading(self) -> str:
+        """The title, with the options in which a variant differs from its family's defaults."""
+        given = {option.name: getattr(self, option.name) for option in fields(self)}
+        differing = [f"{o.name}={given[o.name]}" for o in fields(self) if given[o.name] != o.default]
+        return f"{self.title} ({', '.join(differing)})" if differing else self.title
+
+    @property
     def stream_names(self) -> tuple[str, ...]:
         """Names of the streams, in order."""
         return ("residual",)

@@ -23,6 +23,7 @@ from siamesenorm.training.verdict import Thresholds
 SCHEMA = 1
 Decay = Literal["declared", "all-but-embeddings"]
 Precision = Literal["float32", "bfloat16"]
+Tracker = Literal["tensorboard", "wandb"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,17 +89,20 @@ class Execution:
     threads: int = 0
     """Threads of one process on the CPU; 0 leaves it to torch."""
     checkpoint_every: int = 100
-    """Steps between checkpoints; one is written at the end too."""
+    """Steps between checkpoints; one is written at the last step too."""
     keep_checkpoints: int = 2
     """How many checkpoints to keep."""
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    trackers: tuple[Tracker, ...] = ()
     """Mirrors of the record (the `track` extra); metrics.jsonl stays the record."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers below their least."""
+        """Refuse numbers below their least and trackers that do not exist."""
         for name, least in (("threads", 0), ("checkpoint_every", 1), ("keep_checkpoints", 1)):
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}: choose at least {least}")
+        for tracker in self.trackers:
+            if tracker not in get_args(Tracker):
+                raise unknown("tracker", tracker, get_args(Tracker))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +135,9 @@ class RunConfig:
         for name in ("steps", "batch_tokens", "validation_every", "validation_tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: choose at least 1")
+        for name in ("seed", "micro_batch_tokens"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} is {getattr(self, name)}: choose at least 0")
         if self.precision not in get_args(Precision):
             raise unknown("precision", self.precision, get_args(Precision))
         if self.batch_tokens % self.model.context:
@@ -189,7 +196,7 @@ class RunConfig:
                     "execution": Execution(**execution),
                 }
             )
-        except (KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError) as error:
             raise UserError(f"this is not the configuration of a run: {error}") from error
 
     @property

@@ -20,7 +20,7 @@ class LanguageTask:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.device = torch.device(config.execution.device)
+        self.device = _device(config.execution.device)
         self.data = PreparedData.open(config.data_path)
         if self.data.digest != config.data_digest:
             raise UserError(
@@ -72,6 +72,16 @@ class LanguageTask:
             documents = torch.from_numpy(document_ids(batch[:, :-1].numpy(), self.data.end_of_text)).to(self.device)
         logits, losses = model(batch[:, :-1].to(self.device), documents=documents)
         return logits, losses
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    # Which of them it is depends on how torch was built.
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise UserError(f"device {name!r} is not at hand here: choose cpu, or a device that torch finds") from error
+    return device
 
 
 def _cross_entropy(logits: Tensor, batch: Tensor, reduction: str) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import resource
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,8 +54,9 @@ class Observer(Protocol):
 class _Interrupted:
     """How far an earlier process came."""
 
-    step: int
-    seconds: float
+    step: int = 0
+    seconds: float = 0.0
+    passed_over: tuple[str, ...] = ()
 
 
 def train(
@@ -63,14 +65,16 @@ def train(
     """Train the run of `config` in `directory`, or go on with it, and return its verdict.
 
     A finished run is not trained again. `at_stage` is called with the stages of writing checkpoints. Raises UserError
-    when the directory belongs to another configuration, for data that do not fit, and on a full disk.
+    when the directory belongs to another configuration, for data that do not fit, and on a full disk; what cannot be
+    trained leaves no directory behind.
     """
     run = RunDirectory(directory)
+    finished = run.verdict_of(config)
+    if finished is not None:
+        return finished
+    loop = TrainingLoop(config, run, observers, at_stage)
     with run.claimed(config):
-        finished = run.read_verdict()
-        if finished is not None:
-            return finished
-        return TrainingLoop(config, run, observers, at_stage).run()
+        return run.read_verdict() or loop.run()
 
 
 class TrainingLoop:
@@ -104,6 +108,7 @@ class TrainingLoop:
         with MetricsLog(self.run_directory.metrics_file) as self.log:
             before = self._resume()
             self._tell(lambda observer: observer.started(self.config, before.step))
+            self._tell(lambda observer: [observer.told(line) for line in before.passed_over])
             self.clock = time.perf_counter() - before.seconds
             if before.step == 0:
                 self._record({"kind": "model", **self._introduction()})
@@ -188,10 +193,7 @@ class TrainingLoop:
         checkpoint = load_checkpoint(self.run_directory.checkpoints)
         if checkpoint is None:
             self.log.truncate(0)
-            return _Interrupted(step=0, seconds=0.0)
-        for observer in self.observers:
-            for line in checkpoint.skipped:
-                observer.told(line)
+            return _Interrupted()
         self.model.load_state_dict(checkpoint.tensors["model"])
         restore_optimizer(
             self.optimizer,
@@ -204,7 +206,7 @@ class TrainingLoop:
         for record in read_metrics(self.run_directory.metrics_file):
             if record["kind"] == "train":
                 self.watch.observe(record["loss"], record["gradient_norm"])
-        return _Interrupted(step=checkpoint.step, seconds=checkpoint.state["seconds"])
+        return _Interrupted(step=checkpoint.step, seconds=checkpoint.state["seconds"], passed_over=checkpoint.skipped)
 
     def _gives_up(self) -> bool:
         return self.config.stop_early and self.watch.should_stop
@@ -224,7 +226,7 @@ class TrainingLoop:
         self.log.append(record)
         self._tell(lambda observer: observer.recorded(record))
 
-    def _tell(self, message: Callable[[Observer], None]) -> None:
+    def _tell(self, message: Callable[[Observer], object]) -> None:
         for observer in self.observers:
             message(observer)
 
@@ -233,4 +235,5 @@ def _peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory held: of the accelerator, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

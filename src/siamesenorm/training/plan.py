@@ -5,25 +5,41 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from typing_extensions import Doc
 
 from siamesenorm.data import PreparedData
+from siamesenorm.models.initialisation import Initialisation
 from siamesenorm.models.language import LanguageModelConfig, language_model_config
-from siamesenorm.models.sizes import size_fields
+from siamesenorm.models.sizes import SIZES, size_fields
+from siamesenorm.norms import available_norms
+from siamesenorm.sublayers.mlp import Activation
+from siamesenorm.topologies import AttentionNorm, available_topologies
 from siamesenorm.training.config import Execution, OptimizerConfig, Precision, RunConfig
+
+# The help of a command lists what the registries hold.
+SizeName = Annotated[str, Doc(f"Named size: {', '.join(SIZES)}.")]
+TopologyName = Annotated[
+    str, Doc(f"Topology, with options as in dhc-2:streams=4: {', '.join(available_topologies())}.")
+]
+NormName = Annotated[
+    str | None,
+    Doc(
+        f"Operator, with options as in seednorm:heads=4: {', '.join(available_norms())}; "
+        "rmsnorm unless the size says otherwise."
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
     """A size, and what to change in it; None keeps what the size says."""
 
-    size: str = "mini"
-    """Named size: nano, mini, small, 390m-l10, 390m-l17, 390m-l33, 390m-l80, olmo-1.3b, olmo2-1b."""
-    topology: str = "siamese"
-    """Topology by name, with options as in dhc-2:streams=4; `siamesenorm explain` lists them."""
-    norm: str | None = None
-    """Operator by name, with options as in seednorm:heads=4; rmsnorm unless the size says otherwise."""
-    attention_norm: Literal["auto", "none", "qk", "qk-head", "qkv-head"] = "auto"
+    size: SizeName = "mini"
+    topology: TopologyName = "siamese"
+    norm: NormName = None
+    attention_norm: AttentionNorm = "auto"
     """Norm inside the attention; auto is what the topology needs, else whole-width QK-norm."""
     depth: int | None = None
     """Number of blocks."""
@@ -39,9 +55,9 @@ class ModelPlan:
     """Tokens of a sequence."""
     vocabulary: int | None = None
     """Number of token ids; that of the data unless the size has one."""
-    activation: Literal["swiglu", "gelu"] | None = None
+    activation: Activation | None = None
     """Kind of MLP."""
-    initialisation: Literal["mitchell", "normal", "megatron"] | None = None
+    initialisation: Initialisation | None = None
     """Distribution of the initial weights."""
     tied: bool | None = None
     """Whether the head shares the embedding's weights."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,9 @@ class RunDirectory:
     def claimed(self, config: RunConfig) -> Iterator[None]:
         """Make the directory this configuration's and keep other processes out while it is open."""
         self.prepare(config)
-        with exclusive(self.path / LOCK_FILE):
+        with ExitStack() as held:
+            with disk_errors_told(self.path):
+                held.enter_context(exclusive(self.path / LOCK_FILE))
             self._write(self.environment_file, describe_environment())
             yield
 
@@ -50,15 +51,24 @@ class RunDirectory:
     def read_config(self) -> RunConfig:
         """Return the configuration; raises UserError when there is none that can be read."""
         try:
-            return RunConfig.from_json(json.loads(self.config_file.read_text()))
+            return RunConfig.from_json(decode_json(self.config_file.read_bytes()))
         except (OSError, ValueError) as error:
             raise UserError(f"{self.path} is not the directory of a run: {error}") from error
 
     def read_verdict(self) -> Verdict | None:
-        """Return the verdict of a finished run, or None."""
+        """Return the verdict of a finished run, or None; raises UserError when it is damaged."""
         if not self.verdict_file.is_file():
             return None
-        return Verdict.from_json(decode_json(self.verdict_file.read_text()))
+        try:
+            return Verdict.from_json(decode_json(self.verdict_file.read_bytes()))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.verdict_file} cannot be read ({error}): remove it and train again") from error
+
+    def verdict_of(self, config: RunConfig) -> Verdict | None:
+        """Return the verdict if the run of this configuration is finished; raises as `prepare`, and writes nothing."""
+        with disk_errors_told(self.path):
+            self._require_same(config)
+        return self.read_verdict()
 
     def write_verdict(self, verdict: Verdict) -> None:
         """Write the verdict, which marks the run as finished."""

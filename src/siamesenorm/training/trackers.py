@@ -19,11 +19,12 @@ class TensorBoardTracker:
     """Writes the numbers of every step as TensorBoard events."""
 
     def __init__(self, config: RunConfig, directory: Path) -> None:
-        module = _import("torch.utils.tensorboard", "tensorboard")
-        self.writer = module.SummaryWriter(str(directory / "tensorboard"))
+        self.module = _import("torch.utils.tensorboard", "tensorboard")
+        self.directory = directory
 
     def started(self, config: RunConfig, step: int) -> None:
-        """Nothing to say."""
+        """Open the file, without what an interrupted process wrote of the steps that come again."""
+        self.writer = self.module.SummaryWriter(str(self.directory / "tensorboard"), purge_step=step + 1)
 
     def recorded(self, record: dict[str, Any]) -> None:
         """Write the numbers of a record."""
@@ -45,18 +46,19 @@ class WandbTracker:
     """Mirrors the numbers of every step to Weights & Biases; a resumed run goes on under its name."""
 
     def __init__(self, config: RunConfig, directory: Path) -> None:
-        module = _import("wandb", "wandb")
-        self.run = module.init(
+        self.module = _import("wandb", "wandb")
+        self.directory = directory
+
+    def started(self, config: RunConfig, step: int) -> None:
+        """Open the run, new or to go on."""
+        self.run = self.module.init(
             project="siamesenorm",
             id=config.identity[:12],
             name=config.model.label,
             config=config.to_json(),
-            dir=str(directory),
+            dir=str(self.directory),
             resume="allow",
         )
-
-    def started(self, config: RunConfig, step: int) -> None:
-        """Nothing to say."""
 
     def recorded(self, record: dict[str, Any]) -> None:
         """Log the numbers of a record."""
