@@ -196,7 +196,7 @@ def only_torch(tmp_path: Path) -> Path:
 
 
 def test_the_library_works_where_nothing_but_torch_is_installed(only_torch: Path) -> None:
-    modules = run_python(ONLY_TORCH.format(directory=str(only_torch)), "-S").split()
+    modules = run_python(ONLY_TORCH.format(directory=str(only_torch)), "-E", "-S").split()
     tops = {name.partition(".")[0] for name in modules}
     absent = {"numpy", "tyro", "rich", "matplotlib", "tokenizers", "safetensors", "pyarrow", "transformers", "timm"}
     assert not absent & {*tops, *(path.name for path in only_torch.iterdir())}

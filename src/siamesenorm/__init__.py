@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from siamesenorm.interop.swap_norms import swap_norms
     from siamesenorm.models.language import (
         LanguageModel,
         LanguageModelConfig,
@@ -17,7 +18,14 @@ if TYPE_CHECKING:
         language_model_config,
     )
     from siamesenorm.norms import Norm, available_norms, build_norm
-    from siamesenorm.topologies import Materials, Topology, available_topologies, build_topology, register_topology
+    from siamesenorm.topologies import (
+        Materials,
+        Topology,
+        available_topologies,
+        build_topology,
+        register_topology,
+        transformer_places,
+    )
 
 __version__ = "0.1.0"
 
@@ -34,9 +42,16 @@ __all__ = [
     "build_topology",
     "language_model_config",
     "register_topology",
+    "swap_norms",
+    "transformer_places",
 ]
 
-_MODULES = ("siamesenorm.models.language", "siamesenorm.norms", "siamesenorm.topologies")
+_MODULES = (
+    "siamesenorm.models.language",
+    "siamesenorm.norms",
+    "siamesenorm.topologies",
+    "siamesenorm.interop.swap_norms",
+)
 
 
 def __getattr__(name: str) -> Any:

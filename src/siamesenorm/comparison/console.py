@@ -112,7 +112,9 @@ class SweepConsole:
             table.add_row(method, *cells)
         done = sum(self._steps_done(job) for job in self.jobs)
         total = sum(job.config.steps for job in self.jobs)
-        return Group(table, ProgressBar(total=max(total, 1), completed=done, width=60), Text(self._time_left()))
+        status = Table.grid(padding=(0, 2))
+        status.add_row(ProgressBar(total=max(total, 1), completed=done, width=48), Text(self._time_left()))
+        return Group(table, status)
 
     def _cell(self, jobs: list[Job], running: list[Job]) -> Text:
         """Show the running job of a cell, else the last one that ended, and how many have."""
@@ -133,12 +135,15 @@ class SweepConsole:
     def _time_left(self) -> str:
         done = sum(self.progress[job].step for job in self.jobs) - self.steps_before
         left = sum(job.config.steps - self._steps_done(job) for job in self.jobs)
+        passed = time.monotonic() - self.begin
         if not left:
-            return f"{time.monotonic() - self.begin:.0f} s"
+            return f"{passed:.0f} s"
         if not done:
             return "time left: measuring"
-        seconds = left * (time.monotonic() - self.begin) / done
-        return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
+        rate = done * self.jobs[0].config.batch_tokens / passed
+        seconds = left * passed / done
+        told = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+        return f"{rate:,.0f} tokens/s, about {told} left"
 
     def _print(self, line: str) -> None:
         if self.live is None:

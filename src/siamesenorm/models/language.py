@@ -196,7 +196,8 @@ class LanguageModel(nn.Module):
         materials, shape = config.materials(), config.attention_shape
         places = transformer_places(config.depth)
         # Not nn.Embedding(...), whose own draw imports the compiler on the meta device: over a second.
-        self.embedding = nn.Embedding.from_pretrained(torch.empty(config.vocabulary, config.dim), freeze=False)
+        table = torch.empty(config.vocabulary, config.dim)
+        self.embedding: nn.Embedding = nn.Embedding.from_pretrained(table, freeze=False)  # type: ignore[no-untyped-call]
         self.embedding_scale: nn.Module = EmbeddingScale(config.dim) if _scales_embedding(config) else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
         self.opening = config.topology.opening(materials)

@@ -108,7 +108,9 @@ class TrainingLoop:
         with MetricsLog(self.run_directory.metrics_file) as self.log:
             before = self._resume()
             self._tell(lambda observer: observer.started(self.config, before.step))
-            self._tell(lambda observer: [observer.told(line) for line in before.passed_over])
+            for observer in self.observers:
+                for line in before.passed_over:
+                    observer.told(line)
             self.clock = time.perf_counter() - before.seconds
             if before.step == 0:
                 self._record({"kind": "model", **self._introduction()})
@@ -226,7 +228,7 @@ class TrainingLoop:
         self.log.append(record)
         self._tell(lambda observer: observer.recorded(record))
 
-    def _tell(self, message: Callable[[Observer], object]) -> None:
+    def _tell(self, message: Callable[[Observer], None]) -> None:
         for observer in self.observers:
             message(observer)
 

@@ -1,0 +1,191 @@
+"""A driver of `test_resume.py`: one process imports torch and forks a child for every life of a run.
+
+It does no torch work itself, so a fork copies neither threads nor a used autograd engine. `killed_training.py DATA OUT`
+leaves three runs in OUT (never interrupted, killed twenty times, its newest checkpoint damaged) and prints how every
+life ended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # AdamW imports it, in every child if not here
+
+from siamesenorm.training import loop, run_directory
+from siamesenorm.training.checkpoint import STAGES
+from siamesenorm.training.config import RunConfig
+from siamesenorm.training.language import LanguageTask
+from siamesenorm.training.loop import train
+from siamesenorm.training.metrics import MetricsLog
+from training_runs import tiny_run
+
+STEPS, CHECKPOINT_EVERY, VALIDATION_EVERY = 64, 4, 6
+
+
+def configuration(data: Path) -> RunConfig:
+    return tiny_run(
+        data,
+        model={"topology": "siamese", "dropout": 0.2},
+        steps=STEPS,
+        micro_batch_tokens=32,
+        validation_every=VALIDATION_EVERY,
+        execution={"checkpoint_every": CHECKPOINT_EVERY, "keep_checkpoints": STEPS},
+    )
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Mourner:
+    """An observer that dies when it is told of a moment, and writes down what people are told."""
+
+    def __init__(self, lines: Path, **moment: Any) -> None:
+        self.lines, self.moment = lines, moment
+
+    def started(self, config: RunConfig, step: int) -> None:
+        if self.moment.get("kind") == "start":
+            die()
+
+    def recorded(self, record: dict[str, Any]) -> None:
+        if self.moment.items() <= record.items():
+            die()
+
+    def told(self, line: str) -> None:
+        with open(self.lines, "a") as file:
+            file.write(f"{line}\n")
+
+    def ended(self, verdict: object) -> None: ...
+
+
+def replaced(owner: Any, name: str, *, after: bool, when: Callable[..., bool] = lambda *_, **__: True) -> None:
+    """Die on the way into a function, or out of it, at the call that is meant."""
+    function = getattr(owner, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        meant = when(*arguments, **options)
+        if meant and not after:
+            die()
+        result = function(*arguments, **options)
+        if meant:
+            die()
+        return result
+
+    setattr(owner, name, call)
+
+
+def nth(number: int) -> Callable[..., bool]:
+    calls = count(1)
+    return lambda *_, **__: next(calls) == number
+
+
+def half_a_line(log: MetricsLog, record: dict[str, Any]) -> None:
+    """Write what a process leaves that dies while the record of step 43 is written."""
+    if record.get("step") != 43:
+        return whole_append(log, record)
+    log._file.write(b'{"kind": "train", "step": 43, "lo')
+    die()
+
+
+whole_append = MetricsLog.append
+
+
+def at_stage(stage: str) -> dict[str, Any]:
+    """Die at a stage of the first checkpoint that this life writes."""
+    return {"at_stage": lambda reached: die() if reached == stage else None}
+
+
+def setup(*arguments: Any, **options: Any) -> dict[str, Any]:
+    return {"setup": lambda: replaced(*arguments, **options)}
+
+
+def config_written(path: Path, content: bytes) -> bool:
+    return path.name == "config.json"
+
+
+def verdict_written(path: Path, content: bytes) -> bool:
+    return path.name == "verdict.json"
+
+
+# In the order of the run. A life that dies at a stage before "renamed" loses its steps since the last checkpoint.
+LIVES: dict[str, dict[str, Any]] = {
+    "between the directory and its configuration": setup(
+        run_directory, "write_atomically", after=False, when=config_written
+    ),
+    "before the environment is written": setup(run_directory, "describe_environment", after=False),
+    "before the first record": {"moment": {"kind": "start"}},
+    "after the first record": {"moment": {"kind": "model"}},
+    "after the record of step 1": {"moment": {"kind": "train", "step": 1}},
+    "stage begin": at_stage("begin"),
+    "stage partial-made": at_stage("partial-made"),
+    "stage model-half-written": at_stage("model-half-written"),
+    "in the middle of the second backward pass of a step": setup(torch.Tensor, "backward", after=True, when=nth(4)),
+    "stage model-written": at_stage("model-written"),
+    "stage renamed": at_stage("renamed"),
+    "before an update": setup(torch.optim.AdamW, "step", after=False, when=nth(6)),
+    "stage optimizer-half-written": at_stage("optimizer-half-written"),
+    "stage pruned": at_stage("pruned"),
+    "between an update and its record": setup(torch.optim.AdamW, "step", after=True, when=nth(7)),
+    "during an evaluation": setup(LanguageTask, "_forward", after=True, when=lambda task, model, batch: not model.training),
+    "after an evaluation, before its checkpoint": {"moment": {"kind": "validation", "step": 36}},
+    "stage optimizer-written": at_stage("optimizer-written"),
+    "stage state-written": at_stage("state-written"),
+    "stage manifest-written": at_stage("manifest-written"),
+    "in the middle of a line of the record": {"setup": lambda: setattr(MetricsLog, "append", half_a_line)},
+    "after the record of a step that is checkpointed": {"moment": {"kind": "train", "step": 48}},
+    "after the end, before the verdict": {"moment": {"kind": "end"}},
+    "while the verdict is written": setup(run_directory, "write_atomically", after=False, when=verdict_written),
+}  # fmt: skip
+
+
+def live(config: RunConfig, run: Path, life: dict[str, Any] | None = None) -> int:
+    """Train in a child; returns how it ended: its exit code, or minus the signal."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            life = life or {}
+            life.get("setup", lambda: None)()
+            mourner = Mourner(run.with_suffix(".told"), **life.get("moment", {"kind": None}))
+            train(config, run, observers=(mourner,), at_stage=life.get("at_stage"))
+            code = 0
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def damage_newest(run: Path) -> str:
+    newest = max((run / "checkpoints").iterdir())
+    content = bytearray((newest / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (newest / "model.safetensors").write_bytes(content)
+    return newest.name
+
+
+def main(data: Path, out: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    config = configuration(data)
+    ended: dict[str, Any] = {"whole": live(config, out / "whole")}
+    ended["lives"] = {name: live(config, out / "killed", life) for name, life in LIVES.items()}
+    ended["last life"] = live(config, out / "killed")
+
+    shorter = dataclasses.replace(config, steps=STEPS)
+    ended["before damage"] = live(shorter, out / "damaged", {"moment": {"kind": "train", "step": 31}})
+    ended["damaged"] = damage_newest(out / "damaged")
+    ended["after damage"] = live(shorter, out / "damaged")
+    return ended
+
+
+if __name__ == "__main__":
+    assert set(STAGES) == {name.removeprefix("stage ") for name in LIVES if name.startswith("stage ")}
+    print(json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]))))

@@ -1,0 +1,87 @@
+"""Tiny prepared data and tiny runs: what the tests of training, resuming, sweeps and the command line share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from siamesenorm.data import Manifest, Split, TokenizerEntry
+from siamesenorm.training.config import Execution, OptimizerConfig, RunConfig
+from siamesenorm.training.metrics import read_metrics, strip_time
+from siamesenorm.training.plan import ModelPlan, RunPlan
+
+VOCABULARY, END_OF_TEXT, CONTEXT = 17, 16, 16
+TINY = ModelPlan(size="nano", depth=2, dim=16, heads=2, hidden=32, context=CONTEXT)
+
+
+def structured_tokens(count: int, seed: int) -> np.ndarray:
+    """Return documents of about 40 ids that count upwards modulo 16, with one id in eight replaced by chance."""
+    generator = np.random.default_rng(seed)
+    ids = (np.arange(count) + generator.integers(16)) % 16
+    surprises = generator.random(count) < 1 / 8
+    ids[surprises] = generator.integers(16, size=int(surprises.sum()))
+    ids[generator.random(count) < 1 / 40] = END_OF_TEXT
+    ids[-1] = END_OF_TEXT
+    return ids.astype("<u2")
+
+
+def write_data(path: Path, *, train: int = 4000, validation: int = 500, seed: int = 0) -> Path:
+    """Write prepared data as the contract says; the manifest comes from counting, not from the preparation."""
+    path.mkdir(parents=True)
+    splits = {}
+    for name, count in (("train", train), ("validation", validation)):
+        ids = structured_tokens(count, seed + len(name))
+        (path / f"{name}.bin").write_bytes(ids.tobytes())
+        documents = int((ids == END_OF_TEXT).sum())
+        splits[name] = Split(
+            file=f"{name}.bin", tokens=count, documents=documents, bytes=count - documents,
+            sha256=hashlib.sha256(ids.tobytes()).hexdigest(),
+        )  # fmt: skip
+    shares = np.bincount(structured_tokens(train, seed + len("train"))) / train
+    manifest = Manifest(
+        source="counting",
+        tokenizer=TokenizerEntry(kind="bytes", name="bytes", vocabulary=VOCABULARY, end_of_text=END_OF_TEXT),
+        dtype="uint16",
+        splits=splits,
+        unigram_entropy=float(-(shares * np.log(shares, where=shares > 0, out=np.zeros_like(shares))).sum()),
+    )
+    (path / "manifest.json").write_bytes(manifest.to_json())
+    return path
+
+
+def tiny_plan(data: Path, **changes: Any) -> RunPlan:
+    """Return a run of some seconds' parts; `model`, `optimizer` and `execution` are dicts of further changes."""
+    model = ModelPlan(**{**_fields(TINY), **changes.pop("model", {})})
+    optimizer = OptimizerConfig(**{"learning_rate": 1e-2, "warmup_steps": 4, **changes.pop("optimizer", {})})
+    execution = Execution(**{"checkpoint_every": 10, "threads": 1, **changes.pop("execution", {})})
+    defaults = {"steps": 20, "batch_tokens": 4 * CONTEXT, "validation_every": 10, "validation_tokens": 128}
+    return RunPlan(data=data, model=model, optimizer=optimizer, execution=execution, **{**defaults, **changes})
+
+
+def tiny_run(data: Path, **changes: Any) -> RunConfig:
+    """Return the configuration of `tiny_plan`."""
+    return tiny_plan(data, **changes).resolve()
+
+
+def records(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """Return the records of a run without their time fields."""
+    kept = [strip_time(record) for record in read_metrics(run / "metrics.jsonl")]
+    return [record for record in kept if kind in (None, record["kind"])]
+
+
+def losses(run: Path) -> list[float]:
+    """Return the training losses of a run."""
+    return [record["loss"] for record in records(run, "train")]
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Change fields of a JSON object in a file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def _fields(plan: ModelPlan) -> dict[str, Any]:
+    return {name: getattr(plan, name) for name in plan.__dataclass_fields__}
