@@ -7,7 +7,6 @@ life ended.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 import torch._dynamo  # AdamW imports it, in every child if not here
 
-from siamesenorm.training import loop, run_directory
+from siamesenorm.training import run_directory
 from siamesenorm.training.checkpoint import STAGES
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.language import LanguageTask
@@ -28,7 +27,7 @@ from siamesenorm.training.loop import train
 from siamesenorm.training.metrics import MetricsLog
 from training_runs import tiny_run
 
-STEPS, CHECKPOINT_EVERY, VALIDATION_EVERY = 64, 4, 6
+STEPS, CHECKPOINT_EVERY, VALIDATION_EVERY = 40, 3, 5
 
 
 def configuration(data: Path) -> RunConfig:
@@ -89,10 +88,10 @@ def nth(number: int) -> Callable[..., bool]:
 
 
 def half_a_line(log: MetricsLog, record: dict[str, Any]) -> None:
-    """Write what a process leaves that dies while the record of step 43 is written."""
-    if record.get("step") != 43:
+    """Write what a process leaves that dies while the record of step 32 is written."""
+    if record.get("step") != 32:
         return whole_append(log, record)
-    log._file.write(b'{"kind": "train", "step": 43, "lo')
+    log._file.write(b'{"kind": "train", "step": 32, "lo')
     die()
 
 
@@ -116,6 +115,10 @@ def verdict_written(path: Path, content: bytes) -> bool:
     return path.name == "verdict.json"
 
 
+def evaluates(task: LanguageTask, model: torch.nn.Module, batch: torch.Tensor) -> bool:
+    return not model.training
+
+
 # In the order of the run. A life that dies at a stage before "renamed" loses its steps since the last checkpoint.
 LIVES: dict[str, dict[str, Any]] = {
     "between the directory and its configuration": setup(
@@ -135,13 +138,13 @@ LIVES: dict[str, dict[str, Any]] = {
     "stage optimizer-half-written": at_stage("optimizer-half-written"),
     "stage pruned": at_stage("pruned"),
     "between an update and its record": setup(torch.optim.AdamW, "step", after=True, when=nth(7)),
-    "during an evaluation": setup(LanguageTask, "_forward", after=True, when=lambda task, model, batch: not model.training),
-    "after an evaluation, before its checkpoint": {"moment": {"kind": "validation", "step": 36}},
+    "during an evaluation": setup(LanguageTask, "_forward", after=True, when=evaluates),
+    "after an evaluation, before its checkpoint": {"moment": {"kind": "validation", "step": 30}},
     "stage optimizer-written": at_stage("optimizer-written"),
     "stage state-written": at_stage("state-written"),
     "stage manifest-written": at_stage("manifest-written"),
     "in the middle of a line of the record": {"setup": lambda: setattr(MetricsLog, "append", half_a_line)},
-    "after the record of a step that is checkpointed": {"moment": {"kind": "train", "step": 48}},
+    "after the record of a step that is checkpointed": {"moment": {"kind": "train", "step": 36}},
     "after the end, before the verdict": {"moment": {"kind": "end"}},
     "while the verdict is written": setup(run_directory, "write_atomically", after=False, when=verdict_written),
 }  # fmt: skip
@@ -179,10 +182,9 @@ def main(data: Path, out: Path) -> dict[str, Any]:
     ended["lives"] = {name: live(config, out / "killed", life) for name, life in LIVES.items()}
     ended["last life"] = live(config, out / "killed")
 
-    shorter = dataclasses.replace(config, steps=STEPS)
-    ended["before damage"] = live(shorter, out / "damaged", {"moment": {"kind": "train", "step": 31}})
+    ended["before damage"] = live(config, out / "damaged", {"moment": {"kind": "train", "step": 31}})
     ended["damaged"] = damage_newest(out / "damaged")
-    ended["after damage"] = live(shorter, out / "damaged")
+    ended["after damage"] = live(config, out / "damaged")
     return ended
 
 

@@ -62,10 +62,8 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 # --- client 1: FSDP2 by block on two processes, beside compilation and activation checkpointing
 
 
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def run_two_processes(directory: Path) -> dict[str, Any]:
     """Return what rank 0 of two gloo processes saw in every case."""
-    directory = tmp_path_factory.mktemp("sharded")
     script = Path(__file__).with_name("sharded_training.py")
     ranks = [
         subprocess.Popen(
@@ -76,7 +74,7 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for rank in range(2)
     ]
     try:
-        errors = [rank.communicate(timeout=400)[1] for rank in ranks]
+        errors = [rank.communicate(timeout=600)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -84,20 +82,24 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads((directory / "result.json").read_text())
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_sharded_by_block_on_two_processes(name: str, two_processes: dict[str, Any]) -> None:
-    case, together = CASES[name], two_processes[name]
-    alone, losses = torch.tensor(train_alone(case)).double(), torch.tensor(together["losses"]).double()
-    error = (losses - alone).abs() / alone
-    assert len(losses) == STEPS
-    # Law 6 for fp32. Where bf16 rounds streams or parameters, sums of gradients in another order turn some roundings,
-    # and the losses part by up to 7e-4 (measured); before the first update they are equal all the same.
-    in_fp32 = case.residual_dtype == "float32" and not case.parameters_in_bf16
-    assert error[0] < 1e-6
-    assert error.max() < (1e-6 if in_fp32 else 2e-3)
-    assert together["stream_dtypes"] == [f"torch.{case.residual_dtype}"]
-    assert together["graphs"] == (1 if case.compiled else 0), "blocks of one kind share a graph"
-    assert together["same_names"] and together["blocks_shared"] and together["parameters_sharded"]
+def test_sharded_by_block_on_two_processes(tmp_path: Path) -> None:
+    """One test for all cases: the two processes start once."""
+    seen = run_two_processes(tmp_path)
+    assert seen.keys() == CASES.keys()
+    for name, case in CASES.items():
+        together = seen[name]
+        assert together["stream_dtypes"] == [f"torch.{case.residual_dtype}"], name
+        assert together["graphs"] == (1 if case.compiled else 0), f"{name}: blocks of one kind share a graph"
+        assert together["same_names"] and together["blocks_shared"] and together["parameters_sharded"], name
+
+        alone = torch.tensor(train_alone(case), dtype=torch.float64)
+        error = (torch.tensor(together["losses"], dtype=torch.float64) - alone).abs() / alone
+        # Law 6 for fp32. Where bf16 rounds streams or parameters, sums of gradients in another order turn some
+        # roundings: the losses part by up to 7e-4 once weights are updated (measured; by 2e-2 if the processes did
+        # not share their gradients).
+        in_fp32 = case.residual_dtype == "float32" and not case.parameters_in_bf16
+        assert len(error) == STEPS and error[0] < 1e-6, name
+        assert error.max() < (1e-6 if in_fp32 else 2e-3), name
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

@@ -56,7 +56,8 @@ def write_data(path: Path, *, train: int = 4000, validation: int = 500, seed: in
 def tiny_plan(data: Path, **changes: Any) -> RunPlan:
     """Return a run of some seconds' parts; `model`, `optimizer` and `execution` are dicts of further changes."""
     model = ModelPlan(**{**_fields(TINY), **changes.pop("model", {})})
-    optimizer = OptimizerConfig(**{"learning_rate": 1e-2, "warmup_steps": 4, **changes.pop("optimizer", {})})
+    warmup_steps = min(4, changes.get("steps", 20) - 1)
+    optimizer = OptimizerConfig(**{"learning_rate": 1e-2, "warmup_steps": warmup_steps, **changes.pop("optimizer", {})})
     execution = Execution(**{"checkpoint_every": 10, "threads": 1, **changes.pop("execution", {})})
     defaults = {"steps": 20, "batch_tokens": 4 * CONTEXT, "validation_every": 10, "validation_tokens": 128}
     return RunPlan(data=data, model=model, optimizer=optimizer, execution=execution, **{**defaults, **changes})

@@ -104,17 +104,18 @@ def _unreadable_value(text: str, details: list[list[str]]) -> str | None:
 
 
 def _sections(box: str) -> list[list[str]]:
-    """Return the lines between the rules of a box, without its frame, their indentation kept."""
+    """Return the lines between the rules of a box, without title and frame, their indentation kept.
+
+    A line is framed by two characters, "│ " or blanks: not every output can show the frame.
+    """
     sections: list[list[str]] = [[]]
-    for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines():
-        if line.startswith(("╭", "╰")):
-            continue
-        text = line.removeprefix("│ ").rstrip("│ ")
-        if text and set(text) <= {"─"}:
+    for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()[1:]:
+        text = line[2:].rstrip("│ ")
+        if text and set(text) <= set("─-╯"):
             sections.append([])
         else:
             sections[-1].append(text)
-    return [section for section in sections if section] or [[""]]
+    return [section for section in sections if any(section)] or [[""]]
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ never trained twice. Each run has a process of its own; one that fails does not 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import subprocess
@@ -149,7 +150,11 @@ class SweepRun:
 
     def _describe_data(self) -> dict[str, Any]:
         manifest = PreparedData.open(self.template.data_path).manifest
-        return {"digest": manifest.digest, "source": manifest.source, "tokenizer": manifest.tokenizer.name}
+        return {
+            "digest": manifest.digest,
+            "source": manifest.source,
+            "tokenizer": dataclasses.asdict(manifest.tokenizer),
+        }
 
     def _write_plan(self) -> None:
         plan: dict[str, Any] = {

@@ -1,0 +1,439 @@
+"""Sweeps: what a grid means, what runs when, and what interruptions and failures leave.
+
+Workers are stand-ins that write the record of a run without training, but for one sweep of real ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from siamesenorm import build_language_model
+from siamesenorm.cli import main
+from siamesenorm.comparison import sweep as sweep_module
+from siamesenorm.comparison.grid import Grid, read_method
+from siamesenorm.comparison.sweep import Job, SweepRun
+from siamesenorm.data.storage import StoppedError, exclusive
+from siamesenorm.errors import UserError
+from siamesenorm.sublayers.projection import Projection
+from siamesenorm.topologies import build_topology
+from siamesenorm.training.config import RunConfig
+from siamesenorm.training.language import LanguageTask
+from siamesenorm.training.metrics import MetricsLog
+from siamesenorm.training.run_directory import RunDirectory
+from siamesenorm.training.stability import judge
+from training_runs import records, tiny_run, write_data
+
+RATES = (2e-3, 8e-3)
+TINY_OPTIONS = {
+    "--model.size": "nano", "--model.depth": 1, "--model.dim": 8, "--model.heads": 2, "--model.hidden": 8,
+    "--model.context": 16, "--steps": 6, "--batch-tokens": 32, "--optimizer.warmup-steps": 1,
+    "--validation-every": 3, "--validation-tokens": 64,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data") / "counting")
+
+
+@pytest.fixture
+def template(data: Path) -> RunConfig:
+    return tiny_run(data, steps=6, model={"topology": "pre"})
+
+
+# --- methods and grids -----------------------------------------------------------------------------------------------
+
+
+def test_a_method_is_a_topology_and_what_differs() -> None:
+    assert read_method("siamese") == {"topology": build_topology("siamese")}
+    assert read_method("dhc-2:streams=4+seednorm:heads=2") == {
+        "topology": build_topology("dhc-2", streams=4),
+        "norm": read_method("pre + seednorm:heads=2")["norm"],
+    }
+    assert read_method("pre + seednorm:heads=2")["norm"].name == "seednorm"
+    names = {"qkv": "qkv-head", "qkv-head": "qkv-head", "qk": "qk", "qk-head": "qk-head", "none": "none"}
+    assert {name: read_method(f"pre + {name}")["attention_norm"] for name in names} == names
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("siamse", "unknown topology 'siamse': did you mean siamese"),
+        ("dhc-2:stream=4", "unknown option of topology dhc-2 'stream': did you mean streams"),
+        ("pre + rmsnrm", "unknown norm or attention norm 'rmsnrm': did you mean rmsnorm"),
+        ("pre + ", "unknown norm or attention norm ''"),
+        ("pre + qkv + qk", "'pre . qkv . qk' has two of a kind"),
+        ("pre + rmsnorm + layernorm", "has two of a kind: write one norm and one attention norm at most"),
+    ],
+)
+def test_a_method_that_is_none_is_told_with_the_nearest_names(method: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Grid(methods=("pre", method), learning_rates=RATES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"methods": ()}, "no methods to compare"),
+        ({"learning_rates": ()}, "no learning rates: give at least one"),
+        ({"learning_rates": (1e-3, float("nan"))}, "learning rate nan is not a positive number"),
+        ({"learning_rates": (0.0,)}, "learning rate 0.0 is not a positive number"),
+        ({"seeds": (1, -2)}, "seed -2: choose at least 0"),
+        ({"reported": ("post",)}, "unknown reported method 'post'"),
+    ],
+)
+def test_a_grid_that_is_none_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Grid(**{"methods": ("pre",), "learning_rates": RATES, **changes})
+
+
+@pytest.mark.parametrize(
+    ("methods", "with_control"),
+    [
+        (("pre", "post"), ("pre", "post")),
+        (("pre", "siamese"), ("pre", "pre + qkv", "siamese")),
+        (("post", "hybridnorm"), ("pre + qkv", "post", "hybridnorm")),
+        (("pre", "post + qkv"), ("pre", "pre + qkv", "post + qkv")),
+        (("siamese", "pre+qkv-head"), ("siamese", "pre+qkv-head")),
+        (("siamese-post-pre", "pre"), ("siamese-post-pre", "pre")),
+    ],
+)
+def test_a_table_with_qkv_norm_has_its_control_row(methods: tuple[str, ...], with_control: tuple[str, ...]) -> None:
+    assert Grid(methods=methods, learning_rates=RATES).all_methods == with_control
+    assert Grid(methods=methods, learning_rates=RATES, control=False).all_methods == methods
+
+
+def test_a_run_of_a_grid_differs_from_its_template_by_method_rate_and_seed_alone(template: RunConfig) -> None:
+    grid = Grid(methods=("pre", "siamese + layernorm"), learning_rates=(8e-3, 2e-3), selection_seed=3)
+    runs = list(grid.selection_runs(template))
+    found = [(run.model.label, run.optimizer.learning_rate, run.seed) for run in runs]
+    methods = ("pre", "pre + qkv", "siamese + layernorm")
+    assert found == [(method, rate, 3) for rate in RATES for method in methods], "the safest rate comes first"
+    for run in runs:
+        model = dataclasses.replace(
+            run.model, topology=template.model.topology, norm=template.model.norm, attention_norm="auto"
+        )
+        assert dataclasses.replace(run, model=model, optimizer=template.optimizer, seed=0) == template
+
+
+def test_every_method_sees_the_same_batches_and_starts_from_the_same_weights(template: RunConfig) -> None:
+    """Law 5, over every topology: up to the factors on initial weights that a topology declares."""
+    grid = Grid(methods=("pre", "post", "deepnorm", "dhc-2", "siamese"), learning_rates=(1e-3,), selection_seed=2)
+    runs = list(grid.selection_runs(template))
+    batches = [LanguageTask(run).train.batch(12, 8) for run in runs]
+    assert all((batch == batches[0]).all() for batch in batches)
+    other = LanguageTask(dataclasses.replace(template, seed=3)).train.batch(12, 8)
+    assert (other != batches[0]).any()
+
+    models = [build_language_model(run.model, seed=run.seed) for run in runs]
+    reference = {name: module for name, module in models[0].named_modules() if isinstance(module, Projection)}
+    assert len(reference) == 2 * 7 + 1
+    for run, model in zip(runs, models, strict=True):
+        torch.testing.assert_close(model.embedding.weight, models[0].embedding.weight, rtol=0, atol=0)
+        for name, projection in reference.items():
+            ours = model.get_submodule(name)
+            factor = run.model.topology.initial_factor(projection.role, run.model.depth)
+            torch.testing.assert_close(ours.weight, factor * projection.weight, rtol=1e-6, atol=0)
+
+
+# --- what runs, and when ---------------------------------------------------------------------------------------------
+
+Outcome = float | str
+
+
+class Workers:
+    """Stand-ins for processes: each writes the record of its run, or fails with a line, after some polls."""
+
+    def __init__(self, outcome_of: Callable[[RunConfig], Outcome], polls_of: Callable[[RunConfig], int]) -> None:
+        self.outcome_of, self.polls_of = outcome_of, polls_of
+        self.started: list[tuple[str, float, int]] = []
+        self.running: dict[Path, int] = {}
+        self.most_running = 0
+        self.ended: list[str] = []
+
+    def start(self, job: Job, place: int) -> StandIn:
+        assert place not in self.running.values(), "another worker has this place"
+        config = job.config
+        self.started.append((config.model.label, config.optimizer.learning_rate, config.seed))
+        self.running[job.directory] = place
+        self.most_running = max(self.most_running, len(self.running))
+        return StandIn(self, job)
+
+
+class StandIn:
+    """What a sweep sees of a process."""
+
+    def __init__(self, workers: Workers, job: Job) -> None:
+        self.workers, self.job, self.polls = workers, job, workers.polls_of(job.config)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        self.polls -= 1
+        if self.polls < 0 and self.returncode is None:
+            outcome = self.workers.outcome_of(self.job.config)
+            if isinstance(outcome, str):
+                (self.job.directory / "log.txt").write_text(f"Traceback ...\n{outcome}\n")
+                self._end(2)
+            else:
+                write_finished(self.job, outcome)
+                self._end(0)
+        return self.returncode
+
+    def terminate(self) -> None:
+        self._end(-signal.SIGTERM)
+
+    def wait(self) -> int | None:
+        return self.returncode
+
+    def __enter__(self) -> StandIn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.returncode is not None
+
+    def _end(self, code: int) -> None:
+        self.returncode = code
+        del self.workers.running[self.job.directory]
+        self.workers.ended.append(f"{self.job.name}: {code}")
+
+
+def write_finished(job: Job, held_out: float) -> None:
+    """Write what a run leaves that ended with this held-out loss; infinite for one that did not learn."""
+    run, config = RunDirectory(job.directory), job.config
+    final = min(held_out, 3.0)
+    curve = [final + 0.5 / step for step in range(1, config.steps + 1)]
+    numbers = {"steps": config.steps, "warmup_steps": 1, "unigram_entropy": 2.8}
+    with run.claimed(config), MetricsLog(run.metrics_file) as log:
+        log.append({"kind": "model", "label": config.model.label, "attention_norm": "qk", "parameters": 1, **numbers})
+        for step, loss in enumerate(curve, start=1):
+            log.append({"kind": "train", "step": step, "loss": loss, "gradient_norm": 1.0, "step_seconds": 0.1})
+        log.append({"kind": "validation", "step": config.steps, "loss": final})
+        log.append({"kind": "end", "step": config.steps, "status": "finished"})
+        run.write_verdict(judge(curve, unigram_entropy=2.8))
+
+
+def held_out(config: RunConfig) -> float:
+    """Return a loss with its optimum at another rate for each method on seed 0, and on other seeds the reverse."""
+    best = {"pre": 2e-3, "post": 8e-3}[config.model.label]
+    good = (config.optimizer.learning_rate == best) == (config.seed == 0)
+    return 1.5 if good else 2.0
+
+
+@dataclasses.dataclass
+class Listener:
+    """An observer that remembers."""
+
+    said: list[str] = dataclasses.field(default_factory=list)
+
+    def planned(self, jobs: list[Job]) -> None:
+        self.said.append(f"planned {len(jobs)}")
+
+    def progressed(self, running: list[Job]) -> None: ...
+
+    def ended(self, job: Job, error: str | None) -> None:
+        self.said.append(error or "ok")
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
+    made = Workers(outcome_of=held_out, polls_of=lambda config: 0)
+    monkeypatch.setattr(sweep_module, "_start", made.start)
+    monkeypatch.setattr(sweep_module, "POLL_SECONDS", 0)
+    return made
+
+
+def sweep(directory: Path, template: RunConfig, *, jobs: int = 2, **grid: Any) -> SweepRun:
+    fields = {"methods": ("pre", "post"), "learning_rates": RATES, **grid}
+    return SweepRun(grid=Grid(**fields), template=template, directory=directory, jobs=jobs, observer=Listener())
+
+
+def test_the_rate_is_chosen_on_one_seed_and_reported_on_the_others(
+    tmp_path: Path, template: RunConfig, workers: Workers
+) -> None:
+    run = sweep(tmp_path / "sweep", template, seeds=(0, 1, 2))
+    run.run()
+    selection = [(method, rate, 0) for rate in RATES for method in ("pre", "post")]
+    reported = [("pre", 2e-3, 1), ("pre", 2e-3, 2), ("post", 8e-3, 1), ("post", 8e-3, 2)]
+    assert workers.started == selection + reported
+    assert run.observer.said == ["planned 4", *["ok"] * 4, "planned 4", *["ok"] * 4]
+    plan = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
+    assert plan["schema"] == 1
+    assert plan["data"]["digest"] == template.data_digest
+    assert plan["data"]["tokenizer"]["vocabulary"] == 17
+    assert plan["grid"]["seeds"] == [0, 1, 2]
+    assert plan["runs"] == [f"runs/{job.config.identity[:12]}" for job in run.planned]
+
+    workers.started.clear()
+    sweep(tmp_path / "sweep", template, seeds=(0, 1, 2)).run()
+    assert workers.started == [], "nothing is trained twice"
+    sweep(tmp_path / "sweep", template, seeds=(3,), reported=("post",)).run()
+    assert workers.started == [("post", 8e-3, 3)]
+
+
+def test_a_method_that_diverged_everywhere_is_not_reported(
+    tmp_path: Path, template: RunConfig, workers: Workers
+) -> None:
+    workers.outcome_of = lambda config: 9.0 if config.model.label == "post" else 1.5
+    sweep(tmp_path / "sweep", template, seeds=(1,)).run()
+    assert [name for name, _, seed in workers.started if seed == 1] == ["pre"]
+
+
+def test_methods_that_are_the_same_are_trained_once(tmp_path: Path, template: RunConfig, workers: Workers) -> None:
+    workers.outcome_of = lambda config: 1.5
+    methods = ("siamese", "siamese + qkv", "pre", "pre", "pre + qk")
+    sweep(tmp_path / "sweep", template, methods=methods, learning_rates=(1e-3, 1e-3), control=False).run()
+    assert workers.started == [("siamese", 1e-3, 0), ("pre", 1e-3, 0)]
+
+
+def test_so_many_run_at_a_time_each_in_a_place_of_its_own(
+    tmp_path: Path, template: RunConfig, workers: Workers
+) -> None:
+    workers.polls_of = lambda config: round(config.optimizer.learning_rate * 1e3) % 4
+    rates = tuple(number * 1e-3 for number in range(1, 8))
+    workers.outcome_of = lambda config: 1.5
+    run = sweep(tmp_path / "sweep", template, jobs=3, learning_rates=rates)
+    run.run()
+    assert workers.most_running == 3
+    assert len(workers.ended) == len(run.planned) == 14
+
+
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, template: RunConfig, workers: Workers) -> None:
+    workers.outcome_of = lambda config: "no room left" if config.optimizer.learning_rate == 2e-3 else held_out(config)
+    run = sweep(tmp_path / "sweep", template)
+    run.run()
+    assert len(workers.started) == 4
+    assert run.failures == {f"{method} @ 0.002, seed 0": "no room left" for method in ("pre", "post")}
+    assert sorted(run.observer.said) == ["no room left", "no room left", "ok", "ok", "planned 4"]
+    workers.outcome_of, workers.started = held_out, []
+    again = sweep(tmp_path / "sweep", template)
+    again.run()
+    assert [rate for _, rate, _ in workers.started] == [2e-3, 2e-3], "what failed is tried again"
+    assert not again.failures
+
+
+def test_an_interruption_ends_the_workers(tmp_path: Path, template: RunConfig, workers: Workers) -> None:
+    def interrupt(config: RunConfig) -> float:
+        raise KeyboardInterrupt
+
+    workers.outcome_of, workers.polls_of = interrupt, lambda config: 1 if config.model.label == "post" else 9
+    with pytest.raises(KeyboardInterrupt):
+        sweep(tmp_path / "sweep", template).run()
+    assert not workers.running
+    assert workers.ended == [f"{method} @ 0.002, seed 0: {-signal.SIGTERM}" for method in ("pre", "post")]
+
+
+def test_a_directory_of_something_else_is_left_alone(tmp_path: Path, template: RunConfig, workers: Workers) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(UserError, match="exists and is not the directory of a sweep: choose another directory"):
+        sweep(tmp_path, template).run()
+    with pytest.raises(UserError, match="topology siamese needs attention norm 'qkv-head'"):
+        sweep(tmp_path / "new", template, methods=("siamese + qk",)).run()
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    sweep(tmp_path / "new", template).run()
+    with exclusive(tmp_path / "new" / "lock"), pytest.raises(StoppedError, match="another process is at work here"):
+        sweep(tmp_path / "new", template).run()
+
+
+def test_every_worker_has_a_gpu_of_its_own_while_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    shown = [sweep_module._own_gpu(place) for place in range(3)]
+    assert shown == [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in ("3", "5", "3")]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert sweep_module._own_gpu(1) == {"CUDA_VISIBLE_DEVICES": "1"}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert sweep_module._own_gpu(0) == {}
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def command(data: Path, out: Path, *options: str) -> list[str]:
+    tiny = [str(part) for option in TINY_OPTIONS.items() for part in option]
+    return ["sweep", "mini", "--data", str(data), "--out", str(out), *tiny, *options]
+
+
+def test_the_command_reports_what_ran_and_names_what_failed(
+    data: Path, tmp_path: Path, workers: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers.outcome_of = lambda config: "no room left" if config.optimizer.learning_rate == 8e-3 else held_out(config)
+    out = tmp_path / "sweep"
+    options = ("--methods", "pre", "post", "--learning-rates", "2e-3", "8e-3", "--jobs", "2")
+    assert main(command(data, out, *options)) == 2
+    said = capsys.readouterr()
+    assert f"4 runs in {out}, 0 of them finished before" in said.err
+    assert "pre @ 0.008, seed 0: no room left" in said.err
+    assert "pre @ 0.002, seed 0: stable: best loss" in said.err
+    assert said.err.splitlines()[-1] == "siamesenorm: 2 of 4 runs failed, such as pre @ 0.008, seed 0: no room left"
+    assert f"report: {out / 'report' / 'report.html'}" in said.out
+    assert (out / "report" / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--methods", "siamse"), "unknown topology 'siamse': did you mean siamese"),
+        (("--learning-rates", "abc"), "--learning-rates is 'abc': write a number"),
+        (("--jobs", "-1"), "jobs is -1: choose at least 1"),
+        (("--model.attention-norm", "qk-head"), "write it in the methods, as in 'pre + qk-head'"),
+        (("--model.topology", "post"), "topology 'post' for all methods: name topologies with --methods"),
+    ],
+)
+def test_the_command_refuses_in_one_line_and_leaves_nothing(
+    data: Path, tmp_path: Path, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(data, tmp_path / "sweep", *options)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for processes of others by their descriptors")
+def test_real_workers_end_with_their_sweep_which_goes_on_where_it_stopped(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "sweep"
+    arguments = command(data, out, "--methods", "pre", "--learning-rates", "2e-3", "8e-3", "--jobs", "2")
+    started = [sys.executable, "-m", "siamesenorm", *arguments]
+    with subprocess.Popen(started, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr.readline().startswith(f"2 runs in {out}, 0 of them finished before")
+        workers = [os.pidfd_open(pid) for pid in children(process.pid, count=2)]
+        process.terminate()
+        assert process.wait() == -signal.SIGTERM
+    assert all(select.select([worker], [], [], 60)[0] for worker in workers), "a worker outlived its sweep"
+    for worker in workers:
+        os.close(worker)
+
+    second = subprocess.run(started, capture_output=True, text=True)
+    assert second.returncode == 0, second.stderr
+    assert second.stdout.splitlines()[-1] == f"report: {out / 'report' / 'report.html'}"
+    runs = sorted((out / "runs").iterdir())
+    assert len(runs) == 2
+    for run in runs:
+        assert [record["step"] for record in records(run, "train")] == [1, 2, 3, 4, 5, 6]
+    finished = {run: (run / "metrics.jsonl").read_bytes() for run in runs}
+    assert main(arguments) == 0, "in this process, for there is nothing to train"
+    assert {run: (run / "metrics.jsonl").read_bytes() for run in runs} == finished
+    assert f"2 runs in {out}, 2 of them finished before" in capsys.readouterr().err
+
+
+def children(pid: int, count: int) -> list[int]:
+    """Return the children of a process, once it has so many."""
+    end = time.monotonic() + 60
+    while len(found := Path(f"/proc/{pid}/task/{pid}/children").read_text().split()) < count:
+        assert time.monotonic() < end, "no workers"
+        os.sched_yield()
+    return [int(child) for child in found]

@@ -1,0 +1,434 @@
+"""Training from configuration to verdict: what a run learns, records, refuses, and what its identity is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from siamesenorm import build_language_model, language_model_config
+from siamesenorm.data.storage import StoppedError, exclusive
+from siamesenorm.errors import UserError
+from siamesenorm.training.accounting import count_flops, count_parameters
+from siamesenorm.training.config import RunConfig
+from siamesenorm.training.exact_json import decode_json
+from siamesenorm.training.loop import TrainingLoop, train
+from siamesenorm.training.run_directory import RunDirectory
+from siamesenorm.training.trackers import build_trackers
+from siamesenorm.training.verdict import Verdict
+from training_runs import CONTEXT, END_OF_TEXT, VOCABULARY, edit_json, losses, records, tiny_plan, tiny_run, write_data
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data") / "counting")
+
+
+@pytest.fixture(scope="module")
+def learned(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path, Verdict]:
+    """A run long enough to learn to count."""
+    config, run = tiny_run(data, steps=60, validation_every=30), tmp_path_factory.mktemp("runs") / "learned"
+    return config, run, train(config, run)
+
+
+def files(run: Path) -> dict[str, tuple[int, bytes]]:
+    return {
+        str(path.relative_to(run)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in sorted(run.rglob("*"))
+        if path.is_file()
+    }
+
+
+def assert_refused(message: str, config: RunConfig, run: Path) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        train(config, run)
+    assert "\n" not in str(caught.value)
+
+
+# --- a whole run -----------------------------------------------------------------------------------------------------
+
+
+def test_it_learns_the_structure_of_its_data(learned: tuple[RunConfig, Path, Verdict]) -> None:
+    _, run, verdict = learned
+    curve = losses(run)
+    # Next is the number after this one in seven of eight places: with chance it cannot do better than about 0.7 nats.
+    assert 2.5 < curve[0] < 4.0
+    assert 0.5 < np.mean(curve[-10:]) < 1.6
+    assert verdict.word == "stable"
+    assert verdict.steps == verdict.steps_total == len(curve) == 60
+    assert verdict.unigram_entropy == pytest.approx(np.log(16), abs=0.1)
+
+
+def test_the_record_says_what_the_contract_says(learned: tuple[RunConfig, Path, Verdict]) -> None:
+    config, run, _ = learned
+    first, *_, last = records(run)
+    parameters, embedding = count_parameters(build_language_model(config.model, device="meta"))
+    assert {name: first[name] for name in ("kind", "label", "steps", "warmup_steps", "batch_tokens")} == {
+        "kind": "model", "label": "siamese", "steps": 60, "warmup_steps": 4, "batch_tokens": 64,
+    }  # fmt: skip
+    assert first["parameters"] == parameters
+    assert first["non_embedding_parameters"] == parameters - embedding == parameters - VOCABULARY * 16
+    assert first["train_tokens_available"] == 3984 == (4000 - 1) // CONTEXT * CONTEXT
+    assert last == {"kind": "end", "step": 60, "status": "finished"}
+    for step, record in enumerate(records(run, "train"), start=1):
+        assert (record["step"], record["tokens"]) == (step, 64 * step)
+        rate = 1e-2 * (step / 4 if step < 4 else 0.1 + 0.9 * (1 + np.cos(np.pi * (step - 4) / 56)) / 2)
+        assert record["learning_rate"] == pytest.approx(rate, rel=1e-12)
+        assert record["gradient_norm"] > 0
+    raw = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all(record["time"] >= 0 for record in raw)
+    assert all(0 < record["step_seconds"] < record["time"] + 1 for record in raw if record["kind"] == "train")
+    assert raw[-1]["peak_memory_bytes"] > 2**20
+
+
+def test_what_it_leaves_can_be_read_again(learned: tuple[RunConfig, Path, Verdict]) -> None:
+    config, run, verdict = learned
+    assert RunDirectory(run).read_config().to_json() == config.to_json()
+    assert RunDirectory(run).read_verdict() == verdict
+    environment = json.loads((run / "environment.json").read_text())
+    assert environment["torch"] == torch.__version__
+    assert environment["cores"] >= 1
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-00000050", "step-00000060"]
+
+
+def test_held_out_loss_is_the_cross_entropy_of_the_split(learned: tuple[RunConfig, Path, Verdict]) -> None:
+    config, run, _ = learned
+    model = build_language_model(config.model).eval()
+    model.load_state_dict(load_file(run / "checkpoints" / "step-00000060" / "model.safetensors"))
+    ids = np.fromfile(config.data_path / "validation.bin", dtype="<u2").astype(np.int64)
+    surprises = []
+    for start in range(0, 128, CONTEXT):
+        inputs, targets = ids[start : start + CONTEXT], ids[start + 1 : start + CONTEXT + 1]
+        with torch.no_grad():
+            scores = model(torch.from_numpy(inputs)[None]).logits[0].double().exp()
+        surprises += (-(scores / scores.sum(-1, keepdim=True))[range(CONTEXT), targets].log()).tolist()
+    expected = {"kind": "validation", "step": 60, "loss": pytest.approx(np.mean(surprises), rel=1e-5), "tokens": 128}
+    assert records(run, "validation")[-1] == expected
+
+
+def test_a_finished_run_is_not_trained_again(learned: tuple[RunConfig, Path, Verdict]) -> None:
+    config, run, verdict = learned
+    before = files(run)
+    elsewhere = dataclasses.replace(config, data_path=Path("/nowhere"))
+    assert train(elsewhere, run) == verdict, "not even its data are needed"
+    assert files(run) == before
+
+
+def test_a_lost_run_is_ended_early(data: Path, tmp_path: Path) -> None:
+    config = tiny_run(data, steps=200, model={"topology": "pre"}, optimizer={"learning_rate": 30.0, "clip": 0.0})
+    verdict = train(config, tmp_path / "run")
+    assert verdict.word == "diverged"
+    steps = len(losses(tmp_path / "run"))
+    assert steps < 200
+    assert records(tmp_path / "run")[-1] == {"kind": "end", "step": steps, "status": "stopped_early"}
+    before = files(tmp_path / "run")
+    assert train(config, tmp_path / "run").sentence() == verdict.sentence()
+    assert files(tmp_path / "run") == before
+
+
+def test_losses_that_are_not_finite_are_written_as_words(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(loop: TrainingLoop, position: int) -> torch.Tensor:
+        return torch.tensor(float("nan") if position else 2.5)
+
+    monkeypatch.setattr(TrainingLoop, "_accumulate", broken)
+    verdict = train(tiny_run(data, steps=100), tmp_path / "run")
+    assert (verdict.word, verdict.reason, verdict.divergence_step) == ("diverged", "not finite", 2)
+    assert verdict.steps == 11, "a tenth of the run is the patience"
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert text.count('"loss": "nan"') == 10
+    assert "NaN" not in text + (tmp_path / "run" / "verdict.json").read_text()
+    assert decode_json((tmp_path / "run" / "verdict.json").read_text())["word"] == "diverged"
+
+
+# --- how a step is computed ------------------------------------------------------------------------------------------
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch(data: Path, tmp_path: Path) -> None:
+    gradients, means = [], []
+    for micro_batch_tokens in (0, 16):
+        config = tiny_run(data, micro_batch_tokens=micro_batch_tokens, model={"residual_dtype": "float32"})
+        model = dataclasses.replace(config.model, residual_dtype="inherit", compute_dtype="inherit")
+        loop = TrainingLoop(dataclasses.replace(config, model=model), RunDirectory(tmp_path), (), None)
+        loop.model.double()
+        means.append(float(loop._accumulate(position=8)))
+        gradients.append({name: parameter.grad for name, parameter in loop.model.named_parameters()})
+    assert means[0] == pytest.approx(means[1], rel=1e-6)
+    assert max(gradient.abs().max() for gradient in gradients[0].values()) > 1e-3
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-10, atol=1e-12)
+
+
+def test_recomputed_activations_change_no_bit(data: Path, tmp_path: Path) -> None:
+    for name in ("kept", "recomputed"):
+        config = tiny_run(data, steps=5, model={"dropout": 0.2}, checkpoint_activations=name == "recomputed")
+        train(config, tmp_path / name)
+    assert losses(tmp_path / "kept") == losses(tmp_path / "recomputed")
+    assert [r["gradient_norm"] for r in records(tmp_path / "kept", "train")] == [
+        r["gradient_norm"] for r in records(tmp_path / "recomputed", "train")
+    ]
+
+
+@pytest.mark.parametrize("residual_dtype", ["float32", "bfloat16"])
+def test_bfloat16_is_for_sublayers_and_not_for_weights(data: Path, tmp_path: Path, residual_dtype: str) -> None:
+    config = tiny_run(data, steps=2, precision="bfloat16", model={"residual_dtype": residual_dtype})
+    loop = TrainingLoop(config, RunDirectory(tmp_path / "run"), (), None)
+    block, seen = loop.model.get_submodule("blocks.0"), {}
+    block.register_forward_hook(lambda module, inputs, output: seen.update(streams=output[0]))
+    block.mlp.register_forward_hook(lambda module, inputs, output: seen.update(sublayer=output))
+    loop._accumulate(0)
+    loop.optimizer.step()
+    assert {stream.dtype for stream in seen["streams"]} == {getattr(torch, residual_dtype)}
+    assert seen["sublayer"].dtype == torch.bfloat16
+    kept = [*loop.model.parameters(), *(p.grad for p in loop.model.parameters())]
+    kept += [state["exp_avg"] for state in loop.optimizer.state.values()]
+    assert {tensor.dtype for tensor in kept} == {torch.float32}
+    assert train(config, tmp_path / "whole").steps == 2
+
+
+def test_a_document_mask_hides_other_documents(data: Path, tmp_path: Path) -> None:
+    curves = {}
+    for masked in (False, True):
+        config = tiny_run(data, steps=3, model={"document_mask": masked})
+        train(config, tmp_path / str(masked))
+        curves[masked] = losses(tmp_path / str(masked))
+    assert curves[True] != curves[False]
+    loop = TrainingLoop(config, RunDirectory(tmp_path / "unused"), (), None)
+    batch = torch.from_numpy(loop.task.train.batch(0, 16))
+    row, place = (batch[:, 2:-2] == END_OF_TEXT).nonzero()[0].tolist()
+    place += 2
+    changed = batch.clone()
+    changed[row, :place] = (batch[row, :place] + 1) % 16
+    with torch.no_grad():
+        before, after = (loop.task._forward(loop.model, each)[0][row] for each in (batch, changed))
+    torch.testing.assert_close(before[place + 1 :], after[place + 1 :], rtol=0, atol=1e-6)
+    assert not torch.allclose(before[:place], after[:place])
+
+
+# --- cost ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", ["nano", "olmo-1.3b"])
+@pytest.mark.parametrize("topology", ["pre", "siamese"])
+def test_flops_are_those_counted_by_hand(size: str, topology: str) -> None:
+    config = language_model_config(size, topology=topology)
+    weights = config.depth * (4 * config.dim**2 + 3 * config.dim * config.hidden) + config.dim * config.vocabulary
+    attention = config.depth * 2 * (2 * config.context * config.dim)  # queries with keys, weights with values
+    assert count_flops(config) == 3 * (2 * weights + attention)
+
+
+def test_a_tied_head_counts_once_and_as_an_embedding() -> None:
+    untied, embedding = count_parameters(build_language_model("nano", device="meta"))
+    tied, tied_embedding = count_parameters(build_language_model("nano", tied=True, device="meta"))
+    assert embedding == tied_embedding == 257 * 64
+    assert untied - tied == 257 * 64
+
+
+# --- identity and configuration --------------------------------------------------------------------------------------
+
+SAME = {"execution": {"threads": 1, "checkpoint_every": 7, "keep_checkpoints": 5, "trackers": ("wandb",)}}
+OTHER: dict[str, dict[str, Any]] = {
+    "topology": {"model": {"topology": "pre"}},
+    "option of a topology": {"model": {"topology": "dhc-2:streams=4"}},
+    "norm": {"model": {"norm": "layernorm"}},
+    "residual dtype": {"model": {"residual_dtype": "bfloat16"}},
+    "dropout": {"model": {"dropout": 0.1}},
+    "seed": {"seed": 1},
+    "steps": {"steps": 21},
+    "batch": {"batch_tokens": 128},
+    "learning rate": {"optimizer": {"learning_rate": 1.0000001e-2}},
+    "decay rule": {"optimizer": {"decay": "all-but-embeddings"}},
+    "precision": {"precision": "bfloat16"},
+    "validation": {"validation_every": 11},
+}
+
+
+def test_where_and_how_often_is_no_part_of_the_identity(data: Path, tmp_path: Path) -> None:
+    config = tiny_run(data)
+    copy = write_data(tmp_path / "copy")
+    same = (tiny_run(data, **SAME), tiny_run(copy), tiny_run(data, model={"attention_norm": "qkv-head"}))
+    assert {each.identity for each in same} == {config.identity}
+    assert len(config.identity) == 64
+
+
+def test_what_changes_numbers_changes_the_identity(data: Path, tmp_path: Path) -> None:
+    configs = {name: tiny_run(data, **changes) for name, changes in OTHER.items()}
+    configs |= {"as it is": tiny_run(data), "data": tiny_run(write_data(tmp_path / "other", seed=9))}
+    assert len({config.identity for config in configs.values()}) == len(configs)
+
+
+@pytest.mark.parametrize("changes", [SAME, *OTHER.values()], ids=["execution", *OTHER])
+def test_a_configuration_survives_json(data: Path, changes: dict[str, Any]) -> None:
+    config = tiny_run(data, **changes)
+    again = RunConfig.from_json(json.loads(json.dumps(config.to_json())))
+    assert again.to_json() == config.to_json()
+    assert again.identity == config.identity
+    assert again.execution == config.execution
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_tokens": 60}, "batch_tokens 60 is not a multiple of the context 16: choose 64"),
+        ({"micro_batch_tokens": 48}, "micro_batch_tokens 48 must be a multiple of the context 16 and divide"),
+        ({"steps": 0}, "steps is 0: choose at least 1"),
+        ({"seed": -1}, "seed is -1: choose at least 0"),
+        ({"precision": "bf16"}, "'bf16': did you mean bfloat16"),
+        ({"optimizer": {"warmup_steps": 20}}, "warmup_steps is 20: .* less than the 20 steps"),
+        ({"optimizer": {"shape": "cosin"}}, "unknown schedule 'cosin': did you mean cosine"),
+        ({"execution": {"checkpoint_every": 0}}, "checkpoint_every is 0: choose at least 1"),
+        ({"execution": {"trackers": ("mlflow",)}}, "unknown tracker 'mlflow': choose from tensorboard, wandb"),
+        ({"model": {"size": "mni"}}, "unknown size 'mni': did you mean mini"),
+        ({"model": {"vocabulary": 10}}, "its ids need a vocabulary of 17, the model has 10"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_line(data: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        tiny_run(data, **changes)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("record", [{}, {"schema": 99}, {"schema": 1, "model": []}, []])
+def test_what_is_no_configuration_is_refused(record: Any) -> None:
+    with pytest.raises(UserError):
+        RunConfig.from_json(record)
+
+
+# --- directories -----------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_belongs_to_one_configuration(learned: tuple[RunConfig, Path, Verdict]) -> None:
+    config, run, _ = learned
+    before = files(run)
+    assert_refused(
+        "belongs to another configuration .* choose another directory", dataclasses.replace(config, seed=1), run
+    )
+    assert files(run) == before
+
+
+def test_a_directory_of_something_else_is_left_alone(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    assert_refused("exists and is not the directory of a run", tiny_run(data), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    (tmp_path / "file").write_text("x")
+    assert_refused("exists and is not the directory of a run", tiny_run(data), tmp_path / "file")
+
+
+def test_one_process_at_a_time(data: Path, tmp_path: Path) -> None:
+    config, run = tiny_run(data, steps=2), tmp_path / "run"
+    RunDirectory(run).prepare(config)
+    with exclusive(run / "lock"), pytest.raises(StoppedError, match="another process is at work here"):
+        train(config, run)
+    assert not (run / "metrics.jsonl").exists()
+    assert train(config, run).steps == 2
+
+
+def test_data_of_another_digest_are_refused_before_anything_is_written(data: Path, tmp_path: Path) -> None:
+    other = write_data(tmp_path / "other", seed=5)
+    config = dataclasses.replace(tiny_run(data), data_path=other)
+    assert_refused("holds other data than the run was configured for", config, tmp_path / "run")
+    too_long = dataclasses.replace(config.model, context=1024)
+    long = dataclasses.replace(tiny_run(data), model=too_long, batch_tokens=1024)
+    assert_refused("validation split has 500 tokens.* choose a shorter context", long, tmp_path / "run")
+    nowhere = dataclasses.replace(tiny_run(data), data_path=tmp_path / "nowhere")
+    assert_refused("no prepared data", nowhere, tmp_path / "run")
+    elsewhere = dataclasses.replace(tiny_run(data).execution, device="gpu9")
+    assert_refused("device 'gpu9'", dataclasses.replace(tiny_run(data), execution=elsewhere), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_verdict_or_configuration_is_told(data: Path, tmp_path: Path) -> None:
+    config, run = tiny_run(data), tmp_path / "run"
+    RunDirectory(run).prepare(config)
+    (run / "verdict.json").write_text("{")
+    assert_refused("verdict.json cannot be read .* remove it", config, run)
+    edit_json(run / "config.json", schema=2)
+    assert_refused("schema 2, this version reads 1", config, run)
+
+
+# --- trackers --------------------------------------------------------------------------------------------------------
+
+
+class StandIn:
+    """What TensorBoard's writer and W&B's run are asked to do, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.summary: dict[str, str] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **options: self.calls.append((name, *arguments, *options.values()))
+
+
+@pytest.fixture
+def mirrors(monkeypatch: pytest.MonkeyPatch) -> tuple[StandIn, StandIn]:
+    """Stand-ins for TensorBoard and W&B; each notes how it was opened as its first call."""
+    board, wandb = StandIn(), StandIn()
+
+    def open_board(directory: str, purge_step: int) -> StandIn:
+        board.calls.append(("open", directory, purge_step))
+        return board
+
+    def open_wandb(**options: Any) -> StandIn:
+        wandb.calls.append(("open", options))
+        return wandb
+
+    modules = {"torch.utils.tensorboard": {"SummaryWriter": open_board}, "wandb": {"init": open_wandb}}
+    for name, attributes in modules.items():
+        module = types.ModuleType(name)
+        module.__dict__.update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+    return board, wandb
+
+
+def test_trackers_mirror_the_record(data: Path, tmp_path: Path, mirrors: tuple[StandIn, StandIn]) -> None:
+    board, wandb = mirrors
+    execution = {"trackers": ("tensorboard", "wandb"), "checkpoint_every": 2}
+    config = tiny_run(data, steps=4, validation_every=4, execution=execution)
+    run = tmp_path / "run"
+
+    class Interrupted:
+        def recorded(self, record: dict[str, Any]) -> None:
+            if record.get("step") == 3:
+                raise KeyboardInterrupt
+
+        started = told = ended = lambda *_: None
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, run, observers=(*build_trackers(config, run), Interrupted()))
+    interrupted = len(board.calls)
+    verdict = train(config, run, observers=tuple(build_trackers(config, run)))
+
+    by_step = {record["step"]: record for record in records(run, "train")}
+    assert [call[:1] + call[2:] for call in board.calls if call[0] == "open"] == [("open", 1), ("open", 3)]
+    logged = {
+        (name, step): value for _, name, value, step in (c for c in board.calls[interrupted:] if c[0] == "add_scalar")
+    }
+    assert logged[("train/loss", 3)] == by_step[3]["loss"]
+    assert logged[("train/gradient_norm", 4)] == by_step[4]["gradient_norm"]
+    assert logged[("validation/loss", 4)] == records(run, "validation")[0]["loss"]
+    assert board.calls[-2:] == [("add_text", "verdict", verdict.sentence()), ("close",)]
+
+    opened = [call[1] for call in wandb.calls if call[0] == "open"]
+    assert {each["id"] for each in opened} == {config.identity[:12]}
+    assert opened[0]["config"] == config.to_json()
+    assert ("log", 4) in [(call[0], call[2]) for call in wandb.calls if call[0] == "log"]
+    assert wandb.summary == {"verdict": verdict.sentence()}
+    assert wandb.calls[-1] == ("finish",)
+
+
+def test_a_tracker_that_is_not_installed_is_told(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = tiny_plan(data, execution={"trackers": ("wandb",)}).resolve()
+    with pytest.raises(UserError, match=r"wandb is not installed: pip install 'siamesenorm\[track\]'"):
+        build_trackers(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
