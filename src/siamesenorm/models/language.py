@@ -89,6 +89,10 @@ class LanguageModelConfig:
             raise unknown("attention norm", self.attention_norm, ("auto", *ATTENTION_NORMS))
         if self.kernels not in ("plain", "fused"):
             raise unknown("kernels", self.kernels, ("plain", "fused"))
+        if not self.rope_theta > 0:
+            raise UserError(f"rope_theta is {self.rope_theta}: choose a positive number, such as 10000")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"dropout is {self.dropout}: choose a number from 0 to below 1")
         if self.attention_shape.head_dim % 2:
             raise UserError(f"a head is {self.attention_shape.head_dim} wide: rotary positions need an even width")
 
@@ -105,15 +109,13 @@ class LanguageModelConfig:
                 f"topology {topology_name(self.topology)} needs attention norm {needed!r}, not "
                 f"{self.attention_norm!r}: use 'auto'"
             )
-        operator = "layernorm" if self.norm.name == "layernorm" else "rmsnorm"
-        eps = {key: value for key, value in self.norm.options if key == "eps"} if self.norm.name == operator else {}
         return AttentionShape(
             dim=self.dim,
             heads=self.heads,
             kv_heads=self.kv_heads or self.heads,
             attention_norm=resolved,
             context_norm=self.context_norm,
-            norm=NormSpec.parse(operator, **eps),
+            norm=self.norm if self.norm.name in ("layernorm", "rmsnorm") else NormSpec(),
             bias=self.bias,
         )
 
@@ -157,6 +159,9 @@ class LanguageModelConfig:
         for name in fields:
             if name not in known:
                 raise unknown("field of a language model", name, known)
+        for name in ("topology", "norm"):
+            if name not in fields:
+                raise UserError(f"the configuration of a language model has no {name}: restore the field")
         fields["topology"] = topology_from_json(fields["topology"])
         fields["norm"] = NormSpec.from_json(fields["norm"])
         return cls(**fields)

@@ -68,7 +68,8 @@ class HyperConnections(MultiStream):
     """Static or dynamic Hyper-Connections with n = `streams` residual streams (arXiv 2409.19606).
 
     Dynamic ones add s tanh(norm(H) W) to the static mixing weights, W = 0 and s = 0.01 at the start. `stream_norm` is
-    that norm: LayerNorm in the paper, RMSNorm in a widely used implementation. `tanh=False` leaves the tanh out.
+    that norm, with `stream_eps`: LayerNorm in the paper, RMSNorm without eps in a widely used implementation.
+    `tanh=False` leaves the tanh out.
     At the start both forms equal Pre-Norm in every stream, up to the eps of the final norm.
     """
 
@@ -93,6 +94,7 @@ class HyperConnections(MultiStream):
 
     dynamic: bool = True
     stream_norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    stream_eps: float = 1e-5
     tanh: bool = True
 
     @property
@@ -206,7 +208,7 @@ class DynamicHyperConnection(HyperConnection):
 
     def __init__(self, materials: Materials, place: Place, topology: HyperConnections) -> None:
         super().__init__(materials, place, topology.streams)
-        self.stream_norm = NormSpec(topology.stream_norm).build(materials.dim)
+        self.stream_norm = NormSpec.parse(topology.stream_norm, eps=topology.stream_eps).build(materials.dim)
         self.squash = nn.Tanh() if topology.tanh else nn.Identity()
         self.declare("project_in", (materials.dim,), initial=0.0, decay=True)
         self.declare("project_residual", (materials.dim, topology.streams), initial=0.0, decay=True)
