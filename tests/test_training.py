@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
 
-from siamesenorm import build_language_model, language_model_config
+from siamesenorm import available_topologies, build_language_model, language_model_config
 from siamesenorm.data.storage import StoppedError, exclusive
 from siamesenorm.errors import UserError
 from siamesenorm.training.accounting import count_flops, count_parameters
@@ -224,6 +225,14 @@ def test_flops_are_those_counted_by_hand(size: str, topology: str) -> None:
     weights = config.depth * (4 * config.dim**2 + 3 * config.dim * config.hidden) + config.dim * config.vocabulary
     attention = config.depth * 2 * (2 * config.context * config.dim)  # queries with keys, weights with values
     assert count_flops(config) == 3 * (2 * weights + attention)
+
+
+@pytest.mark.parametrize("topology", available_topologies())
+def test_flops_of_blocks_counted_once_are_those_of_all_blocks(topology: str) -> None:
+    config = language_model_config("nano", topology=topology, depth=4)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        build_language_model(config, device="meta")(torch.zeros(1, 128, dtype=torch.int64, device="meta"))
+    assert count_flops(config) == round(3 * counter.get_total_flops() / 128)
 
 
 def test_a_tied_head_counts_once_and_as_an_embedding() -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from siamesenorm.data.storage import disk_errors_told
 from siamesenorm.training.calibration import calibrate, read_runs
 from siamesenorm.training.verdict import Thresholds
 
@@ -28,5 +29,7 @@ def run(arguments: Arguments) -> None:
     """Calibrate and print the tables."""
     report = calibrate(read_runs(arguments.runs), thresholds=arguments.thresholds)
     if arguments.out is not None:
-        report.write(arguments.out)
+        with disk_errors_told(arguments.out):
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            report.write(arguments.out)
     print(report.markdown())

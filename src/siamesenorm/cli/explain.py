@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import tyro
+from typing_extensions import Doc
 
 from siamesenorm.errors import UserError
 from siamesenorm.models.language import build_language_model
@@ -24,8 +25,11 @@ BYTES = 2
 class Arguments:
     """Explain a topology: formula, diagram, cost, special cases, what it composes with, paper; without a name, list."""
 
-    name: Annotated[str, tyro.conf.Positional] = ""
-    """Topology, with options as in dhc-2:streams=4; empty lists all."""
+    name: Annotated[
+        str,
+        tyro.conf.Positional,
+        Doc(f"Topology, with options as in dhc-2:streams=4: {', '.join(available_topologies())}; empty lists them."),
+    ] = ""
     json: bool = False
     """Print JSON."""
     markdown: bool = False
@@ -46,12 +50,13 @@ def run(arguments: Arguments) -> None:
             width = max(map(len, topologies))
             print("\n".join(f"{name:<{width}}  {t.heading}: {t.paper}" for name, t in topologies.items()))
     else:
-        facts = describe(build_topology(arguments.name))
+        topology = build_topology(arguments.name)
+        facts = {**describe(topology), "extra_parameters": extra_parameters(topology)}
         print(json.dumps(facts, indent=1) if arguments.json else text(facts))
 
 
 def describe(topology: Topology) -> dict[str, Any]:
-    """Return everything that is known about a topology as JSON values."""
+    """Return what a topology says of itself as JSON values."""
     cost = topology.cost
     return {
         "name": topology_name(topology),
@@ -69,7 +74,6 @@ def describe(topology: Topology) -> dict[str, Any]:
             "saved_tensors": cost.saved,
             "bytes_a_token": round((cost.forward + cost.backward) * EXAMPLE_DIM * BYTES),
         },
-        "extra_parameters": extra_parameters(topology),
         "special_cases": list(topology.special_cases),
         "conditioned_sublayers": topology.modulation_refusal or "composes",
     }
@@ -105,18 +109,23 @@ def text(facts: dict[str, Any]) -> str:
             "",
             textwrap.indent(facts["diagram"], "  "),
             "",
-            f"options          {options}",
-            f"streams          {', '.join(facts['streams'])}",
-            f"attention norm   {norm}",
+            _entry("options", [options]),
+            _entry("streams", [", ".join(facts["streams"])]),
+            _entry("attention norm", [norm]),
             f"fused boundary   {boundary['forward_passes']:g} passes of a stream forward, "
             f"{boundary['backward_passes']:g} backward, {boundary['saved_tensors']:g} kept",
             f"                 = {boundary['bytes_a_token']:,} bytes a token at dim {EXAMPLE_DIM} in bf16",
-            f"AdaLN sublayers  {facts['conditioned_sublayers']}",
-            "special cases    " + ("\n                 ".join(facts["special_cases"]) or "none"),
+            _entry("AdaLN sublayers", [facts["conditioned_sublayers"]]),
+            _entry("special cases", facts["special_cases"] or ["none"]),
             "parameters beyond Pre-Norm with QK-norm, by size",
             *extra,
         ]
     )
+
+
+def _entry(name: str, values: list[str]) -> str:
+    lines = [line for value in values for line in textwrap.wrap(value, 95, subsequent_indent="  ")]
+    return textwrap.indent("\n".join(lines), 17 * " ").replace(17 * " ", f"{name:<17}", 1)
 
 
 def markdown() -> str:

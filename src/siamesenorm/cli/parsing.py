@@ -21,11 +21,13 @@ def parse(kind: Any, arguments: Sequence[str], name: str) -> Any:
     """Return the arguments of the command `name`; raises UserError in one line for bad ones."""
     import tyro
 
+    # tyro has no nearest name for --optoin=value.
+    words = [part for word in arguments for part in (word.split("=", 1) if re.match(r"--[\w.-]+=", word) else [word])]
     said = io.StringIO()
     asked = bool(HELP & set(arguments))
     try:
         with contextlib.redirect_stderr(said), contextlib.nullcontext() if asked else _wide_terminal():
-            return tyro.cli(kind, args=arguments, prog=f"siamesenorm {name}")
+            return tyro.cli(kind, args=words, prog=f"siamesenorm {name}")
     except SystemExit as exit:
         if exit.code == 0:
             raise

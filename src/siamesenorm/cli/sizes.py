@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.table import Table
+from typing_extensions import Doc
 
 from siamesenorm.models.language import build_language_model, language_model_config
 from siamesenorm.models.sizes import SIZES
+from siamesenorm.topologies import available_topologies
 from siamesenorm.training.accounting import count_flops, count_parameters
 
 
@@ -18,8 +20,10 @@ from siamesenorm.training.accounting import count_flops, count_parameters
 class Arguments:
     """Count parameters and FLOPs of every size, and what topologies add to Pre-Norm."""
 
-    topologies: tuple[str, ...] = ("pre", "siamese", "siamese-post-pre", "dhc-2")
-    """Topologies to compare; the first is the reference."""
+    topologies: Annotated[
+        tuple[str, ...],
+        Doc(f"Topologies to compare, the first is the reference: {', '.join(available_topologies())}."),
+    ] = ("pre", "siamese", "siamese-post-pre", "dhc-2")
     json: bool = False
     """Print JSON."""
 

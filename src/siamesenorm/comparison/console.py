@@ -43,7 +43,7 @@ class SweepConsole:
         self.progress: dict[Job, Progress] = {}
         self.words: dict[Job, str] = {}
         self.begin = self.last_line = time.monotonic()
-        self.steps_before = 0
+        self.first_steps: dict[Job, int] = {}
         self.live: Live | None = None
 
     def __enter__(self) -> Self:
@@ -68,7 +68,7 @@ class SweepConsole:
         for job in jobs:
             verdict = job.verdict
             self.progress[job] = read_progress(job.directory / "metrics.jsonl")
-            self.steps_before += self.progress[job].step
+            self.first_steps[job] = self.progress[job].step
             if verdict is not None:
                 self.words[job] = verdict.word
                 done += 1
@@ -78,6 +78,8 @@ class SweepConsole:
         """Read the records of the running jobs."""
         for job in running:
             self.progress[job] = read_progress(job.directory / "metrics.jsonl")
+            # A run that goes on from a checkpoint cuts its record back.
+            self.first_steps[job] = min(self.first_steps[job], self.progress[job].step)
         if self.live is not None:
             self.live.update(self._table(running))
         elif running and time.monotonic() - self.last_line > LINE_SECONDS:
@@ -133,7 +135,7 @@ class SweepConsole:
         return job.config.steps if job in self.words else self.progress[job].step
 
     def _time_left(self) -> str:
-        done = sum(self.progress[job].step for job in self.jobs) - self.steps_before
+        done = sum(self.progress[job].step - self.first_steps[job] for job in self.jobs)
         left = sum(job.config.steps - self._steps_done(job) for job in self.jobs)
         passed = time.monotonic() - self.begin
         if not left:

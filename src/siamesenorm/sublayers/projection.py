@@ -12,7 +12,7 @@ ProjectionRole = Literal[
 
 
 class Projection(nn.Linear):
-    """nn.Linear with a role; its weight and bias are decayed."""
+    """nn.Linear with a role, which is what initialisations know it by."""
 
     def __init__(self, in_features: int, out_features: int, *, role: ProjectionRole, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
