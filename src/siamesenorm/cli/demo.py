@@ -14,7 +14,6 @@ from siamesenorm.training.plan import ModelPlan, RunPlan
 GRID = Grid(
     methods=("pre", "post", "hybridnorm", "siamese-post-pre", "siamese"),
     learning_rates=(2e-3, 3e-2),
-    control=False,
 )
 
 
@@ -41,9 +40,9 @@ def run(arguments: Arguments) -> None:
         data=data,
         model=ModelPlan(size="mini", dim=96, hidden=256),
         optimizer=OptimizerConfig(warmup_steps=40),
-        steps=300,
+        steps=250,
         batch_tokens=1024,
-        validation_every=150,
+        validation_every=125,
         validation_tokens=16_384,
         execution=Execution(threads=1),
     )

@@ -12,6 +12,7 @@ from torch import nn
 from siamesenorm.errors import UserError
 from siamesenorm.interop.foreign_norms import Unreadable, looks_like_norm, read_norm
 from siamesenorm.norms import NORMS, Norm, NormFunction, NormSpec
+from siamesenorm.topologies.siamese_connection import FusedSiameseConnection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +124,8 @@ def _refuse_place(name: str, parent: nn.Module) -> None:
         raise Unreadable("the model itself is a norm: use build_norm")
     if isinstance(parent, nn.TransformerEncoderLayer):
         raise Unreadable("torch's TransformerEncoderLayer computes its norms itself on its fast path")
+    if isinstance(parent, FusedSiameseConnection):
+        raise Unreadable("a fused connection computes its norms itself: build the model with kernels='plain'")
 
 
 def _is_already(module: nn.Module, specification: NormSpec) -> bool:

@@ -6,10 +6,9 @@ from torch import Tensor, nn
 
 from siamesenorm.sublayers.attention import Attention
 from siamesenorm.sublayers.cache import AttentionCache
+from siamesenorm.sublayers.modulated import Losses
 from siamesenorm.sublayers.rotary import Rotation
 from siamesenorm.topologies import Connection, Streams
-
-Losses = dict[str, Tensor]
 
 
 class TransformerBlock(nn.Module):
@@ -33,14 +32,20 @@ class TransformerBlock(nn.Module):
     ) -> tuple[Streams, Losses]:
         """Return the streams after both sublayers, and their scalar losses by name."""
         h, streams = self.attention_connection.read(streams)
-        output = self.attention(h, rotary, mask, cache)
+        output, attention_losses = split_losses(self.attention(h, rotary, mask, cache))
         streams = self.attention_connection.write(streams, self.dropout(output))
 
         h, streams = self.mlp_connection.read(streams)
-        output, losses = split_losses(self.mlp(h))
-        return self.mlp_connection.write(streams, self.dropout(output)), losses
+        output, mlp_losses = split_losses(self.mlp(h))
+        streams = self.mlp_connection.write(streams, self.dropout(output))
+        return streams, add_losses(attention_losses, mlp_losses)
 
 
 def split_losses(result: Tensor | tuple[Tensor, Losses]) -> tuple[Tensor, Losses]:
     """Return (output, losses) of a sublayer that returns a tensor, or a tensor and its losses."""
     return (result, {}) if isinstance(result, Tensor) else result
+
+
+def add_losses(total: Losses, more: Losses) -> Losses:
+    """Return the sums by name."""
+    return {**total, **{name: total[name] + loss if name in total else loss for name, loss in more.items()}}

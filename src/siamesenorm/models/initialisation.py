@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.norms import Declared
+from siamesenorm.norms.declared import assign
 from siamesenorm.sublayers.projection import Projection
 from siamesenorm.topologies import Topology
 
@@ -76,6 +77,6 @@ def fill_normal(parameter: Tensor, std: float, seed: int, name: str) -> None:
     """
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    drawn = torch.empty(parameter.shape)
+    drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
     nn.init.trunc_normal_(drawn, 0.0, std, -3 * std, 3 * std, generator=generator)
-    parameter.copy_(drawn)
+    assign(parameter, drawn)

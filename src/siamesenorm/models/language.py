@@ -16,15 +16,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.models.block import Losses, TransformerBlock
+from siamesenorm.models.block import TransformerBlock, add_losses
 from siamesenorm.models.initialisation import SCHEMES, Initialisation, initialise
 from siamesenorm.models.sizes import size_fields
 from siamesenorm.norms import NORMS, Declared, NormSpec
+from siamesenorm.norms.registry import norm_options
 from siamesenorm.sublayers.attention import ATTENTION_NORMS, Attention, AttentionShape
 from siamesenorm.sublayers.cache import AttentionCache
 from siamesenorm.sublayers.mlp import Activation, build_mlp
+from siamesenorm.sublayers.modulated import Losses
 from siamesenorm.sublayers.projection import Projection
 from siamesenorm.sublayers.rotary import Rotation, rotation
 from siamesenorm.topologies import (
@@ -52,7 +55,8 @@ class LanguageModelConfig:
 
     `kv_heads` 0 means as many as `heads`. `attention_norm` "auto" is what the topology needs, else "qk".
     `residual_dtype` is the dtype of the streams, `compute_dtype` that of what sublayers see; "inherit" keeps the
-    embedding's. `document_mask` keeps attention inside a document; off, as in OLMo, packed documents see each other.
+    embedding's; where it is not the parameters' dtype, run under autocast. `document_mask` keeps attention inside a
+    document; off, as in OLMo, packed documents see each other.
     """
 
     depth: int = 8
@@ -89,6 +93,8 @@ class LanguageModelConfig:
             raise unknown("attention norm", self.attention_norm, ("auto", *ATTENTION_NORMS))
         if self.kernels not in ("plain", "fused"):
             raise unknown("kernels", self.kernels, ("plain", "fused"))
+        if self.kernels == "fused" and not self.topology.has_fused_kernels:
+            raise UserError(f"topology {topology_name(self.topology)} has no fused kernels: use kernels='plain'")
         if not self.rope_theta > 0:
             raise UserError(f"rope_theta is {self.rope_theta}: choose a positive number, such as 10000")
         if not 0 <= self.dropout < 1:
@@ -115,18 +121,26 @@ class LanguageModelConfig:
             kv_heads=self.kv_heads or self.heads,
             attention_norm=resolved,
             context_norm=self.context_norm,
-            norm=self.norm if self.norm.name in ("layernorm", "rmsnorm") else NormSpec(),
+            norm=self._attention_operator(),
             bias=self.bias,
         )
+
+    def _attention_operator(self) -> NormSpec:
+        """Return RMSNorm, or LayerNorm in a model of LayerNorms, with the eps of the model's operator."""
+        shared = {"layernorm": ("eps", "bias")}.get(self.norm.name, ("eps",))
+        operator = "layernorm" if self.norm.name == "layernorm" else "rmsnorm"
+        return NormSpec.parse(operator, **{key: value for key, value in self.norm.options if key in shared})
 
     @property
     def label(self) -> str:
         """A short name for tables: the topology, and the attention norm and the operator where they are not usual."""
         parts = [topology_name(self.topology)]
-        usual = "qk" if self.topology.attention_norm == "auto" else self.topology.attention_norm
-        if self.attention_shape.attention_norm != usual:
-            parts.append(self.attention_shape.attention_norm.removesuffix("-head"))
-        if self.norm.name != "rmsnorm":
+        attention_norm = self.attention_shape.attention_norm
+        if attention_norm != ("qk" if self.topology.attention_norm == "auto" else self.topology.attention_norm):
+            parts.append("qkv" if attention_norm == "qkv-head" else attention_norm)
+        if self.context_norm:
+            parts.append("context-norm")
+        if self.norm != NormSpec():
             parts.append(str(self.norm))
         return " + ".join(parts)
 
@@ -159,9 +173,8 @@ class LanguageModelConfig:
         for name in fields:
             if name not in known:
                 raise unknown("field of a language model", name, known)
-        for name in ("topology", "norm"):
-            if name not in fields:
-                raise UserError(f"the configuration of a language model has no {name}: restore the field")
+        for name in known - fields.keys():
+            raise UserError(f"the configuration of a language model has no {name}: restore the field")
         fields["topology"] = topology_from_json(fields["topology"])
         fields["norm"] = NormSpec.from_json(fields["norm"])
         return cls(**fields)
@@ -179,10 +192,19 @@ def language_model_config(
     for name in fields:
         if name not in known:
             raise unknown("field of a language model", name, known)
-    norm = norm or fields.pop("norm", "rmsnorm")
-    fields["norm"] = NormSpec.parse(norm) if isinstance(norm, str) else norm
+    fields["norm"] = _norm_of_size(NormSpec.parse(fields.pop("norm", "rmsnorm")), norm)
     fields["topology"] = build_topology(topology) if isinstance(topology, str) else topology
     return LanguageModelConfig(**fields)
+
+
+def _norm_of_size(usual: NormSpec, chosen: str | NormSpec | None) -> NormSpec:
+    """Return the chosen operator, with the size's eps unless it has an eps of its own; without a choice, the size's."""
+    if chosen is None or isinstance(chosen, NormSpec):
+        return chosen or usual
+    spec = NormSpec.parse(chosen)
+    eps = dict(usual.options).get("eps")
+    inherits = eps is not None and "eps" in norm_options(spec.name) and "eps" not in dict(spec.options)
+    return NormSpec.parse(chosen, eps=eps) if inherits and eps is not None else spec
 
 
 class LanguageModelOutput(NamedTuple):
@@ -219,9 +241,8 @@ class LanguageModel(nn.Module):
             for attention, mlp in places
         )
         self.closing = config.topology.closing(places[-1][-1], materials)
-        self.head = Projection(config.dim, config.vocabulary, role="head")
-        if config.tied:
-            self.head.weight = self.embedding.weight
+        # A tied head is the embedding: no second name for the same weights.
+        self.head = None if config.tied else Projection(config.dim, config.vocabulary, role="head")
 
     def reset_parameters(self, seed: int = 0) -> None:
         """Draw the initial weights."""
@@ -239,43 +260,47 @@ class LanguageModel(nn.Module):
         """Return the logits of tokens [batch, tokens] (int64).
 
         `caches`, one a block, hold the past of a generation. `documents` [batch, tokens] numbers the documents of
-        packed sequences, for `document_mask`. `last_only` closes and projects the last token alone.
+        packed sequences, for `document_mask`. `last_only` closes and projects the last token alone. Raises UserError
+        for documents together with caches: a cache does not know the documents of its past.
         """
         past = caches[0].tokens if caches else 0
+        mask = self._document_mask(documents)
+        if mask is not None and caches is not None:
+            raise UserError("document_mask with a cache: generate one document at a time, without documents")
         streams = self.opening(self.dropout(self.embedding_scale(self.embedding(tokens))))
         rotary = self._rotary(past + tokens.shape[1])
-        mask = self._mask(tokens, past, documents)
         losses: Losses = {}
         for index, block in enumerate(self.blocks):
             streams, block_losses = block(streams, rotary, mask, caches[index] if caches else None)
-            losses = {name: losses.get(name, 0.0) + loss for name, loss in block_losses.items()}
+            losses = add_losses(losses, block_losses)
         if last_only:
             streams = tuple(stream[:, -1:] for stream in streams)
-        logits = self.head(self.closing(streams))
+        head = self.embedding if self.head is None else self.head
+        logits = F.linear(self.closing(streams), head.weight)
         return LanguageModelOutput(logits.to(torch.promote_types(logits.dtype, torch.float32)), losses)
 
     def _rotary(self, tokens: int) -> Rotation:
-        positions = torch.arange(tokens, device=self.head.weight.device)
-        head_dim = self.config.attention_shape.head_dim
-        return rotation(positions, head_dim, self.config.rope_theta, self.head.weight.dtype)
+        weight = self.embedding.weight
+        positions = torch.arange(tokens, device=weight.device)
+        return rotation(positions, self.config.attention_shape.head_dim, self.config.rope_theta, weight.dtype)
 
-    def _mask(self, tokens: Tensor, past: int, documents: Tensor | None) -> Tensor | None:
-        """Return the mask where the plain causal one does not do: several new tokens on a cache, or documents."""
-        count = tokens.shape[1]
-        masks_documents = self.config.document_mask and documents is not None
-        if not masks_documents and (past == 0 or count == 1):
+    def _document_mask(self, documents: Tensor | None) -> Tensor | None:
+        """Return the mask [batch, 1, tokens, tokens] of the past in the same document, or None if not asked for."""
+        if not self.config.document_mask or documents is None:
             return None
-        positions = torch.arange(past + count, device=tokens.device)
-        mask = positions[None, :] <= positions[past:, None]
-        if masks_documents and documents is not None:
-            return (mask & (documents[:, :, None] == documents[:, None, :]))[:, None]
-        return mask
+        tokens = documents.shape[1]
+        causal = torch.ones(tokens, tokens, dtype=torch.bool, device=documents.device).tril()
+        return (causal & (documents[:, :, None] == documents[:, None, :]))[:, None]
 
     @torch.no_grad()
     def generate(
         self, tokens: Tensor, count: int, *, temperature: float = 0.0, generator: torch.Generator | None = None
     ) -> Tensor:
-        """Return tokens [batch, prompt + count], greedy at temperature 0, else sampled from softmax(logits / T)."""
+        """Return tokens [batch, prompt + count], greedy at temperature 0, else sampled from softmax(logits / T).
+
+        Runs without dropout and leaves the model in evaluation mode.
+        """
+        self.eval()
         caches = [AttentionCache() for _ in self.blocks]
         new = tokens
         for _ in range(count):
@@ -314,13 +339,13 @@ def build_language_model(
     `options` are those of `language_model_config`: topology, norm, and any field of `LanguageModelConfig`. With
     `device="meta"` nothing is allocated and nothing drawn. Raises UserError for what cannot be built.
     """
+    if isinstance(size, LanguageModelConfig) and options:
+        raise UserError(f"a configuration and {', '.join(options)}: change the configuration by dataclasses.replace")
     config = size if isinstance(size, LanguageModelConfig) else language_model_config(size, **options)
     with torch.device("meta"):
         model = LanguageModel(config)
     if torch.device(device).type == "meta":
         return model
     model.to_empty(device=device)
-    if config.tied:
-        model.head.weight = model.embedding.weight
     model.reset_parameters(seed)
     return model

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -95,14 +96,19 @@ class Attention(nn.Module):
             key, value = cache.update(key, value)
         if rotary is not None:
             cos, sin = rotary
-            query = rotate(query, (cos[-query.shape[-2] :], sin[-query.shape[-2] :]))
+            new = query.shape[-2]
+            query = rotate(query, (cos[-new:], sin[-new:]))
             key = rotate(key, rotary)
+        new, total = query.shape[-2], key.shape[-2]
+        if mask is None and self.shape.causal and 1 < new < total:
+            # Several new tokens on a cache: PyTorch's causal mask is aligned to the first token, not to the last.
+            mask = torch.ones(new, total, dtype=torch.bool, device=h.device).tril(total - new)
         context = F.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=mask,
-            is_causal=self.shape.causal and mask is None and query.shape[-2] > 1,
+            is_causal=self.shape.causal and mask is None and new > 1,
             enable_gqa=self.shape.kv_heads != self.shape.heads,
         )
         output: Tensor = self.output(self.context_head_norm(context).transpose(1, 2).flatten(2))

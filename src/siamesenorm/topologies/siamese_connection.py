@@ -138,8 +138,8 @@ def shared_eps(norms: Iterable[nn.Module]) -> float:
     """Return the eps of norms that the fused boundary can stand in for; raises UserError if there is none."""
     found = set()
     for norm in norms:
-        if not (isinstance(norm, RMSNorm) and norm.affine and norm.offset == 0):
-            raise UserError(f"the fused boundary knows plain RMSNorm with gain, not {norm}: use kernels='plain'")
+        if not (isinstance(norm, RMSNorm) and norm.affine and norm.offset == 0 and norm.axis == -1):
+            raise UserError(f"the fused boundary knows RMSNorm with gain, channels last, not {norm}: use kernels='plain'")
         found.add(norm.eps)
     if len(found) != 1:
         raise UserError(f"the fused boundary needs one eps, not {sorted(found)}: use kernels='plain'")

@@ -14,16 +14,15 @@ a block's edge, and a write may stay pending until the next read.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import ClassVar, Literal, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
-from siamesenorm.errors import UserError, unknown
 from siamesenorm.norms import Declared, NormSpec, Role
+from siamesenorm.options import check_option
 
 Streams = tuple[Tensor, ...]
 AttentionNorm = Literal["auto", "none", "qk", "qk-head", "qkv-head"]
@@ -78,6 +77,11 @@ class Materials:
     final_norm: bool = True
     kernels: Literal["plain", "fused"] = "plain"
 
+    def __post_init__(self) -> None:
+        """Refuse kernels that do not exist."""
+        if self.kernels not in ("plain", "fused"):
+            raise unknown("kernels", self.kernels, ("plain", "fused"))
+
     def build_norm(self, kind: str, *, affine: bool = True) -> nn.Module:
         """Return a norm for the stream, in the role of its operator's recipe."""
         return self.norm.build(self.dim, role=Role(kind, self.domain), affine=affine, axis=self.axis)
@@ -85,6 +89,10 @@ class Materials:
     def build_input_norm(self, place: Place) -> nn.Module:
         """Return the last norm before a sublayer: without gain if the sublayer is conditioned."""
         return self.build_norm(place.kind, affine=not place.conditioned)
+
+    def build_settle(self, place: Place) -> nn.Module | None:
+        """Return the norm after the predecessor's addition, in the role of its reader; None where nothing was added."""
+        return self.build_norm(place.kind) if place.previous else None
 
     def build_final_norm(self) -> nn.Module:
         """Return the norm before the head, or the identity where the model has its own."""
@@ -169,11 +177,13 @@ class Topology:
     """Opening, read, write and closing, one a line; `O` is the sublayer's output, `N` a norm."""
     diagram: ClassVar[str]
     special_cases: ClassVar[tuple[str, ...]] = ()
+    has_fused_kernels: ClassVar[bool] = False
+    """Whether `kernels="fused"` gives connections that leave writes pending."""
     modulation_refusal: ClassVar[str | None] = None
     """Why the topology does not compose with conditioned (AdaLN) sublayers; None if it does."""
 
     def __post_init__(self) -> None:
-        """Refuse option values that their annotations do not admit."""
+        """Refuse option values that their annotations do not admit, and spell the others alike."""
         check_options(self)
 
     @property
@@ -223,27 +233,10 @@ class Topology:
         return packed.unbind(dim=-2)
 
 
-OPTION_TYPES: dict[object, tuple[tuple[type, ...], str]] = {
-    bool: ((bool,), "true or false"),
-    int: ((int,), "an integer"),
-    float: ((int, float), "a finite number"),
-    str: ((str,), "a text"),
-}
-"""What an option of each annotation admits, and what to write for it."""
-
-
 def check_options(topology: Topology) -> None:
-    """Raise UserError for an option whose value is not one of its Literal's, or not of its type, or not finite."""
+    """Spell every option as its annotation does (1 as 1.0 for a float); see `check_option` for what is refused."""
     hints = get_type_hints(type(topology))
     for option in fields(topology):
-        value, hint = getattr(topology, option.name), hints[option.name]
         what = f"{option.name} of {topology.title}"
-        if get_origin(hint) is Literal:
-            if value not in get_args(hint):
-                raise unknown(what, str(value), get_args(hint))
-            continue
-        admitted, remedy = OPTION_TYPES[hint]
-        boolean = isinstance(value, bool) and hint is not bool
-        infinite = isinstance(value, float) and not math.isfinite(value)
-        if boolean or infinite or not isinstance(value, admitted):
-            raise UserError(f"{what} is {value!r}: write {remedy}")
+        value = check_option(what, getattr(topology, option.name), hints[option.name])
+        object.__setattr__(topology, option.name, value)
