@@ -2,9 +2,9 @@
 
 A reference is a function of the topology's options, the embedding, the sublayers and the library's norms and parameters
 by name. It writes the papers' equations in the papers' order: norms after an addition stand at the end of the sublayer
-that added, streams are a list, mixing is a loop. To test a new topology, register a reference under its name:
+that added, streams are a list, mixing is a loop. To test a new topology, register a reference of its class:
 
-    @reference("my-topology", my_number=(0.5, 2.0))
+    @reference(MyTopology, my_number=(0.5, 2.0))
     def my_topology(options, e, F, model): ...
 
 Options that are bool or Literal are enumerated from their annotation; the values of others are given as keywords.
@@ -24,15 +24,26 @@ from torch import Tensor, nn
 
 from siamesenorm.norms import NormSpec, declared_parameters
 from siamesenorm.topologies import (
-    TOPOLOGIES,
     Closing,
     Connection,
     Materials,
     Opening,
     Streams,
     Topology,
+    build_topology,
     transformer_places,
 )
+from siamesenorm.topologies.branch_scale import LayerScale, ReZero
+from siamesenorm.topologies.hybridnorm import HybridNorm
+from siamesenorm.topologies.hyper_connections import HyperConnections
+from siamesenorm.topologies.manifold_hyper_connections import ManifoldHyperConnections
+from siamesenorm.topologies.mix_ln import MixLN
+from siamesenorm.topologies.output_norm import OutputNorm, PeriNorm
+from siamesenorm.topologies.post_norm import DeepNorm, PostNorm
+from siamesenorm.topologies.pre_norm import LayerNormScaling, PreNorm
+from siamesenorm.topologies.residual import ResiDual
+from siamesenorm.topologies.siamese import SiameseHybridPre, SiamesePostPre
+from siamesenorm.topologies.spannorm import SpanNorm
 
 DIM, TOKENS, BATCH, DEPTH = 8, 4, 2, 3
 
@@ -79,7 +90,7 @@ def wire(
     **materials: Any,
 ) -> Wired:
     """Build a small model, with every declared parameter moved at random if a seed is given."""
-    wiring = TOPOLOGIES[topology] if isinstance(topology, str) else topology
+    wiring = build_topology(topology) if isinstance(topology, str) else topology
     chosen = Materials(dim=DIM, norm=NormSpec.parse(norm), **materials)
     model = Wired(wiring, chosen, depth=depth, conditioned=conditioned)
     if seed is not None:
@@ -133,25 +144,25 @@ class Reference:
     values: dict[str, tuple[Any, ...]]
 
 
-REFERENCES: dict[str, Reference] = {}
+REFERENCES: dict[type[Topology], Reference] = {}
 
 
-def reference(*names: str, **values: tuple[Any, ...]) -> Callable[[Formula], Formula]:
+def reference(family: type[Topology], **values: tuple[Any, ...]) -> Callable[[Formula], Formula]:
     def register(formula: Formula) -> Formula:
-        for name in names:
-            REFERENCES[name] = Reference(formula, values)
+        REFERENCES[family] = Reference(formula, values)
         return formula
 
     return register
 
 
-def reference_of(name: str) -> Reference:
-    if name not in REFERENCES:
+def reference_of(topology: Topology) -> Reference:
+    family = type(topology)
+    if family not in REFERENCES:
         raise AssertionError(
-            f"topology {name!r} has no reference: write its equations in tests/reference_topologies.py as "
-            f'@reference("{name}") def formula(options, e, F, model) -> Tensor'
+            f"{family.__name__} has no reference: write its equations in tests/reference_topologies.py as "
+            f"@reference({family.__name__}) def formula(options, e, F, model) -> Tensor"
         )
-    return REFERENCES[name]
+    return REFERENCES[family]
 
 
 def choices(topology: Topology) -> dict[str, tuple[Any, ...]]:
@@ -168,25 +179,25 @@ def choices(topology: Topology) -> dict[str, tuple[Any, ...]]:
 
 def variants(name: str) -> dict[Topology, str]:
     """Return the registered topology with one option changed, for every other value of every option, and its text."""
-    topology = TOPOLOGIES[name]
+    topology = build_topology(name)
     found: dict[Topology, str] = {}
-    for option, values in {**choices(topology), **REFERENCES[name].values}.items():
+    for option, values in {**choices(topology), **reference_of(topology).values}.items():
         for value in values:
             variant = dataclasses.replace(topology, **{option: value})
             if variant != topology:
-                found[variant] = f"{name}:{option}={value}"
+                found[variant] = f"{name}, {option}={value}"
     return found
 
 
 def combinations(name: str) -> dict[Topology, str]:
     """Return the topology at every combination of its bool and Literal options, and its text."""
-    topology = TOPOLOGIES[name]
+    topology = build_topology(name)
     options = choices(topology)
     found: dict[Topology, str] = {}
     for values in itertools.product(*options.values()):
         chosen = dict(zip(options, values, strict=True))
         text = ",".join(f"{key}={value}" for key, value in chosen.items())
-        found[dataclasses.replace(topology, **chosen)] = f"{name}:{text}" if text else name
+        found[dataclasses.replace(topology, **chosen)] = f"{name}, {text}" if text else name
     return found
 
 
@@ -210,7 +221,7 @@ def depth_scale(reading: str, k: int) -> float:
     return 1.0
 
 
-@reference("pre", "pre-embednorm")
+@reference(PreNorm)
 def pre(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     x = e * torch.rsqrt((e * e).mean(-1, keepdim=True) + 1e-5) if options.embedding_norm else e
     for k in model.sublayers:
@@ -218,7 +229,7 @@ def pre(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     return model.closing.norm(x)
 
 
-@reference("ln-scaling")
+@reference(LayerNormScaling)
 def layer_norm_scaling(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     x = e * torch.rsqrt((e * e).mean(-1, keepdim=True) + 1e-5) if options.embedding_norm else e
     for k in model.sublayers:
@@ -227,7 +238,7 @@ def layer_norm_scaling(options: Any, e: Tensor, F: list[Sublayer], model: Any) -
     return model.closing.norm(x)
 
 
-@reference("post")
+@reference(PostNorm)
 def post(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     N = norms_after(model)
     x = e
@@ -236,7 +247,7 @@ def post(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     return model.closing.norm(x) if options.final_norm else x
 
 
-@reference("deepnorm")
+@reference(DeepNorm)
 def deepnorm(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     N = norms_after(model)
     alpha = (2 * model.depth) ** (1 / 4)
@@ -246,7 +257,7 @@ def deepnorm(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     return model.closing.norm(x) if options.final_norm else x
 
 
-@reference("peri")
+@reference(PeriNorm)
 def peri(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     x = model.opening.norm(e) if options.embedding_norm else e
     for k in model.sublayers:
@@ -254,7 +265,7 @@ def peri(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     return model.closing.norm(x)
 
 
-@reference("olmo2")
+@reference(OutputNorm)
 def olmo2(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     x = e
     for k in model.sublayers:
@@ -262,9 +273,11 @@ def olmo2(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     return model.closing.norm(x)
 
 
-@reference("mixln", post_fraction=(0.0, 0.34, 0.67, 1.0), post_blocks=(0, 1, 2, 3))
+@reference(MixLN, post_fraction=(0.0, 0.34, 0.67, 1.0), post_blocks=("auto", 0, 1, 2, 3))
 def mixln(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
-    post_blocks = options.post_blocks if options.post_blocks >= 0 else math.floor(options.post_fraction * model.depth)
+    post_blocks = options.post_blocks
+    if post_blocks == "auto":
+        post_blocks = math.floor(options.post_fraction * model.depth)
     N = norms_after(model)
     x = e
     for block in range(model.depth):
@@ -273,7 +286,7 @@ def mixln(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     return model.closing.norm(x)
 
 
-@reference("layerscale", initial=(0.0, 0.5, 1.0))
+@reference(LayerScale, initial=("auto", 0.0, 0.5, 1.0))
 def layerscale(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     x = e
     for k in model.sublayers:
@@ -281,7 +294,7 @@ def layerscale(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor
     return model.closing.norm(x)
 
 
-@reference("rezero")
+@reference(ReZero)
 def rezero(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     x = e
     for k in model.sublayers:
@@ -289,7 +302,7 @@ def rezero(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     return x
 
 
-@reference("hybridnorm", "hybridnorm-star")
+@reference(HybridNorm)
 def hybridnorm(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     x = e
     for block in range(model.depth):
@@ -304,7 +317,7 @@ def hybridnorm(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor
     return model.closing.norm(x)
 
 
-@reference("spannorm")
+@reference(SpanNorm)
 def spannorm(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     N = norms_after(model)
     x = e
@@ -322,9 +335,7 @@ def spannorm(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
 # --- two streams -----------------------------------------------------------------------------------------------------
 
 
-@reference(
-    "residual", "residual-hybridnorm", bounded_scale=(0.5, 2.0), dual_scale=(0.05, 3.0), dual_eps=(0.3,)
-)  # fmt: skip
+@reference(ResiDual, bounded_scale=(0.5, 2.0), dual_scale=(0.05, 3.0), dual_eps=("auto", 0.0, 0.3))
 def residual(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     a, c = options.bounded_scale, options.dual_scale
     N = norms_after(model)
@@ -342,7 +353,7 @@ def residual(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     return a * X + model.closing.dual_norm(D)
 
 
-@reference("siamese-post-pre")
+@reference(SiamesePostPre)
 def siamese_post_pre(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     X, Y = (model.opening.gate.gain * e if options.gated_opening else e), e
     N_X = norms_after(model)
@@ -358,7 +369,7 @@ def siamese_post_pre(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> 
     return model.closing.output_norm(fused) if options.readout == "code" else fused
 
 
-@reference("siamese")
+@reference(SiameseHybridPre)
 def siamese_hybrid_pre(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     X = Y = e
     for block in range(model.depth):
@@ -376,7 +387,7 @@ def siamese_hybrid_pre(options: Any, e: Tensor, F: list[Sublayer], model: Any) -
 # --- n streams -------------------------------------------------------------------------------------------------------
 
 
-@reference("shc-2", "dhc-2", streams=(1, 3))
+@reference(HyperConnections, streams=(1, 3), stream_eps=(0.0, 0.3))
 def hyper_connections(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     n = options.streams
     squash = torch.tanh if options.tanh else lambda x: x
@@ -417,7 +428,7 @@ def sinkhorn_by_loops(logits: Tensor, options: Any) -> Tensor:
     return torch.tensor(M, dtype=torch.float64)
 
 
-@reference("mhc-4", streams=(1, 2), iterations=(1, 3), gate=(0.5,), eps=(0.0, 0.02))
+@reference(ManifoldHyperConnections, streams=(1, 2), iterations=(1, 3), gate=(0.5,), eps=(0.0, 0.02))
 def manifold_hyper_connections(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     n = options.streams
 

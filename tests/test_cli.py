@@ -111,6 +111,16 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert refusal(capsys, "explain") == "tyro is not installed: pip install 'siamesenorm[lab]'"
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["explain"], ["sizes", "--help"]])
+def test_a_reader_that_leaves_is_no_error(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "siamesenorm", *arguments]
+    run = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (run.returncode, run.stderr) == (141, "")
+
+
 def test_an_interruption_is_one_line(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -336,8 +346,11 @@ def test_damaged_checkpoints(
     capsys.readouterr()
     assert main(train(data, run)) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert re.match(r"siamesenorm: no checkpoint in .* is whole .*: restore a copy, or start again elsewhere", line)
+    assert re.match(r"siamesenorm: no checkpoint in .* is whole .*: remove .*checkpoints to train this run", line)
     assert not (run / "verdict.json").exists()
+    shutil.rmtree(run / "checkpoints")
+    assert main(train(data, run)) == 0
+    assert records(run) == records(trained[0])
 
 
 def test_a_full_disk_stops_a_run_that_goes_on_later(
@@ -419,6 +432,12 @@ def test_the_verdict_on_any_curve(trained: list[Path], tmp_path: Path, capsys: p
     assert facts["word"] != "diverged"
     assert facts["thresholds"]["rise"] == 9.0
     assert "unknown column 'los': did you mean loss" in refusal(capsys, "verdict", str(curve), "--column", "los")
+    for options, message in [
+        ("--unigram-entropy nan", "unigram_entropy is nan"),
+        ("--steps-total 99", "steps_total is 99: the curve goes to step 100"),
+        ("--warmup-steps -1", "warmup_steps is -1"),
+    ]:
+        assert message in refusal(capsys, "verdict", str(curve), *options.split())
     stored = decode_json((trained[0] / "verdict.json").read_text())
     assert decode_json(output(capsys, "verdict", str(trained[0]), "--json")) == stored
 

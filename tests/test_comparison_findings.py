@@ -25,7 +25,7 @@ from siamesenorm.comparison.findings import (
     find,
     lacks_control,
 )
-from siamesenorm.comparison.results import Curve, Method, RunResult, Sweep
+from siamesenorm.comparison.results import Curve, Method, RunResult, SweepResults
 from siamesenorm.comparison.statistics import student_t_quantile
 from siamesenorm.comparison.summary import conclusions, footnotes
 from siamesenorm.training.stability import judge
@@ -34,11 +34,11 @@ Losses = Mapping[float, Sequence[float | None]]
 """Held-out loss by rate and seed 0, 1, ...: None is not run, NaN diverged."""
 
 
-def method(name: str, attention_norm: str = "qk", **specification: str) -> Method:
+def method(name: str, attention_norm: str = "qk", norm: str = "rmsnorm", **specification: str) -> Method:
     return Method(
         name=name,
         topology=name.partition(" ")[0],
-        norm="rmsnorm",
+        norm=norm,
         attention_norm=attention_norm,
         specification=tuple(sorted({"topology.name": name, **specification}.items())),
     )
@@ -65,7 +65,7 @@ def findings(results: Mapping[Method, Losses]) -> Findings:
         for seed, loss in enumerate(losses)
         if loss is not None
     ]
-    return find(Sweep(path=Path("s"), runs=tuple(runs), missing=(), data={}, command=None, selection_seed=0))
+    return find(SweepResults(path=Path("s"), runs=tuple(runs), missing=(), data={}, command=None, selection_seed=0))
 
 
 PRE, CONTROL, POST, SIAMESE = (
@@ -194,7 +194,9 @@ def test_qkv_norm_is_compared_with_its_control_row_too() -> None:
     assert pairs == {("pre + qkv", "pre"), ("post", "pre"), ("siamese", "pre"), ("siamese", "pre + qkv")}
     assert not told(with_control, "Control row missing")
     without = findings({PRE: losses, SIAMESE: losses})
-    assert told(without, "Control row missing").startswith("No pre with QKV-norm was run beside siamese,")
+    assert told(without, "Control row missing").startswith(
+        "No pre with QKV-norm and the same norm was run beside siamese,"
+    )
     assert lacks_control([PRE, CONTROL, SIAMESE]) == [] and lacks_control([PRE, SIAMESE]) == [SIAMESE]
 
 
@@ -204,6 +206,48 @@ def test_the_baseline_is_the_pre_norm_configured_most_alike() -> None:
     assert baseline_of(method("post", depth="4"), [shallow, deep]) is shallow
     assert baseline_of(POST, [POST, CONTROL]) is None
     assert control_of(POST, [PRE, CONTROL]) is None
+
+
+def test_a_reference_and_a_control_have_the_norm_of_the_method() -> None:
+    ours = method("siamese + seednorm", "qkv-head", "seednorm")
+    assert baseline_of(ours, [PRE, CONTROL, ours]) is None and lacks_control([PRE, CONTROL, ours]) == [ours]
+    control, reference = method("pre + qkv + seednorm", "qkv-head", "seednorm"), method("pre + s", norm="seednorm")
+    assert control_of(ours, [CONTROL, control]) is control and baseline_of(ours, [PRE, reference]) is reference
+    heads = {"norm.heads": "4"}
+    four = method("siamese + seednorm:heads=4", "qkv-head", "seednorm", **heads)
+    assert control_of(four, [control]) is None
+    assert control_of(four, [control, same := method("pre + four", "qkv-head", "seednorm", **heads)]) is same
+    losses: Losses = {1e-3: [1.5]}
+    found = findings({PRE: losses, CONTROL: losses, ours: losses})
+    assert [each.method for each in found.comparisons] == [CONTROL]
+    assert told(found, "Control row missing").startswith("No pre with QKV-norm and the same norm was run beside siam")
+    assert told(found, "Reference row missing") == "No pre with the same norm was run beside siamese + seednorm."
+
+
+def test_methods_are_ranked_on_the_seeds_they_share() -> None:
+    """The further seeds are harder: their mean may not stand against a loss of the selection seed."""
+    found = findings({PRE: {1e-3: [1.50, 1.70, 1.72]}, POST: {1e-3: [1.60]}, SIAMESE: {1e-3: [1.40, 1.65, 1.64]}})
+    assert [choice.method for choice in found.ranked()] == [SIAMESE, PRE, POST]
+    assert not found.same_seeds
+    lowest = told(found, "Lowest held-out loss")
+    assert lowest.startswith("siamese at 1e-3, 1.6450 nats (PPL 5.181, 2 seeds). Next is pre, 0.0650 nats above;")
+    alone = findings({POST: {1e-3: [1.60]}, SIAMESE: {1e-3: [1.40, 1.65, 1.64]}})
+    assert "Next is post, 0.2000 nats above on seed 0;" in told(alone, "Lowest held-out loss")
+
+
+def test_the_first_two_are_in_the_order_of_the_seeds_they_share() -> None:
+    found = findings({PRE: {1e-3: [1.40, 1.70, 1.72]}, POST: {1e-3: [1.60]}, SIAMESE: {1e-3: [1.41, 1.60, 1.61]}})
+    assert [choice.method for choice in found.ranked()] == [SIAMESE, PRE, POST]
+    assert "Next is pre, 0.1050 nats above;" in told(found, "Lowest held-out loss")
+
+
+def test_outcomes_at_a_rate_are_over_the_same_seeds() -> None:
+    found = findings({PRE: {1e-3: [1.5, 1.3, NAN]}, POST: {1e-3: [1.4], 2e-3: [1.6, 1.7]}})
+    seeds = {(of.name, rate): [run.seed for run in each.runs] for (rate, of), each in found.outcomes.items()}
+    assert seeds == {("pre", 1e-3): [0], ("post", 1e-3): [0], ("post", 2e-3): [0, 1]}
+    assert told(found, "Diverged") == "pre at 1e-3 (1 of 3 seeds)."
+    assert told(found, "Stable at every rate") == "post."
+    assert "every method has finished at that rate" in told(found, "Seeds")
 
 
 def test_sensitivity_is_the_mean_excess_over_the_grid_capped_at_the_unigram_entropy() -> None:

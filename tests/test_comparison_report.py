@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from comparison_sweeps import METHODS, runs_of, write_sweep
+from siamesenorm.cli.report import show_report
 from siamesenorm.comparison import page
+from siamesenorm.comparison.findings import find
 from siamesenorm.comparison.report import ReportPaths, write_report
+from siamesenorm.comparison.results import read_sweep
 from siamesenorm.comparison.theme import DARK, LIGHT
 from siamesenorm.errors import UserError
 
@@ -48,7 +51,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> ReportPaths:
     runs[-1] = dataclasses.replace(runs[-1], until=20)
     command = 'siamesenorm sweep --methods pre "pre + qkv" post siamese <here>'
     sweep = write_sweep(directory / "sweep", runs, missing=["never"], command=command)
-    return write_report(sweep, directory / "out")
+    return write_report(find(read_sweep(sweep)), directory / "out")
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +151,7 @@ def test_a_failure_leaves_the_old_report_whole(report: ReportPaths, monkeypatch:
     monkeypatch.setattr("siamesenorm.comparison.report.figures", lambda findings: [])
     monkeypatch.setattr("siamesenorm.comparison.report.render_page", fail)
     with pytest.raises(RuntimeError, match="no page"):
-        write_report(report.page.parent.parent / "sweep", report.page.parent)
+        write_report(find(read_sweep(report.page.parent.parent / "sweep")), report.page.parent)
     assert {path: path.read_bytes() for path in report.page.parent.rglob("*") if path.is_file()} == before
 
 
@@ -158,9 +161,9 @@ def test_what_cannot_be_read_or_written_is_one_line(
     monkeypatch.setattr("siamesenorm.comparison.report.figures", lambda findings: [])
     monkeypatch.setattr("siamesenorm.comparison.report.render_page", lambda *parts: "page")
     with pytest.raises(UserError, match=r"no sweep\.json"):
-        write_report(tmp_path, tmp_path / "out")
+        show_report(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match="file"):
-        write_report(report.page.parent.parent / "sweep", tmp_path / "file")
+        show_report(report.page.parent.parent / "sweep", tmp_path / "file")
     assert (tmp_path / "file").read_text() == "in the way"

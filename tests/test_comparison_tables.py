@@ -68,6 +68,26 @@ def test_the_lowest_of_each_rate_is_strong(findings: Findings) -> None:
         assert strong == ["siamese"]
 
 
+def test_nothing_is_the_lowest_across_unequal_seeds(tmp_path: Path) -> None:
+    low, high = (SyntheticMethod(label=name, losses=(loss,)) for name, loss in (("pre", 1.5), ("post", 1.6)))
+    runs = runs_of([low], rates=(2e-3,), seeds=(0, 1, 2), steps=40) + runs_of([high], rates=(2e-3,), steps=40)
+    found = find(read_sweep(write_sweep(tmp_path, runs, grid={"selection_seed": 0})))
+    first, second = rows(found, "2e-3"), {row[0].text: row for row in at_chosen_rates(found).groups[0].rows}
+    assert [first[name][3].text for name in ("pre", "post")] == ["1", "1"]
+    assert [first[name][1].strong for name in ("pre", "post")] == [True, False]
+    assert [second[name][2].text for name in ("pre", "post")] == ["2", "1 (the selection seed)"]
+    assert not any(row[3].strong for row in second.values())
+
+
+def test_a_method_that_lost_a_seed_is_not_the_lowest(tmp_path: Path) -> None:
+    low, high = (SyntheticMethod(label=name, losses=(loss,)) for name, loss in (("pre", 1.5), ("post", 1.6)))
+    runs = runs_of([low, high], rates=(2e-3,), seeds=(0, 1), steps=40)
+    runs[1] = dataclasses.replace(runs[1], wanted="not finite")
+    first = rows(find(read_sweep(write_sweep(tmp_path, runs))), "2e-3")
+    assert first["pre"][1].text.endswith("†")
+    assert [first[name][1].strong for name in ("pre", "post")] == [False, True]
+
+
 def test_the_second_table_compares_with_pre_and_with_the_control(findings: Findings) -> None:
     table = at_chosen_rates(findings)
     by_name = {row[0].text: row for row in table.groups[0].rows}

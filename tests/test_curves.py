@@ -130,6 +130,15 @@ def test_a_half_written_last_line_does_not_count(write):
         ('[1, "x"]', "item 2: loss is 'x', not a number"),
         ("[]", "has no loss"),
         ('{"kind": "model", "steps": 4}\n', "has no loss"),
+        ('{"kind": "model", "steps": "x"}\n{"kind": "train", "loss": 2}\n', "line 1: steps is 'x', not a"),
+        ('{"kind": "model", "steps": 2.5}\n{"kind": "train", "loss": 2}\n', "line 1: steps is 2.5, not a whole number"),
+        ('{"kind": "model", "warmup_steps": []}\n{"kind": "train", "loss": 2}\n', r"line 1: warmup_steps is \[\]"),
+        ('{"kind": "model", "unigram_entropy": "nan"}\n{"kind": "train", "loss": 2}\n', "unigram_entropy is nan"),
+        ('{"kind": "model", "steps": 1}\n[]\n', "line 2: expected a number or an object"),
+        ("[" * 200_000, "line 1 is not JSON: nested too deeply"),
+        ('{"a":' * 200_000 + "\n2\n", "line 1 is not JSON"),
+        ("[1" + "0" * 400 + "]", "item 1: loss is 1000.*, not a number"),
+        ("[1" + "0" * 5000 + "]", "is not JSON that can be read"),
     ],
 )
 def test_what_cannot_be_read_is_told_in_one_line(write, text, message):

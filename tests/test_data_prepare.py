@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 
-from siamesenorm.data import PrepareConfig, PreparedData, Progress, StoppedError, load_tokenizer, preparation, prepare
+from siamesenorm.data import (
+    PrepareConfig,
+    PreparedData,
+    Progress,
+    StoppedError,
+    encoding,
+    load_tokenizer,
+    preparation,
+    prepare,
+)
 from siamesenorm.data.tokenizer import train_bpe
 from siamesenorm.errors import UserError
 
@@ -140,6 +149,56 @@ def test_other_settings_are_refused_unless_restarted(source: Path, change: dict[
     assert contents(data.path) == contents(prepare(config(source, out="fresh", **change)).path)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer": "bpe:abc"}, "the size must be a whole number"),
+        ({"source": "nowhere.txt"}, "no such file"),
+        ({"validation_fraction": 1e-9}, "fell into the validation split"),
+        ({"text_field": "body"}, "body"),
+    ],
+)
+def test_a_restart_that_fails_leaves_the_finished_data(source: Path, change: dict[str, Any], message: str) -> None:
+    data = prepare(config(source, tokenizer="bpe:300"))
+    before = contents(data.path)
+    with pytest.raises(UserError, match=message):
+        prepare(config(source, **{"tokenizer": "bpe:300", "restart": True, **change}))
+    assert contents(data.path) == before
+    assert PreparedData.open(data.path, verify="full").digest == data.digest
+
+
+def test_a_restart_that_was_stopped_goes_on_beside_the_finished_data(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = prepare(config(source))
+    monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 1500)
+
+    def stop(progress: Progress) -> None:
+        if progress.documents > 100:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config(source, tokenizer="bpe:300", restart=True), stop)
+    assert PreparedData.open(data.path, verify="full").digest == data.digest
+    assert prepare(config(source)).digest == data.digest
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config(source, tokenizer="bpe:300", restart=True), stop)
+    seen: list[Progress] = []
+    prepare(config(source, tokenizer="bpe:300"), seen.append)
+    assert seen[0].stage == "resumed"
+    assert contents(data.path) == contents(prepare(config(source, out="fresh", tokenizer="bpe:300")).path)
+
+
+def test_a_restart_under_way_is_not_disturbed(source: Path) -> None:
+    data = prepare(config(source))
+
+    def second(progress: Progress) -> None:
+        assert prepare(config(source)).digest == data.digest
+
+    prepare(config(source, restart=True), second)
+    assert sorted(contents(data.path)) == ["manifest.json", "train.bin", "validation.bin"]
+
+
 def test_files_of_another_origin_are_never_touched(source: Path) -> None:
     out = source.parent / "data"
     out.mkdir()
@@ -172,6 +231,42 @@ def test_bad_settings_leave_nothing_behind(source: Path, tmp_path_factory: pytes
         with pytest.raises(UserError, match=message):
             prepare(config(source, **options))
         assert os.listdir(source.parent) == [source.name]
+
+
+@pytest.mark.parametrize(
+    ("documents", "options", "remedies"),
+    [
+        (["one"] * 9, {}, "9 documents (1 distinct, and copies of a document fall into one split) fell into the "
+         "validation split: try --documents paragraphs, or a source of its own with --validation"),
+        (["one", "two"] * 3, {"documents": "paragraphs"}, "6 documents (2 distinct, and copies of a document fall into "
+         "one split) fell into the validation split: try --validation-fraction 0.5, or a source of its own with "
+         "--validation"),
+        (texts(100), {"validation_fraction": 1e-9}, "100 documents fell into the validation split: try "
+         "--validation-fraction 0.03, or --documents paragraphs, or a source of its own with --validation"),
+        (texts(1500), {"validation_fraction": 2e-6}, "1,500 documents fell into the validation split: try "
+         "--validation-fraction 0.02, or --documents paragraphs, or a source of its own with --validation"),
+        (["one"], {"validation_fraction": 0.1, "documents": "paragraphs"}, "1 documents fell into the validation "
+         "split: try a source of its own with --validation"),
+        (texts(3), {"validation_fraction": 0.01, "documents": "paragraphs"}, "3 documents fell into the validation "
+         "split: try --validation-fraction 0.5, or a source of its own with --validation"),
+    ],
+)  # fmt: skip
+def test_the_remedies_for_an_empty_validation_split_can_work(
+    tmp_path: Path, documents: list[str], options: dict[str, Any], remedies: str
+) -> None:
+    path = tmp_path / "few.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in documents))
+    with pytest.raises(UserError) as caught:
+        prepare(config(path, **{"validation_fraction": 0.01, **options}))
+    assert str(caught.value) == f"source {str(path)!r}: none of its {remedies}"
+
+
+def test_a_larger_fraction_than_given_is_suggested(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "is_validation", lambda text, fraction: False)
+    with pytest.raises(UserError, match="try --validation-fraction 0.4, or"):
+        prepare(config(source, validation_fraction=0.2))
+    with pytest.raises(UserError, match="split: try --documents paragraphs, or"):
+        prepare(config(source, validation_fraction=0.5))
 
 
 @pytest.mark.parametrize(

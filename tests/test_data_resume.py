@@ -116,6 +116,30 @@ def test_killed_at_every_durable_step(
     assert unfinished == number - 1 - 3
 
 
+def test_a_restart_killed_at_every_durable_step_loses_nothing(
+    source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    earlier = prepare(config(source, tmp_path / "earlier", tokenizer="bpe:300"))
+    digests = {earlier.digest, PreparedData.open(tmp_path / "whole").digest}
+    unfinished = 0
+    for number in count(1):
+        shutil.copytree(earlier.path, tmp_path / f"out-{number}")
+        job = config(source, tmp_path / f"out-{number}", restart=True)
+        status = in_child(lambda number=number, job=job: killed_at_step(number, lambda: prepare(job)))
+        if status != -signal.SIGKILL:
+            break
+        if (job.out / "manifest.json").exists():
+            assert PreparedData.open(job.out, verify="full").digest in digests
+        else:
+            unfinished += 1
+            assert contents(prepare(config(source, job.out)).path) == whole, f"killed at step {number}"
+        assert contents(prepare(job).path) == whole, f"killed at step {number}"
+    assert status == 0
+    # Without a manifest only between the removal of the old one and the move of the new one.
+    assert 0 < unfinished < 8 < number
+
+
 def test_killed_with_its_workers(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script, out = tmp_path / "script.py", tmp_path / "out"
     script.write_text(KILLED_WITH_WORKERS)

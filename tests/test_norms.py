@@ -6,12 +6,23 @@ VARIANTS adds operators with options; a registered name needs no entry there. Wh
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from reference_norms import apply_reference
+from siamesenorm.errors import UserError
 from siamesenorm.norms import NORMS, Norm, NormSpec, available_norms, build_norm, declared_parameters
+from siamesenorm.norms.declared import assign
+from siamesenorm.training.language import LanguageTask
+from training_runs import tiny_run, write_data
 
 VARIANTS = (
     "layernorm:bias=false",
@@ -246,3 +257,103 @@ def test_specifications_survive_text_and_json(case: str) -> None:
 def test_every_registered_norm_has_a_reference(name: str) -> None:
     norm = build(name)
     assert reference(name, norm, tokens(12, 1)).shape == (1, DIM)
+
+
+# --- specifications --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spelled", "usual"),
+    [
+        (NormSpec("rmsnorm", (("eps", 1),)), NormSpec.parse("rmsnorm:eps=1.0")),
+        (NormSpec.parse("dyt:alpha_initial=1"), NormSpec.parse("dyt:alpha_initial=1.0")),
+        (NormSpec.parse("seednorm: heads=4 , offset=1"), NormSpec("seednorm", (("offset", 1.0), ("heads", 4)))),
+        (NormSpec("layernorm", (("eps", 1e-5), ("bias", True))), NormSpec("layernorm")),
+        (NormSpec.parse("seednorm:heads=4").with_options(heads="auto", eps=1), NormSpec.parse("seednorm:eps=1")),
+    ],
+)
+def test_equal_specifications_are_spelled_alike(spelled: NormSpec, usual: NormSpec) -> None:
+    assert spelled == usual
+    assert json.dumps(spelled.to_json()) == json.dumps(usual.to_json())
+
+
+def test_a_specification_with_other_options_keeps_the_rest() -> None:
+    assert NormSpec.parse("seednorm:heads=4,eps=1e-3").with_options(eps=0.5) == NormSpec.parse(
+        "seednorm:heads=4,eps=0.5"
+    )
+
+
+def test_unknown_names_and_numbers_that_are_none_are_refused() -> None:
+    with pytest.raises(UserError, match="unknown norm 'rmsnrom': did you mean rmsnorm"):
+        NormSpec("rmsnrom").build(8)
+    with pytest.raises(UserError, match="unknown option of norm rmsnorm 'offest': did you mean offset"):
+        NormSpec("rmsnorm", (("offest", 1.0),))
+    with pytest.raises(UserError, match="unknown option of norm rmsnorm 'heads'"):
+        NormSpec().with_options(heads=4)
+    for name in ("rmsnorm", "seednorm"):
+        with pytest.raises(UserError, match="offset of .* is nan: write a finite number"):
+            build_norm(f"{name}:offset=nan", 8)
+
+
+# --- what a run records ----------------------------------------------------------------------------------------------
+
+
+def test_the_record_of_a_run_says_how_a_recipe_was_read(tmp_path: Path) -> None:
+    data = write_data(tmp_path / "data")
+
+    def notes(norm: str) -> list[str]:
+        task = LanguageTask(tiny_run(data, model={"norm": norm, "topology": "pre"}))
+        return task.describe(task.build_model())["notes"]
+
+    taken = "no published value at width 16, that of 4096 is taken"
+    assert notes("dyt") == [f"DyT alpha {alpha} for {kind}: {taken}"
+                            for alpha, kind in (("0.2", "final"), ("0.2", "mlp"), ("0.8", "attention"))]  # fmt: skip
+    assert notes("dyt:alpha_initial=0.3") == notes("rmsnorm") == []
+
+
+# --- sharded parameters ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def second_of_four() -> Iterator[None]:
+    """A process group in which this process is rank 1 of 4, without the others."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def test_assigning_fills_the_part_that_a_rank_holds(second_of_four: None) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (4,))
+    whole = torch.arange(12.0).reshape(6, 2)
+    for placement, part in ((Shard(0), whole[2:4]), (Shard(1), whole[:, 1:]), (Replicate(), whole)):
+        empty = torch.full((6, 2), torch.nan)
+        parameter = nn.Parameter(distribute_tensor(empty, mesh, [placement], src_data_rank=None))
+        assign(parameter, whole.double())
+        assert torch.equal(parameter.to_local(), part)
+        assign(parameter, torch.tensor(3.0))
+        assert torch.equal(parameter.to_local(), torch.full_like(part, 3.0))
+    norm = build_norm("seednorm:alpha_initial=0.5", 6)
+    for name, parameter in list(norm.named_parameters()):
+        empty = torch.full(parameter.shape, torch.nan)
+        setattr(norm, name, nn.Parameter(distribute_tensor(empty, mesh, [Shard(0)], src_data_rank=None)))
+    norm.reset_parameters()
+    assert {name: p.to_local().tolist() for name, p in norm.named_parameters()} == {
+        "alpha": [0.5, 0.5], "beta": [0.0, 0.0], "gamma": [1.0, 1.0],
+    }  # fmt: skip
+
+
+def test_assigning_broadcasts_and_casts() -> None:
+    parameter = nn.Parameter(torch.empty(3, 2, dtype=torch.bfloat16))
+    assign(parameter, torch.tensor(0.25, dtype=torch.float64))
+    assert parameter.requires_grad and torch.equal(parameter, torch.full_like(parameter, 0.25))
+
+
+def test_sharding_is_imported_only_where_it_can_occur() -> None:
+    program = "import sys, siamesenorm; siamesenorm.build_norm('rmsnorm', 8).reset_parameters(); " \
+              "print('torch.distributed.tensor' in sys.modules)"  # fmt: skip
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout == "False\n"

@@ -452,8 +452,10 @@ def test_lazy_is_eager_with_shifted_norms(norm: str, normalized_input: bool) -> 
 
 # --- sums ------------------------------------------------------------------------------------------------------------
 
-SUMMING = {  # topology -> the stream that is the embedding plus every output
+SUMMING = {  # topology -> the stream that is what it was at the start plus every output
     "pre": 0,
+    "pre-embednorm": 0,
+    "ln-scaling": 0,
     "siamese": 1,
     "siamese-post-pre": 1,
     "siamese-post-pre:settle=lazy": 1,
@@ -464,11 +466,12 @@ SUMMING = {  # topology -> the stream that is the embedding plus every output
 
 @pytest.mark.parametrize("text", SUMMING)
 def test_the_identity_stream_is_the_sum_of_all_outputs(text: str) -> None:
-    """Y_K = e + sum of O_k, whatever the parameters; exactly, as the sum runs in the same order."""
+    """Y_K = Y_0 + sum of O_k, whatever the parameters; exactly, as the sum runs in the same order."""
     model, nets, e = wire(build_topology(text), seed=36), tanh_nets(), embedding()
-    total = e
     with torch.no_grad():
         streams = model.opening(e)
+        total = streams[SUMMING[text]]
+        assert torch.equal(total, e) == (text != "pre-embednorm")
         for connection, net in model.steps(nets):
             h, streams = connection.read(streams)
             output = net(h)
@@ -476,12 +479,12 @@ def test_the_identity_stream_is_the_sum_of_all_outputs(text: str) -> None:
     assert torch.equal(streams[SUMMING[text]], total)
 
 
-@pytest.mark.parametrize("name", ["peri", "olmo2"])
+@pytest.mark.parametrize("name", ["peri", "peri:embedding_norm=true", "olmo2"])
 def test_the_stream_of_output_norms_is_the_sum_of_normalised_outputs(name: str) -> None:
     model, e = wire(name, seed=36), embedding()
-    total = e
     with torch.no_grad():
         streams = model.opening(e)
+        (total,) = streams
         for connection, net in model.steps(tanh_nets()):
             h, streams = connection.read(streams)
             output = net(h)
@@ -521,6 +524,15 @@ def test_dual_eps_changes_the_dual_norm_alone() -> None:
     model = wire(build_topology("residual", dual_eps=1e-7))
     assert model.closing.dual_norm.eps == 1e-7
     assert {norm.eps for norm in norms_after(model)} == {1e-5}
+    assert [wire(f"residual:dual_eps={eps}").closing.dual_norm.eps for eps in ("auto", 0)] == [1e-5, 0.0]
+
+
+def test_a_silent_sublayer_of_deepnorm_leaves_the_norm_of_the_weighted_stream() -> None:
+    model, silent = wire("deepnorm", "dyt", seed=43, depth=1), TanhNet(0)
+    silent.second = torch.zeros_like(silent.second)
+    first, second = norms_after(model)
+    alpha = 2**0.25
+    torch.testing.assert_close(model(embedding(), [silent, silent]), second(alpha * first(alpha * embedding())))
 
 
 @over_norms

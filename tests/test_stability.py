@@ -12,15 +12,8 @@ import pytest
 from siamesenorm.errors import UserError
 from siamesenorm.training.curves import LossCurve
 from siamesenorm.training.exact_json import decode_json, encode_json
-from siamesenorm.training.stability import (
-    DEFAULT_THRESHOLDS,
-    Thresholds,
-    Verdict,
-    Watch,
-    judge,
-    judge_curve,
-    learning_rate_sensitivity,
-)
+from siamesenorm.training.stability import Watch, judge, judge_curve, learning_rate_sensitivity
+from siamesenorm.training.verdict import DEFAULT_THRESHOLDS, Thresholds, Verdict
 
 ENTROPY = 3.0
 
@@ -52,7 +45,8 @@ class Reference:
         window -= 1 - window % 2
         finite = [t for t, loss in enumerate(self.losses) if math.isfinite(loss)]
         self.smooth = {t: float(np.median([self.losses[u] for u in finite if u <= t][-window:])) for t in finite}
-        self.best = {t: min(self.smooth[u] for u in finite if u <= t) for t in finite}
+        whole = finite[window - 1 :]
+        self.best = {t: min((self.smooth[u] for u in whole if u <= t), default=math.inf) for t in finite}
         self.up = [t not in finite or self.smooth[t] > self.best[t] + 0.5 for t in range(len(self.losses))]
         self.out = reference_out(self.losses, self.warmup, lambda median: math.log((median + 0.1) / median))
         self.gradient_out = reference_out(self.norms, self.warmup, lambda median: math.log(1.1))
@@ -61,7 +55,7 @@ class Reference:
         """Return (word, reason, divergence step), (spikes, number of gradient spikes), best, final."""
         spikes = reference_starts(self.out[:seen], 2)
         evidence = (spikes, len(reference_starts(self.gradient_out[:seen], 1)))
-        best = min((self.smooth[t] for t in self.smooth if t < seen), default=None)
+        best = min((self.best[t] for t in self.best if t < seen and self.best[t] < math.inf), default=None)
         final = self.smooth.get(seen - 1, self.losses[seen - 1])
         return self.word(seen, spikes, final), evidence, best, final
 
@@ -76,7 +70,7 @@ class Reference:
             return "diverged", "rose and stayed", stays[0] + 1
         if seen >= self.total and up[-1]:
             return "diverged", "rose at the end", max(t for t in range(seen) if not up[t]) + 2
-        if seen >= self.total and final >= self.entropy - 0.05:
+        if seen >= self.total and final >= self.entropy - 0.2:
             return "diverged", "not learned", None
         return ("spiked" if spikes else "stable"), None, None
 
@@ -139,7 +133,8 @@ def test_the_watch_agrees_with_the_definition_after_every_step(name):
         verdict = watch.verdict()
         assert (verdict.word, verdict.reason, verdict.divergence_step) == word, seen
         assert (verdict.spikes, verdict.gradient_spikes) == evidence, seen
-        assert verdict.best == pytest.approx(best, abs=1e-12)
+        assert (verdict.best is None) == (best is None)
+        assert best is None or verdict.best == pytest.approx(best, abs=1e-12)
         assert verdict.final == pytest.approx(final, abs=1e-12, nan_ok=True)
     batch = judge(losses, steps_total=160, warmup_steps=16, gradient_norms=norms, unigram_entropy=ENTROPY)
     assert encode_json(batch.to_json()) == encode_json(watch.verdict().to_json())
@@ -174,9 +169,23 @@ def test_the_steep_fall_without_warmup_is_no_spike():
     assert judge(losses, unigram_entropy=ENTROPY).word == "stable"
 
 
-def test_one_bad_batch_never_decides():
-    for step in range(1, 401, 7):
-        assert judge(raised(healthy(), step, step, 20.0), warmup_steps=40).word == "stable", step
+@pytest.mark.parametrize("height", [0.0, 3.0, 20.0])
+@pytest.mark.parametrize(
+    ("steps", "places"), [(60, range(1, 61)), (100, range(1, 101)), (400, [1, 2, 3, 10, 19, 20, 200, 399, 400])]
+)
+def test_one_loss_of_any_height_never_decides(steps, places, height):
+    for place in places:
+        losses = healthy(steps, warmup=steps // 10)
+        losses[place - 1] = height
+        assert judge(losses, warmup_steps=steps // 10, unigram_entropy=ENTROPY).word == "stable", place
+
+
+def test_the_best_is_that_of_whole_windows():
+    losses = [6.0 - 0.1 * step for step in range(40)]
+    early = judge(losses[:18], steps_total=400)
+    assert (early.best, early.best_step) == (None, None)
+    assert early.sentence() == f"stable: final loss {np.median(losses[:18]):.3f} (after 18 of 400 steps)"
+    assert judge(losses[:19], steps_total=400).best == np.median(losses[:19])
 
 
 def test_two_bad_batches_in_a_row_are_a_spike_after_the_warmup_only():
@@ -234,7 +243,10 @@ def test_a_run_that_hovers_at_the_unigram_entropy_has_not_learned():
     assert "not learned" in verdict.sentence()
     assert judge(hovering).word == "stable", "unknown entropy switches the rule off"
     assert judge(hovering, unigram_entropy=ENTROPY, steps_total=401).word == "stable", "the run has not ended"
-    assert judge(hovering, unigram_entropy=ENTROPY + 0.1).word == "stable"
+    assert judge(hovering, unigram_entropy=ENTROPY + 0.15).word == "diverged", (
+        "it may have learned the kind of text only"
+    )
+    assert judge(hovering, unigram_entropy=ENTROPY + 0.3).word == "stable"
 
 
 def test_gradient_norms_are_counted_and_do_not_decide():
@@ -304,6 +316,35 @@ def test_a_curve_logged_every_ten_steps_is_told_in_steps():
     assert judge_curve(dataclasses.replace(sparse, steps_total=4009)).ended
 
 
+@pytest.mark.parametrize("interval", [1, 10])
+def test_a_curve_whose_first_step_is_zero_is_as_long_as_one_whose_first_is_one(interval):
+    losses = tuple(raised(healthy(), 38, 39, 3.0))
+    steps = tuple(interval * point for point in range(400))
+    facts = {"steps_total": 400 * interval, "warmup_steps": 40 * interval, "unigram_entropy": ENTROPY}
+    curve = LossCurve(steps=steps, losses=losses, **facts)
+    verdict = judge_curve(curve)
+    assert (verdict.ended, verdict.word, verdict.steps_total) == (True, "stable", 400 * interval)
+    assert (curve.warmup_points, curve.missing_points) == (40, 0)
+    assert not judge_curve(LossCurve(steps=steps[:399], losses=losses[:399], **facts)).ended
+    at_both_ends = LossCurve(steps=(*steps, 400 * interval), losses=(*losses, 2.3), **facts)
+    assert judge_curve(at_both_ends).ended
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"steps_total": 2}, "steps_total is 2: the curve goes to step 3"),
+        ({"warmup_steps": -1}, "warmup_steps is -1: give 0 or more"),
+        ({"unigram_entropy": math.nan}, "unigram_entropy is nan"),
+        ({"unigram_entropy": math.inf}, "unigram_entropy is inf"),
+        ({"unigram_entropy": -1.0}, "unigram_entropy is -1.0"),
+    ],
+)
+def test_facts_that_cannot_be_those_of_the_curve_are_refused(facts, message):
+    with pytest.raises(UserError, match=message):
+        judge([3.0, 2.0, 1.0], **facts)
+
+
 def test_a_verdict_survives_json_with_its_thresholds():
     strict = Thresholds(rise=0.2, patience_fraction=0.3)
     for losses in histories().values():
@@ -356,7 +397,7 @@ def test_the_default_thresholds_are_those_of_the_specification():
     assert (DEFAULT_THRESHOLDS.rise, DEFAULT_THRESHOLDS.rise_fraction, DEFAULT_THRESHOLDS.entropy_margin) == (
         0.5,
         0.05,
-        0.05,
+        0.2,
     )
     assert (DEFAULT_THRESHOLDS.spike_sigmas, DEFAULT_THRESHOLDS.spike_rise, DEFAULT_THRESHOLDS.spike_steps) == (
         6.0,

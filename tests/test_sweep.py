@@ -23,8 +23,9 @@ import torch
 from siamesenorm import build_language_model
 from siamesenorm.cli import main
 from siamesenorm.comparison import sweep as sweep_module
+from siamesenorm.comparison.console import SweepConsole
 from siamesenorm.comparison.grid import Grid, read_method
-from siamesenorm.comparison.sweep import Job, SweepRun
+from siamesenorm.comparison.sweep import Job, SweepRun, shared_gpus
 from siamesenorm.data.storage import StoppedError, exclusive
 from siamesenorm.errors import UserError
 from siamesenorm.sublayers.projection import Projection
@@ -109,6 +110,18 @@ def test_a_grid_that_is_none_is_refused(changes: dict[str, Any], message: str) -
         (("pre", "post + qkv"), ("pre", "pre + qkv", "post + qkv")),
         (("siamese", "pre+qkv-head"), ("siamese", "pre+qkv-head")),
         (("siamese-post-pre", "pre"), ("siamese-post-pre", "pre")),
+        (
+            ("pre", "siamese", "siamese + seednorm:heads=4", "hybridnorm + seednorm:heads=4"),
+            (
+                "pre",
+                "pre + qkv",
+                "pre + qkv + seednorm:heads=4",
+                "siamese",
+                "siamese + seednorm:heads=4",
+                "hybridnorm + seednorm:heads=4",
+            ),
+        ),
+        (("siamese + layernorm", "pre + layernorm + qkv"), ("siamese + layernorm", "pre + layernorm + qkv")),
     ],
 )
 def test_a_table_with_qkv_norm_has_its_control_row(methods: tuple[str, ...], with_control: tuple[str, ...]) -> None:
@@ -120,7 +133,7 @@ def test_a_run_of_a_grid_differs_from_its_template_by_method_rate_and_seed_alone
     grid = Grid(methods=("pre", "siamese + layernorm"), learning_rates=(8e-3, 2e-3), selection_seed=3)
     runs = list(grid.selection_runs(template))
     found = [(run.model.label, run.optimizer.learning_rate, run.seed) for run in runs]
-    methods = ("pre", "pre + qkv", "siamese + layernorm")
+    methods = ("pre", "pre + qkv + layernorm", "siamese + layernorm")
     assert found == [(method, rate, 3) for rate in RATES for method in methods], "the safest rate comes first"
     for run in runs:
         model = dataclasses.replace(
@@ -243,6 +256,9 @@ class Listener:
 
     def progressed(self, running: list[Job]) -> None: ...
 
+    def told(self, line: str) -> None:
+        self.said.append(line)
+
     def ended(self, job: Job, error: str | None) -> None:
         self.said.append(error or "ok")
 
@@ -279,16 +295,85 @@ def test_the_rate_is_chosen_on_one_seed_and_reported_on_the_others(
     workers.started.clear()
     sweep(tmp_path / "sweep", template, seeds=(0, 1, 2)).run()
     assert workers.started == [], "nothing is trained twice"
+    assert json.loads((tmp_path / "sweep" / "sweep.json").read_text())["runs"] == plan["runs"]
     sweep(tmp_path / "sweep", template, seeds=(3,), reported=("post",)).run()
     assert workers.started == [("post", 8e-3, 3)]
+    listed = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["runs"]
+    assert listed[:8] == plan["runs"] and len(listed) == 9, "what has run stays in the report"
+
+
+@pytest.mark.parametrize("changes", [{"steps": 7}, {"model": {"dim": 32, "topology": "pre"}}, {"validation_every": 2}])
+def test_another_sweep_in_the_directory_is_refused(
+    tmp_path: Path, data: Path, template: RunConfig, workers: Workers, changes: dict[str, Any]
+) -> None:
+    sweep(tmp_path / "sweep", template).run()
+    before = (tmp_path / "sweep" / "sweep.json").read_bytes()
+    other = tiny_run(data, **{"steps": 6, "model": {"topology": "pre"}, **changes})
+    with pytest.raises(UserError, match="sweep holds another sweep: choose another --out"):
+        sweep(tmp_path / "sweep", other).run()
+    assert (tmp_path / "sweep" / "sweep.json").read_bytes() == before
+
+
+def test_the_same_sweep_may_be_carried_out_otherwise(tmp_path: Path, template: RunConfig, workers: Workers) -> None:
+    sweep(tmp_path / "sweep", template).run()
+    execution = dataclasses.replace(template.execution, threads=2, checkpoint_every=3)
+    same = dataclasses.replace(template, seed=5, execution=execution)
+    workers.started.clear()
+    sweep(tmp_path / "sweep", same, learning_rates=(8e-3,)).run()
+    assert workers.started == []
+
+
+def test_other_data_are_another_sweep_and_a_plan_of_an_earlier_version_gets_a_template(
+    tmp_path: Path, template: RunConfig, workers: Workers
+) -> None:
+    sweep(tmp_path / "sweep", template, methods=("pre",)).run()
+    file = tmp_path / "sweep" / "sweep.json"
+    plan = json.loads(file.read_text())
+    earlier = {key: value for key, value in plan.items() if key != "template"}
+    file.write_text(json.dumps({**earlier, "data": {"digest": "other"}}))
+    with pytest.raises(UserError, match="holds another sweep"):
+        sweep(tmp_path / "sweep", template).run()
+    file.write_text(json.dumps(earlier))
+    sweep(tmp_path / "sweep", template, methods=("post",)).run()
+    now = json.loads(file.read_text())
+    assert now["template"] == plan["template"]
+    assert now["runs"][:2] == plan["runs"] and len(now["runs"]) == 4
+    file.write_text("{")
+    with pytest.raises(UserError, match="sweep.json is not JSON"):
+        sweep(tmp_path / "sweep", template).run()
+
+
+def test_a_sweep_killed_while_it_wrote_its_plan_goes_on(tmp_path: Path, template: RunConfig, workers: Workers) -> None:
+    for name in ("lock", ".sweep.json.tmp"):
+        (tmp_path / name).write_text("")
+    sweep(tmp_path, template).run()
+    assert len(workers.started) == 4
+
+
+def test_a_lock_that_cannot_be_opened_is_told_in_one_line(
+    tmp_path: Path, template: RunConfig, workers: Workers
+) -> None:
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(UserError, match="lock: is a directory: choose another path"):
+        sweep(tmp_path, template).run()
+
+
+def test_a_rate_that_failed_does_not_keep_a_method_from_further_seeds(
+    tmp_path: Path, template: RunConfig, workers: Workers
+) -> None:
+    workers.outcome_of = lambda config: "no room left" if config.optimizer.learning_rate == 2e-3 else held_out(config)
+    sweep(tmp_path / "sweep", template, seeds=(1,)).run()
+    assert [run for run in workers.started if run[2] == 1] == [("pre", 8e-3, 1), ("post", 8e-3, 1)]
 
 
 def test_a_method_that_diverged_everywhere_is_not_reported(
     tmp_path: Path, template: RunConfig, workers: Workers
 ) -> None:
     workers.outcome_of = lambda config: 9.0 if config.model.label == "post" else 1.5
-    sweep(tmp_path / "sweep", template, seeds=(1,)).run()
+    run = sweep(tmp_path / "sweep", template, seeds=(1,))
+    run.run()
     assert [name for name, _, seed in workers.started if seed == 1] == ["pre"]
+    assert "post: no further seeds, for no run of seed 0 has a result" in run.observer.said
 
 
 def test_methods_that_are_the_same_are_trained_once(tmp_path: Path, template: RunConfig, workers: Workers) -> None:
@@ -349,13 +434,49 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path: Path, template: R
 
 def test_every_worker_has_a_gpu_of_its_own_while_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    shown = [sweep_module._own_gpu(place) for place in range(3)]
-    assert shown == [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in ("3", "5", "3")]
+    assert shared_gpus("cuda") == ["3", "5"]
+    assert [shared_gpus(device) for device in ("cuda:1", "cpu", "mps")] == [[], [], []], "no choice is left"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert sweep_module._own_gpu(1) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert shared_gpus("cuda") == ["0", "1"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert sweep_module._own_gpu(0) == {}
+    assert shared_gpus("cuda") == []
+
+
+def test_every_worker_of_two_gpus_sees_one(
+    tmp_path: Path, template: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    shown = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, env, **__: shown.append(env["CUDA_VISIBLE_DEVICES"]))
+    for device in ("cuda", "cuda:1"):
+        execution = dataclasses.replace(template.execution, device=device)
+        job = Job(config=dataclasses.replace(template, execution=execution), directory=tmp_path)
+        for place in range(3):
+            sweep_module._start(job, place)
+    assert shown == ["3", "5", "3", "3,5", "3,5", "3,5"]
+
+
+# --- what a person sees ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_failed_shows_no_result_and_one_that_went_back_says_so(
+    tmp_path: Path, template: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(config=template, directory=tmp_path / "run")
+    write_finished(job, 1.5)
+    console = SweepConsole(tmp_path)
+    console.planned([job])
+    capsys.readouterr()
+    gone_back = "step-00000004 is no whole checkpoint (no manifest): going back to step-00000002"
+    (job.directory / "log.txt").write_text(f"a warning\n{gone_back}\n")
+    console.ended(job, None)
+    back, ended = capsys.readouterr().err.splitlines()
+    assert back == f"pre @ 0.01, seed 0: {gone_back}" and ", held-out 1.500; " in ended
+    (job.directory / "log.txt").write_text("no room left\n")
+    console.ended(job, "no room left")
+    (ended,) = capsys.readouterr().err.splitlines()
+    assert "pre @ 0.01, seed 0: no room left; " in ended
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -389,12 +510,21 @@ def test_the_command_reports_what_ran_and_names_what_failed(
         (("--learning-rates", "abc"), "--learning-rates is 'abc': write a number"),
         (("--jobs", "-1"), "jobs is -1: choose at least 1"),
         (("--model.attention-norm", "qk-head"), "write it in the methods, as in 'pre + qk-head'"),
+        (("--execution.device", "cuda:77"), "device 'cuda:77' is not at hand here"),
+        (("--execution.device", "abacus"), "device 'abacus' is not at hand here"),
+        (("--execution.trackers", "wandb"), "tracker wandb is not installed"),
         (("--model.topology", "post"), "topology 'post' for all methods: name topologies with --methods"),
     ],
 )
 def test_the_command_refuses_in_one_line_and_leaves_nothing(
-    data: Path, tmp_path: Path, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+    data: Path,
+    tmp_path: Path,
+    options: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
     assert main(command(data, tmp_path / "sweep", *options)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line

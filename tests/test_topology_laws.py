@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import itertools
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +30,10 @@ from reference_topologies import (
     variants,
     wire,
 )
+from siamesenorm import language_model_config
 from siamesenorm.errors import UserError
-from siamesenorm.norms import Declared, available_norms, declared_parameters
+from siamesenorm.norms import Declared, DyT, available_norms, declared_parameters
+from siamesenorm.norms.dyt import LANGUAGE_ALPHA
 from siamesenorm.topologies import (
     TOPOLOGIES,
     Materials,
@@ -39,17 +46,29 @@ from siamesenorm.topologies import (
     topology_to_json,
     transformer_places,
 )
+from siamesenorm.topologies.hyper_connections import MultiStream
+from siamesenorm.training.config import OptimizerConfig, RunConfig
 
-NAMES = available_topologies()
+# Variants as someone may register them: the laws know families, not names.
+NAMES = (*available_topologies(), "dhc-2:streams=4", "post:final_norm=true", "mixln:post_blocks=2")
 NORMS = available_norms()
-REFERENCED = [name for name in NAMES if name in REFERENCES]
+REFERENCED = [name for name in NAMES if type(build_topology(name)) in REFERENCES]
 
-VARIANTS = {topology: (name, text) for name in REFERENCED for topology, text in variants(name).items()}
-COMBINATIONS = {topology: (name, text) for name in REFERENCED for topology, text in combinations(name).items()}
+VARIANTS = {topology: text for name in REFERENCED for topology, text in variants(name).items()}
+COMBINATIONS = {topology: text for name in REFERENCED for topology, text in combinations(name).items()}
 
 
-def in_words(cases: dict[Topology, tuple[str, str]]) -> list[object]:
-    return [pytest.param(topology, name, id=text) for topology, (name, text) in cases.items()]
+def in_words(cases: dict[Topology, str]) -> list[object]:
+    return [pytest.param(topology, id=text) for topology, text in cases.items()]
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, Topology]:
+    """The registered topologies, as they were once the test is over."""
+    topologies = dict(TOPOLOGIES)
+    monkeypatch.setattr("siamesenorm.topologies.registry.TOPOLOGIES", topologies)
+    monkeypatch.setitem(globals(), "TOPOLOGIES", topologies)
+    return topologies
 
 
 over_topologies = pytest.mark.parametrize("name", NAMES)
@@ -60,11 +79,11 @@ over_norms = pytest.mark.parametrize("norm", NORMS)
 
 
 @torch.no_grad()
-def assert_equals_reference(model: Wired, name: str) -> None:
+def assert_equals_reference(model: Wired) -> None:
     """The library and the slow reference agree in the output and in what every sublayer has seen."""
     e = embedding()
     ours, theirs = tanh_nets(), tanh_nets()
-    expected = reference_of(name).formula(model.topology, e, theirs, model)
+    expected = reference_of(model.topology).formula(model.topology, e, theirs, model)
     torch.testing.assert_close(model(e, ours), expected, rtol=0, atol=1e-10)
     assert [len(net.seen) for net in ours] == [len(net.seen) for net in theirs] == [1] * (2 * DEPTH)
     for mine, other in zip(ours, theirs, strict=True):
@@ -75,18 +94,18 @@ def assert_equals_reference(model: Wired, name: str) -> None:
 @over_topologies
 @over_norms
 def test_topology_equals_its_reference(name: str, norm: str) -> None:
-    assert_equals_reference(wire(name, norm, seed=1), name)
+    assert_equals_reference(wire(name, norm, seed=1))
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "seednorm"])
-@pytest.mark.parametrize(("topology", "name"), in_words(VARIANTS))
-def test_every_option_value_equals_the_reference(topology: Topology, name: str, norm: str) -> None:
-    assert_equals_reference(wire(topology, norm, seed=2), name)
+@pytest.mark.parametrize("topology", in_words(VARIANTS))
+def test_every_option_value_equals_the_reference(topology: Topology, norm: str) -> None:
+    assert_equals_reference(wire(topology, norm, seed=2))
 
 
-@pytest.mark.parametrize(("topology", "name"), in_words(COMBINATIONS))
-def test_options_combine(topology: Topology, name: str) -> None:
-    assert_equals_reference(wire(topology, "layernorm", seed=3), name)
+@pytest.mark.parametrize("topology", in_words(COMBINATIONS))
+def test_options_combine(topology: Topology) -> None:
+    assert_equals_reference(wire(topology, "layernorm", seed=3))
 
 
 @pytest.mark.parametrize(
@@ -101,25 +120,25 @@ def test_options_combine(topology: Topology, name: str) -> None:
     ],
 )
 def test_options_interact(text: str) -> None:
-    assert_equals_reference(wire(build_topology(text), "rmsnorm", seed=3), text.partition(":")[0])
+    assert_equals_reference(wire(text, "rmsnorm", seed=3))
 
 
 @over_topologies
 def test_vision_final_norm_and_other_depths(name: str) -> None:
-    assert_equals_reference(wire(name, "rmsnorm", seed=4, domain="vision", final_norm=False), name)
+    assert_equals_reference(wire(name, "rmsnorm", seed=4, domain="vision", final_norm=False))
     model, e = wire(name, "rmsnorm", seed=4, depth=5), embedding()
     with torch.no_grad():
-        expected = reference_of(name).formula(model.topology, e, tanh_nets(10), model)
+        expected = reference_of(model.topology).formula(model.topology, e, tanh_nets(10), model)
         torch.testing.assert_close(model(e, tanh_nets(10)), expected, rtol=0, atol=1e-10)
 
 
 @over_topologies
 def test_every_option_has_values_to_test(name: str) -> None:
     """A number or a text is not enumerable: its reference lists values for it."""
-    topology = TOPOLOGIES[name]
+    topology = build_topology(name)
     numbers = {field.name for field in dataclasses.fields(topology)} - set(choices(topology))
-    missing = numbers - set(reference_of(name).values)
-    assert not missing, f'list values to test in tests/reference_topologies.py: @reference("{name}", {missing}=(...))'
+    missing = numbers - set(reference_of(topology).values)
+    assert not missing, f"list values to test at @reference({type(topology).__name__}, {missing}=(...))"
 
 
 # --- law 3: locality -------------------------------------------------------------------------------------------------
@@ -334,13 +353,13 @@ def test_writes_are_out_of_place(name: str) -> None:
 
 @over_topologies
 def test_conditioned_sublayers_compose_or_are_refused(name: str) -> None:
-    topology = TOPOLOGIES[name]
+    topology = build_topology(name)
     if topology.modulation_refusal is not None:
         with pytest.raises(UserError, match="conditioned") as refusal:
             wire(name, conditioned=True)
         assert topology.modulation_refusal in str(refusal.value) and "\n" not in str(refusal.value)
         return
-    assert_equals_reference(wire(name, conditioned=True, seed=12), name)
+    assert_equals_reference(wire(name, conditioned=True, seed=12))
     plain, conditioned = (sum(p.numel() for p in wire(name, conditioned=c).parameters()) for c in (False, True))
     assert conditioned <= plain
 
@@ -361,23 +380,89 @@ def test_a_norm_that_is_also_the_residual_keeps_its_gain() -> None:
     assert all(settle.affine for settle in settles)
 
 
+# --- roles -----------------------------------------------------------------------------------------------------------
+
+
+@over_topologies
+def test_a_norm_is_set_up_for_what_reads_it(name: str) -> None:
+    """DyT's recipe has one initial alpha before attention, another elsewhere: before MLPs, on outputs, at the end."""
+    model = wire(name, "dyt")
+    attention, elsewhere = LANGUAGE_ALPHA[4096]
+    for place, connection in zip(itertools.chain(*transformer_places(DEPTH)), model.connections, strict=True):
+        for part, norm in ((part, n) for part, n in connection.named_modules() if isinstance(n, DyT)):
+            reads = part.split(".")[0] != "output" and place.kind == "attention"
+            assert norm.alpha.item() == pytest.approx(attention if reads else elsewhere), (place, part)
+    for norm in (module for module in model.closing.modules() if isinstance(module, DyT)):
+        assert norm.alpha.item() == pytest.approx(elsewhere)
+
+
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
 @over_topologies
 def test_names_round_trip(name: str) -> None:
-    topology = TOPOLOGIES[name]
-    assert topology_name(topology) == name
-    assert build_topology(name) == topology
+    topology = build_topology(name)
+    assert build_topology(topology_name(topology)) == topology
     record = topology_to_json(topology)
-    assert record["name"] == name
+    assert record["name"] in TOPOLOGIES and record["family"] == type(topology).__name__
     assert topology_from_json(json.loads(json.dumps(record))) == topology
 
 
-@pytest.mark.parametrize(("topology", "name"), in_words({**VARIANTS, **COMBINATIONS}))
-def test_names_with_options_round_trip(topology: Topology, name: str) -> None:
+@pytest.mark.parametrize("topology", in_words({**VARIANTS, **COMBINATIONS}))
+def test_names_with_options_round_trip(topology: Topology) -> None:
     assert build_topology(topology_name(topology)) == topology
     assert topology_from_json(json.loads(json.dumps(topology_to_json(topology)))) == topology
+
+
+@pytest.mark.parametrize(
+    ("spelled", "usual"),
+    [
+        ("residual:dual_scale=1", "residual"),
+        ("mixln:post_fraction=1", "mixln:post_fraction=1.0"),
+        ("layerscale:initial=1", "layerscale:initial=1.0"),
+        ("layerscale:initial=auto", "layerscale"),
+        ("dhc-2: streams = 4 , tanh=false", "dhc-2:streams=4,tanh=false"),
+        (" pre ", "pre"),
+    ],
+)
+def test_equal_topologies_have_equal_json(spelled: str, usual: str) -> None:
+    first, second = build_topology(spelled), build_topology(usual)
+    assert first == second
+    assert json.dumps(topology_to_json(first)) == json.dumps(topology_to_json(second))
+    assert json.dumps(topology_to_json(build_topology("residual", dual_scale=2))).count("2.0") == 1
+
+
+def test_an_option_of_a_registered_variant_goes_back_to_its_rule(registry: dict[str, Topology]) -> None:
+    register_topology("mixln-two", build_topology("mixln", post_blocks=2))
+    assert build_topology("mixln-two:post_blocks=auto") == build_topology("mixln")
+    assert build_topology("mixln-two:post_blocks=3").post_blocks == 3
+
+
+def test_a_record_outlives_the_name_it_was_written_under(registry: dict[str, Topology]) -> None:
+    topology = build_topology("dhc-2", streams=4)
+    register_topology("dhc-four", topology)
+    record = topology_to_json(topology)
+    assert record["name"] == "dhc-four"
+    del registry["dhc-four"]
+    assert topology_from_json(record) == topology
+    for family in ({}, {"family": "Elsewhere"}):
+        with pytest.raises(UserError, match="unknown topology 'dhc-four'"):
+            topology_from_json({"name": "dhc-four", **family})
+
+
+@pytest.mark.parametrize("topology", ["siamese", "dhc-2:streams=4", "deepnorm"])
+def test_another_registered_name_changes_no_identity(topology: str, registry: dict[str, Topology]) -> None:
+    def identity(**changes: Any) -> str:
+        model = language_model_config("nano", topology=topology)
+        return RunConfig(model=model, data_path=Path("data"), data_digest="0", batch_tokens=model.context,
+                         **{"steps": 10, **changes}).identity  # fmt: skip
+
+    before = identity()
+    assert identity(steps=11) != before == identity(optimizer=OptimizerConfig(clip=1, epsilon=1e-8))
+    register_topology("ahead", build_topology(topology))
+    registry.update({"ahead": registry.pop("ahead"), **{n: registry.pop(n) for n in list(registry) if n != "ahead"}})
+    assert topology_to_json(build_topology(topology))["name"] == "ahead"
+    assert identity() == before
 
 
 def test_names_are_those_of_the_specification() -> None:
@@ -403,9 +488,12 @@ def test_names_are_those_of_the_specification() -> None:
         ("mixln:post_fraction=1.5", "from 0 to 1"),
         ("mixln:post_blocks=-2", "0 or more"),
         ("layerscale:initial=-0.5", "0 or more"),
-        ("layerscale:initial=nan", "finite number"),
+        ("layerscale:initial=nan", "write a finite number or auto"),
+        ("layerscale:initial=small", "'small': write a finite number or auto"),
+        ("mixln:post_blocks=1.5", "1.5: write an integer or auto"),
         ("residual:dual_scale=0", "positive"),
-        ("residual:dual_eps=-1", "0 \\(the norm's own\\) or more"),
+        ("residual:dual_eps=-1", "choose 0 or more, or auto \\(the norm's own\\)"),
+        ("mixln:post_fraction=1e999", "finite number"),
         ("hybridnorm:first_block=post", "choose from pre, same"),
         ("mhc-4:iterations=0", "at least one"),
         ("mhc-4:start=softmx", "did you mean softmax"),
@@ -427,6 +515,8 @@ def test_a_wrong_text_is_refused_in_one_line_with_the_remedy(text: str, words: s
         ("dhc-2", {"tanh": 1}),
         ("mixln", {"post_fraction": "half"}),
         ("mixln", {"post_fraction": False}),
+        ("mixln", {"post_fraction": 10**400}),
+        ("mixln", {"post_blocks": True}),
         ("spannorm", {"reading": "C"}),
         ("pre", {"embeding_norm": True}),
     ],
@@ -442,9 +532,91 @@ def test_a_name_is_not_given_twice() -> None:
         register_topology("pre", TOPOLOGIES["post"])
 
 
+def test_two_families_do_not_share_a_name(registry: dict[str, Topology]) -> None:
+    namesake = dataclasses.make_dataclass("PreNorm", [], bases=(type(build_topology("rezero")),), frozen=True)
+    with pytest.raises(ValueError, match="class name PreNorm is taken by siamesenorm.topologies.pre_norm"):
+        register_topology("other", namesake())
+    assert "other" not in registry
+
+
+def test_an_option_of_another_kind_is_refused_by_name() -> None:
+    odd = dataclasses.make_dataclass(
+        "Odd", [("sizes", list, dataclasses.field(default_factory=list))], bases=(type(build_topology("rezero")),),
+        frozen=True, kw_only=True,
+    )  # fmt: skip
+    with pytest.raises(UserError, match="sizes of ReZero is annotated <class 'list'>: annotate an option as bool"):
+        odd()
+
+
 def test_dual_eps_needs_a_norm_with_eps() -> None:
-    with pytest.raises(UserError, match="eps"):
+    words = "dual_eps of ResiDual is 1e-07, but norm dyt has no eps: leave dual_eps at auto, or choose a norm with"
+    with pytest.raises(UserError, match=words):
         wire(build_topology("residual", dual_eps=1e-7), "dyt")
+
+
+# --- names that installed packages add -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class EntryPoint:
+    """A stand-in for importlib.metadata.EntryPoint."""
+
+    value: str
+    load: Callable[[], object]
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *entries: EntryPoint) -> list[str]:
+    """Pretend that a package with these entry points is installed; return the groups asked for."""
+    asked: list[str] = []
+
+    def entry_points(*, group: str) -> tuple[EntryPoint, ...]:
+        asked.append(group)
+        return entries
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    monkeypatch.setattr("siamesenorm.topologies.registry.unloaded_groups", ["siamesenorm.topologies"])
+    return asked
+
+
+def import_of_a_module() -> object:
+    register_topology("by-module", build_topology("dhc-2", streams=3))  # looks up a name while entry points load
+    return json
+
+
+def by_function() -> None:
+    register_topology("by-function", build_topology("dhc-2", streams=5))
+
+
+LOOKUPS: dict[str, Callable[[], object]] = {
+    "list": available_topologies,
+    "build": lambda: build_topology("by-module"),
+    "json": lambda: topology_from_json({"name": "by-function"}),
+    "name": lambda: topology_name(TOPOLOGIES["pre"]),
+}
+
+
+@pytest.mark.parametrize("lookup", LOOKUPS.values(), ids=LOOKUPS)
+def test_entry_points_load_once_when_a_name_is_needed(
+    lookup: Callable[[], object], registry: dict[str, Topology], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = EntryPoint("a.module", import_of_a_module), EntryPoint("a.module:register", lambda: by_function)
+    asked = install(monkeypatch, *entries)
+    assert not asked and "by-module" not in registry
+    lookup()
+    assert build_topology("by-module").streams == 3 and build_topology("by-function").streams == 5
+    assert {"by-module", "by-function"} < set(available_topologies())
+    assert asked == ["siamesenorm.topologies"]
+
+
+def test_an_entry_point_that_fails_leaves_the_others(
+    registry: dict[str, Topology], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> object:
+        raise ImportError("no module named absent")
+
+    install(monkeypatch, EntryPoint("broken.module", broken), EntryPoint("a.module:register", lambda: by_function))
+    with pytest.warns(RuntimeWarning, match="topologies of broken.module are left out: no module named absent"):
+        assert "by-function" in available_topologies()
 
 
 @over_topologies
@@ -453,7 +625,7 @@ def test_channels_first_or_refused(name: str) -> None:
     try:
         first = wire(name, seed=13, axis=1)
     except UserError as refusal:
-        assert "channels last" in str(refusal) and name in ("shc-2", "dhc-2", "mhc-4")
+        assert "channels last" in str(refusal) and isinstance(build_topology(name), MultiStream)
         return
     model = wire(name, seed=13)
     e, nets = embedding(0, BATCH, 2, 2, DIM), tanh_nets(tokens=0)
@@ -468,7 +640,7 @@ def test_channels_first_or_refused(name: str) -> None:
 @over_topologies
 def test_lines_of_diagrams_meet(name: str) -> None:
     """A corner or branch that points up or down meets something there that is neither blank nor a horizontal line."""
-    lines = TOPOLOGIES[name].diagram.split("\n")
+    lines = build_topology(name).diagram.split("\n")
     width = max(map(len, lines))
     grid = ["", *(line.ljust(width) for line in lines), ""]
     for above, line, below in zip(grid, grid[1:], grid[2:], strict=False):
@@ -480,7 +652,7 @@ def test_lines_of_diagrams_meet(name: str) -> None:
 
 @over_topologies
 def test_texts_fit(name: str) -> None:
-    topology = TOPOLOGIES[name]
+    topology = build_topology(name)
     assert topology.title and topology.paper
     for text in (topology.formula, topology.diagram):
         lines = text.split("\n")
@@ -491,12 +663,30 @@ def test_texts_fit(name: str) -> None:
     assert cost.forward >= 3 and cost.backward >= 3 and cost.saved >= 1
 
 
+@over_topologies
+def test_every_option_is_explained_where_it_is_offered(name: str) -> None:
+    """In the formula or in the summary of its own family: an inherited option is not taken for granted."""
+    topology = build_topology(name)
+    told = topology.formula + (type(topology).__doc__ or "")
+    assert not [option.name for option in dataclasses.fields(topology) if option.name not in told]
+
+
+def test_what_is_not_published_is_said() -> None:
+    for name, words in {
+        "post": "baseline has one is not published",
+        "deepnorm": "is not published: `initial_scaling=False` leaves",
+        "siamese-post-pre": "language model is not published",
+        "dhc-2": "could not be verified: it is not applied",
+    }.items():
+        assert words in " ".join((type(build_topology(name)).__doc__ or "").split())
+
+
 ROLES = ("query", "key", "value", "attention_output", "mlp_up", "mlp_gate", "mlp_output")
 
 
 @over_topologies
 def test_initial_factors_are_positive(name: str) -> None:
-    assert all(TOPOLOGIES[name].initial_factor(role, DEPTH) > 0 for role in ROLES)
+    assert all(build_topology(name).initial_factor(role, DEPTH) > 0 for role in ROLES)
 
 
 def test_deepnorm_tames_values_outputs_and_mlp_but_neither_queries_nor_keys_nor_gates() -> None:
@@ -504,6 +694,8 @@ def test_deepnorm_tames_values_outputs_and_mlp_but_neither_queries_nor_keys_nor_
     untouched = {role for role, factor in factors.items() if factor == 1}
     assert untouched == {"query", "key", "mlp_gate"}
     assert {round(factor, 4) for factor in factors.values()} == {1.0, 0.2973}
+    plain = build_topology("deepnorm", initial_scaling=False)
+    assert {plain.initial_factor(role, 16) for role in ROLES} == {1.0}
     assert float(wire("deepnorm", depth=16).connections[0].skip) == pytest.approx(2.3784, abs=5e-5)
 
 

@@ -18,10 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from siamesenorm import available_topologies, build_language_model, language_model_config
 from siamesenorm.data.storage import StoppedError, exclusive
 from siamesenorm.errors import UserError
+from siamesenorm.training import run_directory, worker
 from siamesenorm.training.accounting import count_flops, count_parameters
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.exact_json import decode_json
 from siamesenorm.training.loop import TrainingLoop, train
+from siamesenorm.training.parallel import require_compiler
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.trackers import build_trackers
 from siamesenorm.training.verdict import Verdict
@@ -97,6 +99,8 @@ def test_what_it_leaves_can_be_read_again(learned: tuple[RunConfig, Path, Verdic
     environment = json.loads((run / "environment.json").read_text())
     assert environment["torch"] == torch.__version__
     assert environment["cores"] >= 1
+    assert environment["device"] == "cpu"
+    assert "earlier" not in environment
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-00000050", "step-00000060"]
 
 
@@ -330,6 +334,105 @@ def test_a_directory_of_something_else_is_left_alone(data: Path, tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
     (tmp_path / "file").write_text("x")
     assert_refused("exists and is not the directory of a run", tiny_run(data), tmp_path / "file")
+
+
+def test_the_configuration_of_a_finished_run_is_not_rewritten(
+    learned: tuple[RunConfig, Path, Verdict], data: Path, tmp_path: Path
+) -> None:
+    config, run, _ = learned
+    before = files(run)
+    elsewhere = dataclasses.replace(config, data_path=Path("/nowhere"))
+    RunDirectory(run).prepare(elsewhere)
+    assert files(run) == before
+    unfinished = RunDirectory(tmp_path / "run")
+    for each in (config, elsewhere):
+        unfinished.prepare(each)
+        assert unfinished.read_config().data_path == each.data_path, "it goes on with the data where they are now"
+
+
+class Listener:
+    """Notes what is told, and interrupts the run at a step."""
+
+    def __init__(self, interrupt_at: int | None = None) -> None:
+        self.interrupt_at, self.lines = interrupt_at, []
+
+    def recorded(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "train" and record["step"] == self.interrupt_at:
+            raise KeyboardInterrupt
+
+    def told(self, line: str) -> None:
+        self.lines.append(line)
+
+    started = ended = lambda *_: None
+
+
+def test_every_environment_of_a_run_is_kept_and_a_change_is_told(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, run = tiny_run(data, execution={"checkpoint_every": 2}), tmp_path / "run"
+    environments = iter(
+        [
+            {"device": "cpu", "torch": "2.8", "commit": "aaa", "cores": 2},
+            {"device": "cpu", "torch": "2.8", "commit": "aaa", "cores": 2},
+            {"device": "cpu", "torch": "2.8", "commit": "aaa", "cores": 4},
+            {"device": "cuda", "torch": "2.9", "commit": "aaa", "cores": 4},
+        ]
+    )
+    monkeypatch.setattr(run_directory, "describe_environment", lambda device: next(environments))
+    told = []
+    for interrupt_at in (3, 5, 7, None):
+        listener = Listener(interrupt_at)
+        try:
+            train(config, run, observers=(listener,))
+        except KeyboardInterrupt:
+            assert interrupt_at is not None
+        told.append(listener.lines)
+    line = "goes on elsewhere: device cuda (was cpu), torch 2.9 (was 2.8): its bits may differ from here on"
+    assert told == [[], [], [], [line]]
+    kept = json.loads((run / "environment.json").read_text())
+    earlier = kept.pop("earlier")
+    assert kept == {"device": "cuda", "torch": "2.9", "commit": "aaa", "cores": 4}
+    assert [each["cores"] for each in earlier] == [4, 2]
+    assert all("earlier" not in each for each in earlier)
+
+
+def test_a_worker_tells_into_its_log_and_feeds_the_trackers(
+    data: Path,
+    tmp_path: Path,
+    mirrors: tuple[StandIn, StandIn],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    board, _ = mirrors
+    config, run = tiny_run(data, execution={"checkpoint_every": 2, "trackers": ("tensorboard",)}), tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        train(config, run, observers=(Listener(7),))
+    newest = max((run / "checkpoints").iterdir())
+    (newest / "model.safetensors").write_bytes(b"damaged")
+    monkeypatch.setattr(sys, "argv", ["worker", str(run)])
+    monkeypatch.setattr(worker, "_follow_parent", lambda: None)
+    assert worker.main() == 0
+    said = capsys.readouterr()
+    (line,) = said.out.splitlines()
+    assert line.endswith("going back to step-00000004")
+    logged = [call[-1] for call in board.calls if call[0] == "add_scalar"]
+    assert (min(logged), max(logged)) == (5, 20)
+
+
+def test_compiling_without_a_compiler_is_refused_before_anything_is_written(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    config = tiny_run(data, compile=True)
+    assert_refused(r"needs a C\+\+ compiler, and c\+\+, g\+\+, .* leave out --compile", config, tmp_path / "run")
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    assert_refused("no-such-compiler", config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setenv("CXX", f"{sys.executable} -O2")
+    require_compiler("cpu")
+    monkeypatch.delenv("CXX")
+    require_compiler("cuda")
 
 
 def test_one_process_at_a_time(data: Path, tmp_path: Path) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from types import UnionType
+from typing import Literal, Union, get_args, get_origin
 
 from siamesenorm.errors import UserError, unknown
 
 Scalar = bool | int | float | str
+
+REMEDIES: dict[object, str] = {bool: "true or false", int: "an integer", float: "a finite number", str: "a text"}
+"""What to write for an option of each annotation."""
 
 
 def parse_specification(
@@ -17,11 +23,11 @@ def parse_specification(
     `options_of(name)` returns the options with their defaults and raises for an unknown name.
     Raises UserError for an unknown option, a value of the wrong type, or an option without a value.
     """
-    name, _, rest = text.partition(":")
+    name, _, rest = (part.strip() for part in text.partition(":"))
     defaults = options_of(name)
     options: dict[str, Scalar] = {}
-    for item in filter(None, rest.split(",")):
-        key, equals, value = item.partition("=")
+    for item in filter(None, map(str.strip, rest.split(","))):
+        key, equals, value = (part.strip() for part in item.partition("="))
         if not equals:
             raise UserError(f"option {item!r} of {what} {name} has no value: write {key}=VALUE")
         if key not in defaults:
@@ -62,3 +68,43 @@ def _read_any(text: str) -> Scalar:
         except ValueError:
             continue
     return text
+
+
+def alternatives(hint: object) -> tuple[object, ...]:
+    """Return the members of a union, or the annotation itself."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def widen(value: Scalar, hint: object) -> Scalar:
+    """Return an integer as a float where the annotation has float and no int: 1 and 1.0 become one spelling."""
+    kinds = alternatives(hint)
+    if isinstance(value, bool) or not isinstance(value, int) or float not in kinds or int in kinds:
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def check_option(what: str, value: Scalar, hint: object) -> Scalar:
+    """Return the value of an option as its annotation spells it.
+
+    An annotation is bool, int, float, str or a Literal of texts, or a union of one of the first four with a Literal.
+    Raises UserError for a value that it does not admit, a number that is not finite, or another annotation.
+    """
+    kinds = [kind for kind in alternatives(hint) if get_origin(kind) is not Literal]
+    words = [word for kind in alternatives(hint) if get_origin(kind) is Literal for word in get_args(kind)]
+    if len(kinds) > 1 or any(kind not in REMEDIES for kind in kinds) or not all(isinstance(w, str) for w in words):
+        raise UserError(
+            f"{what} is annotated {hint}: annotate an option as bool, int, float, str or Literal of texts, or as a "
+            "union of one of the first four and a Literal"
+        )
+    if isinstance(value, str) and value in words:
+        return value
+    if not kinds:
+        raise unknown(what, str(value), words)
+    value = widen(value, hint)
+    infinite = isinstance(value, float) and not math.isfinite(value)
+    if infinite or type(value) is not kinds[0]:
+        raise UserError(f"{what} is {value!r}: write {' or '.join([REMEDIES[kinds[0]], *words])}")
+    return value

@@ -6,6 +6,7 @@ Bad input ends with one line on standard error and exit code 2. A command's modu
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -26,8 +27,22 @@ COMMANDS = {
 LABORATORY = {"numpy", "tyro", "rich", "matplotlib", "tokenizers", "safetensors"}
 
 
+BROKEN_PIPE = 141  # as a shell tells it: 128 and the number of SIGPIPE
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0, 2 for bad input, 130 when interrupted."""
+    """Run a command; returns the exit code: 0, 2 for bad input, 130 when interrupted, 141 when nobody reads on."""
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # What is still in the buffer would be told as an error at the end of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         if name in ("-h", "--help"):

@@ -34,8 +34,8 @@ def run(arguments: Arguments) -> None:
 
 def show_report(sweep: Path, out: Path) -> None:
     """Write the report of a sweep, print its tables, and say where the page is."""
-    paths = write_report(sweep, out)
     findings = find(read_sweep(sweep))
+    paths = write_report(findings, out)
     console = Console() if sys.stdout.isatty() else Console(width=140)
     for table in (by_learning_rate(findings), at_chosen_rates(findings)):
         console.print(for_terminal(table, console.width))

@@ -16,7 +16,7 @@ from siamesenorm.cli.recipes import recipe_arguments
 from siamesenorm.cli.report import show_report
 from siamesenorm.comparison.console import SweepConsole
 from siamesenorm.comparison.grid import Grid
-from siamesenorm.comparison.sweep import SweepRun
+from siamesenorm.comparison.sweep import SweepRun, shared_gpus
 from siamesenorm.errors import UserError
 from siamesenorm.topologies import available_topologies
 from siamesenorm.training.config import RunConfig
@@ -29,7 +29,7 @@ Methods = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep(RunPlan):
+class SweepArguments(RunPlan):
     """Train a grid of methods x learning rates x seeds, several at a time; repeat the command to go on.
 
     A method is a topology, and what differs after plus signs: "siamese", "pre + qkv", "dhc-2:streams=4 + seednorm".
@@ -50,10 +50,10 @@ class Sweep(RunPlan):
     """Directory of the sweep."""
 
 
-Arguments = recipe_arguments(Sweep)
+Arguments = recipe_arguments(SweepArguments)
 
 
-def run(arguments: Sweep) -> None:
+def run(arguments: SweepArguments) -> None:
     """Train the grid, then write the report."""
     grid = Grid(
         methods=arguments.methods,
@@ -96,9 +96,7 @@ def _template(plan: RunPlan) -> RunConfig:
 
 
 def _jobs_at_hand(device: str, threads: int) -> int:
-    if device.startswith("cuda"):
-        import torch
-
-        return max(1, torch.cuda.device_count())
+    if not device.startswith("cpu"):
+        return max(1, len(shared_gpus(device)))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // threads)

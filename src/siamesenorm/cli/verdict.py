@@ -40,8 +40,7 @@ class Arguments:
 
 def run(arguments: Arguments) -> None:
     """Judge the curve."""
-    path = arguments.curve / "metrics.jsonl" if arguments.curve.is_dir() else arguments.curve
-    curve = read_loss_curve(path, column=arguments.column)
+    curve = read_loss_curve(arguments.curve, column=arguments.column)
     given = {
         name: getattr(arguments, name)
         for name in ("steps_total", "warmup_steps", "unigram_entropy")

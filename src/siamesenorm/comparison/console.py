@@ -92,9 +92,19 @@ class SweepConsole:
         self.progress[job] = progress = read_progress(job.directory / "metrics.jsonl")
         verdict: Verdict | None = job.verdict
         self.words[job] = "failed" if verdict is None else verdict.word
+        for line in _lines_going_back(job.directory / "log.txt"):
+            self.told(f"{job.name}: {line}")
         told = error or (verdict.sentence() if verdict else "no verdict")
-        held_out = "" if progress.held_out is None else f", held-out {progress.held_out:.3f}"
+        # After an error the last validation is that of an interrupted run, not a result.
+        held_out = "" if error or progress.held_out is None else f", held-out {progress.held_out:.3f}"
         self._print(f"[{len(self.words)}/{len(self.jobs)}] {job.name}: {told}{held_out}; {self._time_left()}")
+
+    def told(self, line: str) -> None:
+        """Say something, above the live table where there is one."""
+        if self.live is None:
+            self._print(line)
+        else:
+            self.console.print(Text(line))
 
     def _table(self, running: list[Job]) -> Group:
         rates = sorted({job.config.optimizer.learning_rate for job in self.jobs})
@@ -179,6 +189,14 @@ def _last_records(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             records.append(record)
     return records
+
+
+def _lines_going_back(log: Path) -> list[str]:
+    """Return what a worker said of checkpoints that it passed over."""
+    try:
+        return [line for line in log.read_text(errors="replace").splitlines() if "going back to " in line]
+    except OSError:
+        return []
 
 
 def _number(value: float | str) -> float | None:

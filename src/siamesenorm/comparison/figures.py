@@ -68,8 +68,9 @@ def _frontier(findings: Findings) -> Figure:
         section="Where each method is stable",
         name="frontier",
         title="Stability frontier",
-        caption="Held-out loss (nats) by method and learning rate, the mean over the seeds that did not diverge: the "
-        "stronger the colour, the lower the loss. ● stable, ▲ spiked, ✕ and hatching: diverged, ○ unfinished.",
+        caption="Held-out loss (nats) by method and learning rate, the mean over the seeds that every method has "
+        "finished there, the diverged left out: the stronger the colour, the lower the loss. ● stable, ▲ spiked, "
+        "✕ and hatching: diverged, ○ unfinished.",
         alternative="; ".join(_told(outcome) for outcome in findings.outcomes.values()),
         draw=lambda theme: draw_frontier(findings, theme),
     )
@@ -80,8 +81,9 @@ def _sensitivity(findings: Findings) -> Figure:
         section="Where each method is stable",
         name="sensitivity",
         title="Learning-rate sensitivity",
-        caption="Held-out loss (nats) against learning rate, the mean over the seeds that did not diverge; the tables "
-        "have the intervals. A cross in the upper band: every seed diverged there.",
+        caption="Held-out loss (nats) against learning rate, the mean over the seeds that every method has finished "
+        "there, the diverged left out; the tables have the intervals. A cross in the upper band: every seed diverged "
+        "there.",
         alternative="Rate sensitivity, mean excess loss in nats: "
         + "; ".join(f"{method.name} {value:.3f}" for method, value in findings.sensitivities.items()),
         draw=lambda theme: draw_sensitivity(findings, theme),

@@ -7,10 +7,10 @@ choice does not flatter the result. Differences are paired by seed and corrected
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from siamesenorm.comparison.results import DIVERGED, SPIKED, STABLE, Method, RunResult, Sweep
+from siamesenorm.comparison.results import DIVERGED, SPIKED, STABLE, Method, RunResult, SweepResults
 from siamesenorm.comparison.statistics import (
     Estimate,
     HolmDecision,
@@ -56,6 +56,11 @@ class Outcome:
         return bool(self.complete) and all(run.diverged for run in self.complete)
 
     @property
+    def whole(self) -> bool:
+        """Whether every complete run has a result, so that its mean may be the lowest of those beside it."""
+        return bool(self.complete) and all(run.converged for run in self.complete)
+
+    @property
     def held_out_loss(self) -> Estimate | None:
         """The held-out loss in nats over the seeds that did not diverge."""
         return self._estimate(lambda run: run.held_out_loss)
@@ -63,12 +68,12 @@ class Outcome:
     @property
     def held_out_perplexity(self) -> Estimate | None:
         """The held-out perplexity over the seeds that did not diverge."""
-        return self._estimate(lambda run: _exp(run.held_out_loss))
+        return self._estimate(lambda run: run.held_out_perplexity)
 
     @property
     def train_perplexity(self) -> Estimate | None:
         """The training perplexity over the seeds that did not diverge."""
-        return self._estimate(lambda run: _exp(run.train_loss))
+        return self._estimate(lambda run: run.train_perplexity)
 
     def median(self, quantity: Callable[[RunResult], float | None]) -> float | None:
         """Return the median of a quantity over the complete runs that have it."""
@@ -113,6 +118,10 @@ class Choice:
         """The held-out loss by seed of the reported runs that did not diverge."""
         return {run.seed: run.score for run in self.reported if run.converged}
 
+    def mean_over(self, seeds: Collection[int]) -> float:
+        """Return the mean held-out loss over some of those seeds; over none, the loss of the selection seed."""
+        return math.fsum(self.losses[seed] for seed in seeds) / len(seeds) if seeds else self.selection.score
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
@@ -155,9 +164,12 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """Everything a report says of a sweep, derived once."""
+    """Everything a report says of a sweep, derived once.
 
-    sweep: Sweep
+    The outcomes of one rate are all over the same seeds: those that every method has finished there.
+    """
+
+    sweep: SweepResults
     outcomes: Mapping[tuple[float, Method], Outcome]
     choices: Mapping[Method, Choice]
     comparisons: tuple[Comparison, ...]
@@ -168,18 +180,33 @@ class Findings:
         return next((c for c in self.comparisons if (c.method, c.baseline) == (method, baseline)), None)
 
     def ranked(self) -> list[Choice]:
-        """Return the choices that have a result, lowest held-out loss first."""
+        """Return the choices that have a result, lowest held-out loss first, on the seeds that all of them share.
+
+        The selection seed stands in where they share none; the first two are in the order of the seeds the two share.
+        """
         with_result = [choice for choice in self.choices.values() if choice.losses]
-        return sorted(with_result, key=lambda choice: t_interval(list(choice.losses.values())).mean)
+        shared = set.intersection(*(set(choice.losses) for choice in with_result)) if with_result else set()
+        ranked = sorted(with_result, key=lambda choice: choice.mean_over(shared))
+        if len(ranked) > 1 and paired(ranked[0], ranked[1]).estimate.mean > 0:
+            ranked[:2] = ranked[1::-1]
+        return ranked
+
+    @property
+    def same_seeds(self) -> bool:
+        """Whether all methods that have a result have it on the same seeds."""
+        return len({frozenset(choice.losses) for choice in self.choices.values() if choice.losses}) <= 1
 
 
-def find(sweep: Sweep) -> Findings:
+def find(sweep: SweepResults) -> Findings:
     """Derive the findings of a sweep."""
+    seeds = {rate: _seeds_at(sweep, rate) for rate in sweep.learning_rates}
     outcomes = {
-        (rate, method): Outcome(method=method, learning_rate=rate, runs=runs)
+        (rate, method): Outcome(
+            method=method, learning_rate=rate, runs=tuple(run for run in runs if run.seed in seeds[rate])
+        )
         for rate in sweep.learning_rates
         for method in sweep.methods
-        if (runs := tuple(r for r in sweep.runs if r.method == method and r.learning_rate == rate))
+        if (runs := [r for r in sweep.runs if r.method == method and r.learning_rate == rate])
     }
     choices = {method: choice for method in sweep.methods if (choice := choose_learning_rate(sweep, method))}
     return Findings(
@@ -191,7 +218,17 @@ def find(sweep: Sweep) -> Findings:
     )
 
 
-def choose_learning_rate(sweep: Sweep, method: Method) -> Choice | None:
+def _seeds_at(sweep: SweepResults, rate: float) -> set[int]:
+    """Return the seeds that every method with a finished run at a rate has finished; the selection seed if none."""
+    finished: dict[Method, set[int]] = {}
+    for run in sweep.runs:
+        if run.learning_rate == rate and run.complete:
+            finished.setdefault(run.method, set()).add(run.seed)
+    shared = set.intersection(*finished.values()) if finished else set()
+    return shared or {sweep.selection_seed}
+
+
+def choose_learning_rate(sweep: SweepResults, method: Method) -> Choice | None:
     """Return the rate with the lowest held-out loss among the selection seed's runs that did not diverge.
 
     None where that seed has no such run: the method diverged at every rate, or has not been run.
@@ -219,23 +256,31 @@ def choose_learning_rate(sweep: Sweep, method: Method) -> Choice | None:
 
 
 def baseline_of(method: Method, methods: Sequence[Method]) -> Method | None:
-    """Return the Pre-Norm without QKV-norm that is configured most like the method: its reference row."""
+    """Return the Pre-Norm of the same norm, without QKV-norm, that is configured most like the method."""
     return _most_alike(method, [m for m in methods if m.topology == "pre" and not m.normalises_values])
 
 
 def control_of(method: Method, methods: Sequence[Method]) -> Method | None:
-    """Return the Pre-Norm with QKV-norm that is configured most like a method whose attention has it."""
+    """Return the Pre-Norm of the same norm, with QKV-norm, that is configured most like a method that has it."""
     if not method.normalises_values:
         return None
     return _most_alike(method, [m for m in methods if m.topology == "pre" and m.normalises_values])
 
 
 def lacks_control(methods: Sequence[Method]) -> list[Method]:
-    """Return the methods with QKV-norm where no `pre` with QKV-norm was run beside them."""
+    """Return the methods with QKV-norm where no `pre` of the same norm with QKV-norm was run beside them."""
     return [m for m in methods if m.normalises_values and control_of(m, methods) is None]
 
 
-def _sensitivity(sweep: Sweep, method: Method) -> float | None:
+def paired(choice: Choice, other: Choice) -> PairedDifference:
+    """Pair the reported seeds of two methods, or, where they have none in common, the runs that chose the rates."""
+    difference = paired_difference(choice.losses, other.losses)
+    if difference.by_seed:
+        return difference
+    return PairedDifference(by_seed={choice.selection.seed: choice.selection.score - other.selection.score})
+
+
+def _sensitivity(sweep: SweepResults, method: Method) -> float | None:
     """Return the mean excess loss over the grid on the selection seed; None where a rate has not been run."""
     runs = [run for run in sweep.runs if run.method == method and run.seed == sweep.selection_seed and run.complete]
     losses = {run.learning_rate: _final_loss(run) for run in runs}
@@ -253,7 +298,12 @@ def _final_loss(run: RunResult) -> float:
 
 def _most_alike(method: Method, candidates: Sequence[Method]) -> Method | None:
     own = _beyond_topology(method)
-    return min(candidates, key=lambda other: len(own ^ _beyond_topology(other)), default=None)
+    of_same_norm = [other for other in candidates if _norm(other) == _norm(method)]
+    return min(of_same_norm, key=lambda other: len(own ^ _beyond_topology(other)), default=None)
+
+
+def _norm(method: Method) -> tuple[str, set[tuple[str, str]]]:
+    return method.norm, {item for item in method.specification if item[0].startswith("norm.")}
 
 
 def _beyond_topology(method: Method) -> set[tuple[str, str]]:
@@ -281,14 +331,6 @@ def _compare_all(methods: Sequence[Method], choices: Mapping[Method, Choice]) ->
 
 
 def _compare(choice: Choice, baseline: Choice) -> Comparison:
-    """Pair the reported seeds, or, where they have none in common, the runs that chose the rates."""
-    difference = paired_difference(choice.losses, baseline.losses)
     diverged = bool(choice.diverged or baseline.diverged)
-    if not difference.by_seed and not diverged:
-        on_selection_seed = choice.selection.score - baseline.selection.score
-        difference = PairedDifference(by_seed={choice.selection.seed: on_selection_seed})
+    difference = paired_difference(choice.losses, baseline.losses) if diverged else paired(choice, baseline)
     return Comparison(method=choice.method, baseline=baseline.method, difference=difference, diverged=diverged)
-
-
-def _exp(loss: float | None) -> float | None:
-    return None if loss is None else math.exp(min(loss, 700.0))  # e^709 is the largest double

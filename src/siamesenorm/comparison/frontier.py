@@ -14,8 +14,7 @@ from matplotlib.patches import Rectangle
 from siamesenorm.comparison import quantities
 from siamesenorm.comparison.findings import Findings, Outcome
 from siamesenorm.comparison.labels import WIDTH, grid_height, name_room, shortened
-from siamesenorm.comparison.results import DIVERGED, SPIKED, UNFINISHED, Method
-from siamesenorm.comparison.statistics import Estimate
+from siamesenorm.comparison.results import DIVERGED, SPIKED, UNFINISHED
 from siamesenorm.comparison.tables import MARKS
 from siamesenorm.comparison.theme import Theme
 
@@ -46,8 +45,9 @@ def draw_frontier(findings: Findings, theme: Theme) -> Drawing:
     losses = [loss.mean for outcome in findings.outcomes.values() if (loss := outcome.held_out_loss)]
     color = LossColors(losses, theme)
     for (rate, method), outcome in findings.outcomes.items():
-        lowest = min((at.mean for m in methods if (at := _loss(findings, rate, m))), default=None)
-        bold = (loss := outcome.held_out_loss) is not None and loss.mean == lowest
+        beside = [other for (at, _), other in findings.outcomes.items() if at == rate and other.whole]
+        lowest = min((loss.mean for other in beside if (loss := other.held_out_loss)), default=None)
+        bold = outcome.whole and (loss := outcome.held_out_loss) is not None and loss.mean == lowest
         cell = Cell(column=rates.index(rate), row=methods.index(method), outcome=outcome, wide=wide, bold=bold)
         _draw_cell(axes, cell, color, theme)
     axes.set_title("Held-out loss and verdict", x=(0.02 - left) / (right - left))
@@ -122,8 +122,3 @@ def _luminance(color: str | tuple[float, float, float]) -> float:
 
 def _contrast(first: float, second: float) -> float:
     return (max(first, second) + 0.05) / (min(first, second) + 0.05)
-
-
-def _loss(findings: Findings, rate: float, method: Method) -> Estimate | None:
-    outcome = findings.outcomes.get((rate, method))
-    return None if outcome is None else outcome.held_out_loss

@@ -48,7 +48,7 @@ class Grid:
 
     Every method runs at every learning rate with `selection_seed`, which chooses the method's rate by held-out loss;
     at that rate it runs with the other `seeds`, on which it is reported. `reported` limits the second part to some
-    methods; empty means all. `control` adds Pre-Norm with QKV-norm where a method has QKV-norm.
+    methods; empty means all. `control` adds Pre-Norm with QKV-norm where a method has QKV-norm, with the method's norm.
     """
 
     methods: tuple[str, ...]
@@ -78,12 +78,15 @@ class Grid:
 
     @property
     def all_methods(self) -> tuple[str, ...]:
-        """The methods, with the control row where one is due."""
-        fields = [read_method(method) for method in self.methods]
-        if not self.control or not any(map(_normalises_values, fields)) or read_method(CONTROL) in fields:
+        """The methods, with a control row for every norm that comes with QKV-norm."""
+        if not self.control:
             return self.methods
+        fields = [read_method(method) for method in self.methods]
+        norms = dict.fromkeys(each.get("norm") for each in fields if _normalises_values(each))
+        due = [CONTROL if norm is None else f"{CONTROL} + {norm}" for norm in norms]
+        controls = [control for control in due if read_method(control) not in fields]
         place = self.methods.index("pre") + 1 if "pre" in self.methods else 0
-        return (*self.methods[:place], CONTROL, *self.methods[place:])
+        return (*self.methods[:place], *controls, *self.methods[place:])
 
     @property
     def reported_methods(self) -> tuple[str, ...]:
@@ -92,9 +95,13 @@ class Grid:
 
     def selection_runs(self, template: RunConfig) -> Iterator[RunConfig]:
         """Yield the runs of the first part, the lowest learning rate first."""
+        for runs in zip(*(self.rates_of(template, method) for method in self.all_methods), strict=True):
+            yield from runs
+
+    def rates_of(self, template: RunConfig, method: str) -> Iterator[RunConfig]:
+        """Yield a method's runs of the first part, the lowest learning rate first."""
         for rate in sorted(self.learning_rates):
-            for method in self.all_methods:
-                yield configure(template, method, rate, self.selection_seed)
+            yield configure(template, method, rate, self.selection_seed)
 
     def reported_runs(self, template: RunConfig, method: str, rate: float) -> Iterator[RunConfig]:
         """Yield the runs of a method at its chosen rate with the other seeds."""

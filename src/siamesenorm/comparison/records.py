@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 from collections.abc import Sequence
 
 from siamesenorm.comparison.findings import Comparison, Findings
-from siamesenorm.comparison.results import RunResult, Sweep
+from siamesenorm.comparison.results import RunResult, SweepResults
 
 Row = dict[str, object]
 
@@ -18,7 +17,7 @@ COMPARISON_COLUMNS = [
 ]
 
 
-def runs_csv(sweep: Sweep) -> str:
+def runs_csv(sweep: SweepResults) -> str:
     """Return one row a run, the unfinished and the missing included; an unknown number is an empty field."""
     missing: list[Row] = [{"run": run.path.name, "status": "missing", "reason": run.reason} for run in sweep.missing]
     rows = [_run_row(run) for run in sweep.runs]
@@ -44,9 +43,9 @@ def _run_row(run: RunResult) -> Row:
         "reason": run.verdict and run.verdict.sentence(),
         "spikes": run.verdict and len(run.verdict.spikes),
         "train_loss": run.train_loss,
-        "train_perplexity": _exp(run.train_loss),
+        "train_perplexity": run.train_perplexity,
         "held_out_loss": run.held_out_loss,
-        "held_out_perplexity": _exp(run.held_out_loss),
+        "held_out_perplexity": run.held_out_perplexity,
         "held_out_step": run.held_out_step,
         "steps": run.steps,
         "steps_done": run.steps_done,
@@ -86,7 +85,3 @@ def _csv(columns: Sequence[str], rows: Sequence[Row]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def _exp(loss: float | None) -> float | None:
-    return math.exp(loss) if loss is not None and loss < 700.0 else None

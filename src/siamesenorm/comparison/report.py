@@ -8,11 +8,10 @@ from html import escape
 from pathlib import Path
 
 from siamesenorm.comparison.figures import Figure, figures, render
-from siamesenorm.comparison.findings import Findings, find
+from siamesenorm.comparison.findings import Findings
 from siamesenorm.comparison.page import TITLE, render_page
 from siamesenorm.comparison.records import comparisons_csv, runs_csv
 from siamesenorm.comparison.renderings import for_markdown
-from siamesenorm.comparison.results import read_sweep
 from siamesenorm.comparison.summary import Statement, conclusions, environment, footnotes, subject, unfinished
 from siamesenorm.comparison.tables import at_chosen_rates, by_learning_rate
 from siamesenorm.comparison.theme import LIGHT, THEMES
@@ -30,13 +29,11 @@ class ReportPaths:
     figures: tuple[Path, ...]
 
 
-def write_report(sweep: Path, out: Path) -> ReportPaths:
-    """Read a sweep directory and write its report into the directory `out`, each file whole or not at all.
+def write_report(findings: Findings, out: Path) -> ReportPaths:
+    """Write the report of a sweep into the directory `out`, each file whole or not at all.
 
-    The page, which holds everything, is written last. Raises `UserError` where `sweep` is not a sweep that has started
-    or `out` cannot be written.
+    The page, which holds everything, is written last. Raises `UserError` where `out` cannot be written.
     """
-    findings = find(read_sweep(sweep))
     drawn = figures(findings)
     drawings = {f"{figure.name}-{theme.name}": render(figure, theme, "svg") for figure in drawn for theme in THEMES}
     files: dict[Path, bytes] = {out / "figures" / f"{name}.svg": svg for name, svg in drawings.items()}

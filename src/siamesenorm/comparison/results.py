@@ -1,4 +1,4 @@
-"""What the runs of a sweep left on disk, read back: one `RunResult` a run directory, one `Sweep` a sweep directory.
+"""What the runs of a sweep left on disk, read back: a `RunResult` a run directory, `SweepResults` a sweep directory.
 
 Reading a sweep never fails because of one run: a run that has not ended has the status `unfinished`, and one that has
 not been started or cannot be read is listed as missing, with the reason. Nothing here needs torch.
@@ -112,6 +112,16 @@ class RunResult:
         return self.held_out_loss if self.converged and self.held_out_loss is not None else math.inf
 
     @property
+    def train_perplexity(self) -> float | None:
+        """The exponential of the training loss; None where there is none, or it is no number a double holds."""
+        return _perplexity(self.train_loss)
+
+    @property
+    def held_out_perplexity(self) -> float | None:
+        """The same of the held-out loss."""
+        return _perplexity(self.held_out_loss)
+
+    @property
     def passes_over_data(self) -> float | None:
         """How often the planned steps go over the training data; None where the record does not say."""
         if self.batch_tokens is None or not self.train_tokens_available:
@@ -133,7 +143,7 @@ class MissingRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep:
+class SweepResults:
     """The runs of one sweep, with what `sweep.json` says of them."""
 
     path: Path
@@ -176,7 +186,7 @@ def read_run(path: Path) -> RunResult:
         raise UserError(f"{path} is not a run this version can read ({error}): train it again") from error
 
 
-def read_sweep(path: Path) -> Sweep:
+def read_sweep(path: Path) -> SweepResults:
     """Read a sweep directory with all its runs; raise `UserError` where it is not one or nothing has started."""
     if not (path / "sweep.json").exists():
         raise UserError(f"{path} has no sweep.json: name the directory that `siamesenorm sweep` wrote")
@@ -194,7 +204,7 @@ def read_sweep(path: Path) -> Sweep:
             missing.append(MissingRun(path=run_path, reason=str(error).replace(f"{run_path}/", "")))
     if not runs:
         raise UserError(f"no run of {path} has started: run `siamesenorm sweep` before the report")
-    return Sweep(
+    return SweepResults(
         path=path,
         runs=_with_distinct_names(runs),
         missing=tuple(missing),
@@ -327,6 +337,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path} does not hold a JSON object: train this run again")
     return content
+
+
+def _perplexity(loss: float | None) -> float | None:
+    return math.exp(loss) if loss is not None and loss < 700.0 else None  # e^709 is the largest double
 
 
 def _integer(value: Any) -> int | None:

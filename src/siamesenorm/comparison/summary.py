@@ -16,9 +16,11 @@ from siamesenorm.comparison.findings import (
     Choice,
     Comparison,
     Findings,
+    baseline_of,
     lacks_control,
+    paired,
 )
-from siamesenorm.comparison.results import DIVERGED, SPIKED, STABLE, Method, Sweep
+from siamesenorm.comparison.results import DIVERGED, SPIKED, STABLE, Method, RunResult, SweepResults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,11 @@ def footnotes(findings: Findings) -> list[Statement]:
             text="± and [ , ] are 95 % Student-t intervals over seeds; a value without one is from a single seed.",
         ),
         Statement(
+            topic="Seeds",
+            text="Results by learning rate, and the figures of them, are over the seeds that every method has finished "
+            "at that rate; the table of chosen rates has all. Bold is the lowest on equal seeds.",
+        ),
+        Statement(
             topic="Choice of the rate",
             text="The learning rate of a method is the one with the lowest held-out loss on seed "
             f"{findings.sweep.selection_seed} among runs that did not diverge. Its result is reported on the other "
@@ -94,7 +101,7 @@ def footnotes(findings: Findings) -> list[Statement]:
     ]
 
 
-def unfinished(sweep: Sweep) -> list[Statement]:
+def unfinished(sweep: SweepResults) -> list[Statement]:
     """Name the runs that have no result, and how far they are."""
     started = [
         Statement(
@@ -107,7 +114,7 @@ def unfinished(sweep: Sweep) -> list[Statement]:
     return started + [Statement(topic=run.path.name, text=f"{run.reason}.") for run in sweep.missing]
 
 
-def environment(sweep: Sweep) -> list[Statement]:
+def environment(sweep: SweepResults) -> list[Statement]:
     """Return what the runs recorded of their environment, every distinct value of each entry."""
     entries: dict[str, dict[str, None]] = {}
     for run in sweep.runs:
@@ -117,7 +124,7 @@ def environment(sweep: Sweep) -> list[Statement]:
     return [Statement(topic=key, text="; ".join(values)) for key, values in entries.items()]
 
 
-def _data_sentence(sweep: Sweep) -> str:
+def _data_sentence(sweep: SweepResults) -> str:
     source = sweep.data.get("source") or "the prepared data"
     tokenizer = sweep.data.get("tokenizer") or {}
     vocabulary = f" (vocabulary {tokenizer['vocabulary']:,})" if tokenizer.get("vocabulary") else ""
@@ -127,7 +134,7 @@ def _data_sentence(sweep: Sweep) -> str:
     return f"The text is {source}{read}{size}; runs with the same seed read it in the same order."
 
 
-def _budget_sentence(sweep: Sweep) -> str:
+def _budget_sentence(sweep: SweepResults) -> str:
     run = sweep.runs[0]
     model = run.config["model"]
     shape = [f"{model[key]} {words}" for key, words in (("depth", "blocks"), ("heads", "heads")) if key in model]
@@ -153,10 +160,19 @@ def _who_is_lowest(findings: Findings) -> list[Statement]:
         f"{best.method.name} at {quantities.rate(best.learning_rate)}, {loss.mean:.4f} nats "
         f"(PPL {quantities.perplexity(perplexity.mean)}, {basis})."
     )
-    if len(ranked) > 1 and (second := ranked[1].outcome.held_out_loss):
-        gap = second.mean - loss.mean
-        text += f" Next is {ranked[1].method.name}, {gap:.4f} nats above; {_how_certain(findings, best, ranked[1])}."
+    if len(ranked) > 1:
+        text += f" Next is {ranked[1].method.name}, {_gap(best, ranked[1])}; {_how_certain(findings, best, ranked[1])}."
     return [Statement(topic="Lowest held-out loss", text=text)]
+
+
+def _gap(best: Choice, second: Choice) -> str:
+    """Say how far the second is above the best on the seeds they share, and on which where others are shown."""
+    difference = paired(second, best)
+    seeds = difference.by_seed.keys()
+    where = ""
+    if not seeds == best.losses.keys() == second.losses.keys():
+        where = f" on {'seed' if len(seeds) == 1 else 'seeds'} {quantities.listed([str(seed) for seed in seeds])}"
+    return f"{difference.estimate.mean:.4f} nats above{where}"
 
 
 def _how_certain(findings: Findings, best: Choice, second: Choice) -> str:
@@ -224,20 +240,25 @@ def _told(comparison: Comparison) -> str:
 
 def _rates_with(findings: Findings, method: Method, verdict: str) -> str:
     parts = []
-    for (rate, of), outcome in findings.outcomes.items():
-        runs = [run for run in outcome.complete if run.word == verdict]
-        if of == method and runs:
-            share = "" if len(runs) == len(outcome.complete) else f" ({len(runs)} of {len(outcome.complete)} seeds)"
-            parts.append(quantities.rate(rate) + share)
+    for rate in findings.sweep.learning_rates:
+        runs = [run for run in _complete(findings, method) if run.learning_rate == rate]
+        count = sum(run.word == verdict for run in runs)
+        if count:
+            parts.append(quantities.rate(rate) + ("" if count == len(runs) else f" ({count} of {len(runs)} seeds)"))
     return quantities.listed(parts)
 
 
 def _stable_everywhere(findings: Findings, method: Method) -> bool:
-    outcomes = [outcome for (_, of), outcome in findings.outcomes.items() if of == method]
-    return all(outcome.complete and {run.word for run in outcome.complete} == {STABLE} for outcome in outcomes)
+    runs = _complete(findings, method)
+    planned = {run.learning_rate for run in findings.sweep.runs if run.method == method}
+    return {run.learning_rate for run in runs} == planned and {run.word for run in runs} == {STABLE}
 
 
-def _train_perplexity_note(sweep: Sweep) -> Statement:
+def _complete(findings: Findings, method: Method) -> list[RunResult]:
+    return [run for run in findings.sweep.runs if run.method == method and run.complete]
+
+
+def _train_perplexity_note(sweep: SweepResults) -> Statement:
     complete = [run for run in sweep.runs if run.complete] or list(sweep.runs)
     answers = {run.saw_data_at_most_once for run in complete}
     if answers == {True}:
@@ -262,10 +283,14 @@ def _cautions(findings: Findings) -> list[Statement]:
     without = [method.name for method in lacks_control(sweep.methods)]
     if without:
         text = (
-            f"No pre with QKV-norm was run beside {quantities.listed(without)}, whose attention has it: a difference "
-            "to pre may come from the attention alone."
+            f"No pre with QKV-norm and the same norm was run beside {quantities.listed(without)}, whose attention has "
+            "it: a difference to pre may come from the attention alone."
         )
         told.append(Statement(topic="Control row missing", text=text))
+    alone = [method.name for method in sweep.methods if baseline_of(method, sweep.methods) is None]
+    if alone and any(method.topology == "pre" for method in sweep.methods):
+        text = f"No pre with the same norm was run beside {quantities.listed(alone)}."
+        told.append(Statement(topic="Reference row missing", text=text))
     budgets = _distinct((run.steps, run.batch_tokens) for run in sweep.runs)
     digests = _distinct((run.config.get("data") or {}).get("digest") for run in sweep.runs)
     for what, values in (("steps or batch", budgets), ("data", digests)):

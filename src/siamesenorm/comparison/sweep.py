@@ -6,7 +6,6 @@ never trained twice. Each run has a process of its own; one that fails does not 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import subprocess
@@ -16,19 +15,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from siamesenorm.comparison.findings import choose_learning_rate
 from siamesenorm.comparison.grid import Grid
 from siamesenorm.comparison.results import read_sweep
-from siamesenorm.data import PreparedData
-from siamesenorm.data.storage import disk_errors_told, exclusive, write_atomically
-from siamesenorm.errors import UserError
+from siamesenorm.comparison.sweep_directory import SweepDirectory
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.exact_json import encode_json
+from siamesenorm.training.language import LanguageTask
 from siamesenorm.training.run_directory import RunDirectory
+from siamesenorm.training.trackers import build_trackers
 from siamesenorm.training.verdict import Verdict
 
 POLL_SECONDS = 0.2
@@ -61,6 +59,9 @@ class SweepObserver(Protocol):
     def progressed(self, running: list[Job]) -> None:
         """Some time has passed; these jobs are running."""
 
+    def told(self, line: str) -> None:
+        """Something a person should know."""
+
     def ended(self, job: Job, error: str | None) -> None:
         """A job has ended, with a verdict or an error."""
 
@@ -81,33 +82,36 @@ class SweepRun:
     def run(self) -> None:
         """Train everything that is not finished yet; `failures` then names the runs that ended with an error.
 
-        Raises UserError when the directory holds something else, and for methods that cannot be configured.
+        Raises UserError when the directory holds another sweep or something else, for methods that cannot be
+        configured, and where data, device or trackers are not at hand; it has then written nothing.
         """
         selection = list(self.grid.selection_runs(self.template))
-        with disk_errors_told(self.directory):
-            self._require_sweep_directory()
-            self.directory.mkdir(parents=True, exist_ok=True)
-        with exclusive(self.directory / "lock"):
+        LanguageTask(self.template)
+        build_trackers(self.template, self.directory)
+        with SweepDirectory(self.directory).claimed(self.template):
             self._train(selection)
             self._train(self._reported_runs())
 
     def _reported_runs(self) -> Iterator[RunConfig]:
-        """Yield the runs with further seeds at each method's chosen rate."""
-        if not self.grid.seeds or len(self.failures) == len(self.planned):
+        """Yield the runs with further seeds at each method's chosen rate, and name the methods that have none."""
+        if set(self.grid.seeds) <= {self.grid.selection_seed} or len(self.failures) == len(self.planned):
             return
         results = read_sweep(self.directory)
-        method_of = {run.path.name: run.method for run in results.runs}
+        method_of = {run.path: run.method for run in results.runs}
         for method in self.grid.reported_methods:
-            one = next(iter(Grid(methods=(method,), learning_rates=self.grid.learning_rates, control=False,
-                                 selection_seed=self.grid.selection_seed).selection_runs(self.template)))  # fmt: skip
-            result = method_of.get(one.identity[:12])
+            tried = map(SweepDirectory(self.directory).run_directory, self.grid.rates_of(self.template, method))
+            result = next((method_of[path] for path in tried if path in method_of), None)
             choice = choose_learning_rate(results, result) if result else None
-            if choice is not None:
+            if choice is None:
+                self.observer.told(
+                    f"{method}: no further seeds, for no run of seed {self.grid.selection_seed} has a result"
+                )
+            else:
                 yield from self.grid.reported_runs(self.template, method, choice.learning_rate)
 
     def _train(self, configs: Iterable[RunConfig]) -> None:
         known = {job.directory for job in self.planned}
-        named = {self.directory / "runs" / config.identity[:12]: config for config in configs}
+        named = {SweepDirectory(self.directory).run_directory(config): config for config in configs}
         jobs = [Job(config=named[path], directory=path) for path in named if path not in known]
         if not jobs:
             return
@@ -139,42 +143,18 @@ class SweepRun:
             self.failures[job.name] = error
         self.observer.ended(job, error)
 
-    def _require_sweep_directory(self) -> None:
-        path = self.directory
-        if (
-            path.exists()
-            and not (path / "sweep.json").is_file()
-            and (not path.is_dir() or {each.name for each in path.iterdir()} - {"lock"})
-        ):
-            raise UserError(f"{path} exists and is not the directory of a sweep: choose another directory")
-
-    def _describe_data(self) -> dict[str, Any]:
-        manifest = PreparedData.open(self.template.data_path).manifest
-        return {
-            "digest": manifest.digest,
-            "source": manifest.source,
-            "tokenizer": dataclasses.asdict(manifest.tokenizer),
-        }
-
     def _write_plan(self) -> None:
-        plan: dict[str, Any] = {
-            "schema": 1,
-            "command": self.command,
-            "data": self._describe_data(),
-            "grid": self.grid.to_json(),
-            "runs": [str(job.directory.relative_to(self.directory)) for job in self.planned],
-        }
-        with disk_errors_told(self.directory):
-            write_atomically(self.directory / "sweep.json", (encode_json(plan, indent=1) + "\n").encode())
-            for job in self.planned:
-                RunDirectory(job.directory).prepare(job.config)
+        directories = [job.directory for job in self.planned]
+        SweepDirectory(self.directory).write_plan(self.template, self.grid, directories, self.command)
+        for job in self.planned:
+            RunDirectory(job.directory).prepare(job.config)
 
 
 def _start(job: Job, place: int) -> subprocess.Popen[bytes]:
     threads = str(job.config.execution.threads or 1)
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-    if job.config.execution.device == "cuda":
-        environment |= _own_gpu(place)
+    if gpus := shared_gpus(job.config.execution.device):
+        environment["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
     with open(job.directory / "log.txt", "wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "siamesenorm.training.worker", str(job.directory)],
@@ -185,11 +165,15 @@ def _start(job: Job, place: int) -> subprocess.Popen[bytes]:
         )
 
 
-def _own_gpu(place: int) -> dict[str, str]:
-    """Return the variable that shows one GPU to the worker at a place: its own, until there are more workers."""
+def shared_gpus(device: str) -> list[str]:
+    """Return the GPUs that workers take turns on, each seeing only its own: all for `cuda`, none for `cuda:1` or a CPU.
+
+    They are named as in CUDA_VISIBLE_DEVICES.
+    """
+    if device != "cuda":
+        return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
-    return {"CUDA_VISIBLE_DEVICES": gpus[place % len(gpus)]} if gpus else {}
+    return visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
 
 
 @contextmanager

@@ -98,7 +98,7 @@ RATE_COLUMNS = (
     Column(f"Train PPL{LOWER}", "exp of the mean training loss over the last 10 % of steps"),
     Column(f"Held-out PPL{LOWER}", "exp of the held-out loss, mean ± half width of the 95 % t interval over seeds"),
     Column("Verdict", "the worst verdict of the seeds", numeric=False),
-    Column("Seeds", "finished runs"),
+    Column("Seeds", "the seeds that every method has finished at this rate"),
     Column("Parameters", "all parameters, and the change against pre if there is one"),
     Column("FLOPs/token", "training on one token, three times the forward pass; norms are not counted"),
     Column("Step time", "median over the faster half of the steps, and the ratio to pre"),
@@ -176,9 +176,9 @@ def _perplexity_entry(
     estimate = perplexity(outcome)
     if estimate is None:
         return Entry(text=NOTHING)
-    lowest = min(value.mean for other in beside if (value := perplexity(other)) is not None)
+    lowest = min((value.mean for other in beside if other.whole and (value := perplexity(other))), default=None)
     mark = {SPIKED: "*", DIVERGED: "†"}.get(outcome.verdict or "", "")
-    return Entry(text=quantities.perplexity_estimate(estimate) + mark, strong=estimate.mean == lowest)
+    return Entry(text=quantities.perplexity_estimate(estimate) + mark, strong=outcome.whole and estimate.mean == lowest)
 
 
 def _parameters(outcome: Outcome, reference: Outcome | None) -> str:
@@ -203,7 +203,7 @@ def _choice_row(findings: Findings, method: Method) -> tuple[Entry, ...]:
     if choice is None:
         return (Entry(text=method.name), _why_no_choice(findings, method), *[Entry(text=NOTHING)] * 5, sensitivity)
     loss, perplexity = choice.outcome.held_out_loss, choice.outcome.held_out_perplexity
-    leading = findings.ranked()[:1] == [choice]
+    leading = findings.same_seeds and findings.ranked()[:1] == [choice]
     return (
         Entry(text=method.name),
         Entry(text=quantities.rate(choice.learning_rate), pill=_edge_pill(choice)),

@@ -46,7 +46,7 @@ class PrepareConfig:
     """Processes that encode; chosen by the size of the source if not given."""
 
     restart: bool = False
-    """Throw away what an earlier preparation left in the directory."""
+    """Start anew: discard an unfinished preparation; finished data are replaced once the new ones are whole."""
 
     def __post_init__(self) -> None:
         """Raise `UserError` for settings that make no sense, before anything is read or written."""

@@ -15,15 +15,23 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from siamesenorm.data.encoding import EncodedChunk, EncodedSplit
-from siamesenorm.data.manifest import MANIFEST_FILE, STORAGE, Manifest, Split, TokenizerEntry, canonical_json
-from siamesenorm.data.storage import move_durably, sync_directory, write_atomically
+from siamesenorm.data.manifest import (
+    MANIFEST_FILE,
+    STORAGE,
+    Manifest,
+    Split,
+    TokenizerEntry,
+    canonical_json,
+    read_manifest,
+)
+from siamesenorm.data.storage import StoppedError, exclusive, move_durably, sync_directory, write_atomically
 from siamesenorm.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from siamesenorm.errors import UserError
 
@@ -131,7 +139,15 @@ class PartialData:
 
 
 def publish(partial: Path, out: Path) -> None:
-    """Move the files of a finished preparation to their place, the manifest last; may be repeated after a kill."""
+    """Move the files of a finished preparation to their place, the manifest last; may be repeated after a kill.
+
+    Earlier data are replaced: their manifest goes first, so that it never stands beside files that are not its own.
+    """
+    if (out / MANIFEST_FILE).exists():
+        (out / MANIFEST_FILE).unlink()
+        sync_directory(out)
+    if read_manifest(partial / MANIFEST_FILE).tokenizer.sha256 is None:
+        (out / TOKENIZER_FILE).unlink(missing_ok=True)
     for name in (*TOKEN_FILES, MANIFEST_FILE):
         if (partial / name).exists():
             move_durably(partial / name, out / name)
@@ -139,12 +155,17 @@ def publish(partial: Path, out: Path) -> None:
     sync_directory(out)
 
 
-def discard(out: Path) -> None:
-    """Remove prepared data, finished or not, but for the lock; what makes files count as whole goes first."""
-    partial = out / PARTIAL_DIRECTORY
-    in_partial = [partial / name for name in (MANIFEST_FILE, PROGRESS_FILE, *TOKEN_FILES, SETTINGS_FILE)]
-    for path in (*in_partial, *(out / name for name in (MANIFEST_FILE, *TOKEN_FILES))):
-        path.unlink(missing_ok=True)
+def discard(partial: Path) -> None:
+    """Remove an unfinished preparation but for its lock; what makes files count as whole goes first."""
+    for name in (MANIFEST_FILE, PROGRESS_FILE, *TOKEN_FILES, SETTINGS_FILE):
+        (partial / name).unlink(missing_ok=True)
+
+
+def remove_remains(partial: Path) -> None:
+    """Remove what a kill between the last move and the last removal left, unless another process is at work there."""
+    if partial.exists():
+        with suppress(StoppedError), exclusive(partial / LOCK_FILE):
+            shutil.rmtree(partial)
 
 
 def require_ours(out: Path) -> None:

@@ -26,6 +26,7 @@ from siamesenorm.data.partial import (
     PartialData,
     discard,
     publish,
+    remove_remains,
     require_ours,
 )
 from siamesenorm.data.progress import Progress, Report
@@ -48,6 +49,9 @@ PROCEDURE = 1
 # A chunk is large enough that writing it durably costs nothing, and small enough to lose.
 CHUNK_CHARACTERS = 2_000_000
 BPE_SAMPLE_CHARACTERS = 64_000_000
+# Enough to tell a text of a few documents, or of copies, from one whose fraction is too small.
+DISTINCT_SAMPLE = 1000
+LARGEST_FRACTION = 0.5
 # Below it, one process has finished before others have started.
 SMALL_SOURCE_BYTES = 4_000_000
 
@@ -62,12 +66,12 @@ def prepare(config: PrepareConfig, report: Report | None = None) -> PreparedData
     with disk_errors_told(out):
         job = _Job(config, report or (lambda progress: None))
         require_ours(out)
-        if (out / MANIFEST_FILE).exists() and not config.restart:
-            _require_same(out, read_manifest(out / MANIFEST_FILE).settings, job.settings)
-            # A kill after the last move, before the last removal, leaves it.
-            shutil.rmtree(out / PARTIAL_DIRECTORY, ignore_errors=True)
-        else:
+        finished = None if config.restart or not (out / MANIFEST_FILE).exists() else read_manifest(out / MANIFEST_FILE)
+        if finished is None or (finished.settings != job.settings and job.is_under_way()):
             job.run()
+        else:
+            _require_same(out, finished.settings, job.settings)
+            remove_remains(out / PARTIAL_DIRECTORY)
         return PreparedData.open(out)
 
 
@@ -81,6 +85,7 @@ class _Job:
         self.validation = None if config.validation is None else _open(config, config.validation)
         default = 0.04 if config.source == "builtin" else 0.01
         self.fraction = default if config.validation_fraction is None else config.validation_fraction
+        self.bpe_size = bpe_size(config.tokenizer)
         # One that lies here is read at once; one to be trained or fetched waits until it is sure to be needed.
         here = config.tokenizer == "bytes" or Path(config.tokenizer).exists()
         self.tokenizer = load_tokenizer(config.tokenizer, config.end_of_text) if here else None
@@ -101,6 +106,11 @@ class _Job:
             "end_of_text": config.end_of_text,
         }
 
+    def is_under_way(self) -> bool:
+        """Whether an earlier process began this very preparation and was kept from its end."""
+        settings = self.config.out / PARTIAL_DIRECTORY / SETTINGS_FILE
+        return settings.exists() and bool(json.loads(settings.read_bytes()) == self.settings)
+
     def run(self) -> None:
         """Do what is left to do."""
         out, partial = self.config.out, self.config.out / PARTIAL_DIRECTORY
@@ -108,7 +118,7 @@ class _Job:
         partial.mkdir(parents=True, exist_ok=True)
         with exclusive(partial / LOCK_FILE):
             if self.config.restart:
-                discard(out)
+                discard(partial)
             settings = partial / SETTINGS_FILE
             if settings.exists():
                 _require_same(out, json.loads(settings.read_bytes()), self.settings)
@@ -164,12 +174,12 @@ class _Job:
     def _tokenizer(self, partial: Path) -> Tokenizer:
         """Return the tokenizer; its file is kept, so that a BPE is trained, and the Hub asked, only once."""
         config, kept = self.config, partial / TOKENIZER_FILE
-        tokenizer, size = self.tokenizer, bpe_size(config.tokenizer)
+        tokenizer = self.tokenizer
         if tokenizer is None and kept.exists():
             tokenizer = LibraryTokenizer(config.tokenizer, kept.read_bytes(), config.end_of_text)
-        elif size is not None:
+        elif self.bpe_size is not None:
             self.report(Progress(stage="training the tokenizer"))
-            tokenizer = train_bpe(self._training_sample(), size, config.end_of_text)
+            tokenizer = train_bpe(self._training_sample(), self.bpe_size, config.end_of_text)
         elif tokenizer is None:
             tokenizer = load_tokenizer(config.tokenizer, config.end_of_text)
         content = tokenizer.to_json()
@@ -218,11 +228,26 @@ class _Job:
         if data.splits["train"].documents == 0:
             raise UserError(f"source {self.config.source!r}: no document for the train split: give more text")
         if data.splits["validation"].documents == 0:
-            enough = min(0.5, max(0.02, 3 / data.documents))
-            raise UserError(
-                f"source {self.config.source!r}: none of its {data.documents:,} documents fell into the validation "
-                f"split: try --validation-fraction {enough:.2g}, --documents paragraphs, or give --validation"
-            )
+            if self.validation is not None:
+                raise UserError(f"validation {self.config.validation!r}: holds no document: give more text")
+            raise self._no_validation_document(data.documents)
+
+    def _no_validation_document(self, documents: int) -> UserError:
+        """Return the error for a validation split that got nothing, with the remedies that can work here."""
+        distinct = len(dict.fromkeys(text for _, text in islice(self._streams(), DISTINCT_SAMPLE)))
+        copies = distinct < min(documents, DISTINCT_SAMPLE)
+        remedies = []
+        fraction = min(LARGEST_FRACTION, max(0.02, 3 / distinct, 2 * self.fraction))
+        if distinct > 1 and fraction > self.fraction:
+            remedies.append(f"--validation-fraction {fraction:.2g}")
+        if self.config.documents != "paragraphs":
+            remedies.append("--documents paragraphs")
+        remedies.append("a source of its own with --validation")
+        told = f" ({distinct:,} distinct, and copies of a document fall into one split)" if copies else ""
+        return UserError(
+            f"source {self.config.source!r}: none of its {documents:,} documents{told} fell into the validation "
+            f"split: try {', or '.join(remedies)}"
+        )
 
 
 def _open(config: PrepareConfig, spec: str) -> Source:

@@ -52,10 +52,10 @@ class Declared(nn.Module):
             self._reset_parameter(name)
         self._refill_constants()
 
-    @torch.no_grad()
     def _reset_parameter(self, name: str) -> None:
         parameter = self.get_parameter(name)
-        parameter.copy_(torch.tensor(self.declarations[name].initial, dtype=parameter.dtype, device=parameter.device))
+        initial = self.declarations[name].initial
+        assign(parameter, torch.tensor(initial, dtype=parameter.dtype, device=parameter.device))
 
     def _refill_constants(self) -> None:
         for name, value in self._constants.items():
@@ -68,6 +68,24 @@ class Declared(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._refill_constants()
         return self
+
+
+@torch.no_grad()
+def assign(parameter: Tensor, value: Tensor) -> None:
+    """Set a parameter to `value`, which broadcasts to its whole shape; of a sharded one (DTensor), this rank's part.
+
+    Every rank gives the same value: no rank waits for another.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # Imported here, where a DTensor can exist at all: the import costs more than that of the package.
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        if isinstance(parameter, DTensor):
+            whole = value.to(parameter.dtype).expand(parameter.shape)
+            shards = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.to_local().copy_(shards.to_local())
+            return
+    parameter.copy_(value)
 
 
 def declared_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Declaration]]:

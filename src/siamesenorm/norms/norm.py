@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,10 @@ STRUCTURE = ("self", "dim", "affine", "axis")
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Where a norm stands: before which kind of sublayer ("attention", "mlp", "final", ...), in which domain."""
+    """Where a norm stands: before which kind of sublayer ("attention", "mlp"), or else where; in which domain.
+
+    Elsewhere is "final" (before the head), "output" (of a sublayer) and "embedding".
+    """
 
     kind: str = "mlp"
     domain: Literal["language", "vision"] = "language"
@@ -57,6 +60,12 @@ class Norm(Declared):
     def for_role(cls, dim: int, role: Role, **options: Any) -> Self:
         """Build the operator as its published recipe sets it up for this role; most recipes do not depend on it."""
         return cls(dim, **options)
+
+    @classmethod
+    def option_hints(cls) -> dict[str, object]:
+        """Return the annotations of the options."""
+        hints = get_type_hints(cls.__init__)
+        return {name: hints.get(name, type(default)) for name, default in cls.option_defaults().items()}
 
     @classmethod
     def option_defaults(cls) -> dict[str, Scalar]:
@@ -115,6 +124,13 @@ class Norm(Declared):
         defaults = {**self.option_defaults(), "affine": True, "axis": -1}
         shown = {**self.settings(), "affine": self.affine, "axis": self.axis}
         return ", ".join([f"{self.dim}", *(f"{k}={v}" for k, v in shown.items() if v != defaults[k])])
+
+
+def check_finite(what: str, value: float) -> float:
+    """Return a number; raises UserError if it is not finite."""
+    if not math.isfinite(value):
+        raise UserError(f"{what} is {value}: write a finite number, such as 1.0")
+    return value
 
 
 def check_eps(eps: float) -> float:

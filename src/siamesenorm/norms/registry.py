@@ -12,7 +12,7 @@ from siamesenorm.norms.norm import Norm, Role
 from siamesenorm.norms.rms_norm import RMSNorm
 from siamesenorm.norms.scale_norm import ScaleNorm
 from siamesenorm.norms.seed_norm import SeeDNorm
-from siamesenorm.options import Scalar, parse_specification, read_scalar
+from siamesenorm.options import Scalar, parse_specification, read_scalar, widen
 
 NORMS: dict[str, type[Norm]] = {
     "layernorm": LayerNorm,
@@ -37,22 +37,38 @@ def norm_options(name: str) -> dict[str, Scalar]:
 
 @dataclass(frozen=True)
 class NormSpec:
-    """An operator by name with the options that differ from its defaults, as sorted pairs; JSON-serialisable."""
+    """An operator by name with the options that differ from its defaults, as sorted pairs; JSON-serialisable.
+
+    Raises UserError for an unknown name or option.
+    """
 
     name: str = "rmsnorm"
     options: tuple[tuple[str, Scalar], ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        """Refuse unknown names, and spell equal options alike."""
+        defaults = norm_options(self.name)
+        for key, _ in self.options:
+            if key not in defaults:
+                raise unknown(f"option of norm {self.name}", key, defaults)
+        hints = NORMS[self.name].option_hints()
+        spelled = {key: widen(value, hints[key]) for key, value in self.options}
+        object.__setattr__(self, "options", tuple(sorted((k, v) for k, v in spelled.items() if v != defaults[k])))
 
     @classmethod
     def parse(cls, text: str, **overrides: Scalar) -> NormSpec:
         """Read "name" or "name:option=value,..."; raises UserError naming the nearest name or option."""
         name, given = parse_specification("norm", text, norm_options)
-        defaults = norm_options(name)
+        return cls(name, tuple(given.items())).with_options(**overrides)
+
+    def with_options(self, **overrides: Scalar) -> NormSpec:
+        """Return the operator with options overridden; raises UserError for an unknown option or a wrong value."""
+        defaults = norm_options(self.name)
         for key in overrides:
             if key not in defaults:
-                raise unknown(f"option of norm {name}", key, defaults)
-        read = {k: read_scalar(f"option {k} of norm {name}", str(v), defaults[k]) for k, v in overrides.items()}
-        merged = {**given, **read}
-        return cls(name, tuple(sorted((k, v) for k, v in merged.items() if v != defaults[k])))
+                raise unknown(f"option of norm {self.name}", key, defaults)
+        read = {k: read_scalar(f"option {k} of norm {self.name}", str(v), defaults[k]) for k, v in overrides.items()}
+        return NormSpec(self.name, tuple({**dict(self.options), **read}.items()))
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> NormSpec:

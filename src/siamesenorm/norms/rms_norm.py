@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from siamesenorm.norms.norm import Norm, check_eps
+from siamesenorm.norms.norm import Norm, check_eps, check_finite
 
 
 class RMSNorm(Norm):
@@ -24,7 +24,7 @@ class RMSNorm(Norm):
     ) -> None:
         super().__init__(dim, affine=affine, axis=axis)
         self.eps = check_eps(eps)
-        self.offset = offset
+        self.offset = check_finite("offset of RMSNorm", offset)
         if affine:
             self.declare("gain", (dim,), initial=1.0 - offset)
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from siamesenorm.errors import UserError, unknown
 from siamesenorm.norms.function import NormFunction, take_bias, take_gain, take_statistic, vanishes
-from siamesenorm.norms.norm import Norm, Role, check_eps
+from siamesenorm.norms.norm import Norm, Role, check_eps, check_finite
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
@@ -80,13 +80,13 @@ class SeeDNorm(Norm):
         self.eps = check_eps(eps)
         self.heads = check_heads(dim, 1 if heads == "auto" else heads)
         self.activation = activation
-        self.alpha_initial = alpha_initial
+        self.alpha_initial = check_finite("alpha_initial of SeeDNorm", alpha_initial)
         self.scalar_alpha = scalar_alpha
         self.elementwise = elementwise
         self.without = without
         self.dropout = dropout
         self.scale = "none" if scale == "auto" else scale
-        self.offset = offset
+        self.offset = check_finite("offset of SeeDNorm", offset)
         self.dot_scale = 1 / dim if self.scale == "1/d" else 1.0
         self._refuse_conflicts()
         self._declare_parameters()
@@ -95,8 +95,6 @@ class SeeDNorm(Norm):
     def _refuse_conflicts(self) -> None:
         if not 0 <= self.dropout < 1:
             raise UserError(f"dropout of SeeDNorm is {self.dropout}: write a number from 0 up to, not including, 1")
-        if not math.isfinite(self.alpha_initial):
-            raise UserError(f"alpha_initial of SeeDNorm is {self.alpha_initial}: write a finite number, such as 1.0")
         if self.elementwise and self.without == "beta":
             raise UserError("SeeDNorm: elementwise multiplies by beta, and without=beta leaves it out: choose one")
         if not self.has_dot_product and (self.heads != 1 or self.scale != "none"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from siamesenorm.errors import UserError
 from siamesenorm.topologies.factors import Gate, ScalarGate
@@ -15,7 +15,8 @@ from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, M
 class LayerScale(Topology):
     """LayerScale (CaiT, arXiv 2103.17239): Pre-Norm whose outputs are multiplied by a learned vector lambda.
 
-    `initial` is lambda's initial value; -1 takes the paper's by depth: 0.1 up to 18 blocks, 1e-5 up to 24, else 1e-6.
+    `initial` is lambda's initial value; "auto" takes the paper's by depth: 0.1 up to 18 blocks, 1e-5 up to 24, else
+    1e-6.
     """
 
     title: ClassVar[str] = "LayerScale"
@@ -30,13 +31,13 @@ class LayerScale(Topology):
             └─▶ N ─▶ F ─▶ O ─▶ λ ──┘"""
     special_cases: ClassVar[tuple[str, ...]] = ("Pre-Norm: lambda = 1, exactly",)
 
-    initial: float = -1.0
+    initial: float | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        """Refuse a negative initial value other than -1."""
+        """Refuse a negative initial value."""
         super().__post_init__()
-        if self.initial < 0 and self.initial != -1:
-            raise UserError(f"initial of {self.title} is {self.initial}: choose 0 or more, or -1 for that by depth")
+        if self.initial != "auto" and self.initial < 0:
+            raise UserError(f"initial of {self.title} is {self.initial}: choose 0 or more, or auto (by depth)")
 
     @property
     def cost(self) -> BoundaryCost:
@@ -45,7 +46,7 @@ class LayerScale(Topology):
 
     def initial_at(self, depth: int) -> float:
         """Return the initial value of lambda in a model of `depth` blocks."""
-        if self.initial >= 0:
+        if self.initial != "auto":
             return self.initial
         return 0.1 if depth <= 18 else 1e-5 if depth <= 24 else 1e-6
 

@@ -43,8 +43,8 @@ class HybridNorm(Topology):
         x ──┬──────────────────────── + ─▶ N ─┬───────────── + ──▶ x
             └─▶ Attn(QKV-norm) ─▶ O ──┘       └─▶ MLP ─▶ O ──┘"""
     special_cases: ClassVar[tuple[str, ...]] = (
-        "it is ResiDual-HybridNorm with N_f of the dual stream 0: exact",
-        "it is SiameseNorm Hybrid-Pre with N^Y = 0, gamma = N^X = N^in = N^X_f = 1, depth_scale none: up to eps",
+        "first_block=same: it is ResiDual-HybridNorm with N_f of the dual stream 0: exact",
+        "first_block=same, depth_scale=none: Hybrid-Pre with N^Y = 0, gamma = N^X = N^in = N^X_f = 1, up to eps",
     )
 
     first_block: Literal["same", "pre"] = "same"
@@ -78,4 +78,4 @@ class HybridNorm(Topology):
 
 def hybrid_settle(place: Place, materials: Materials) -> nn.Module | None:
     """Return the norm of the attention's addition at the MLP's place, None at the attention's."""
-    return materials.build_norm(place.kind) if place.kind == "mlp" else None
+    return materials.build_settle(place) if place.kind == "mlp" else None

@@ -69,7 +69,8 @@ class HyperConnections(MultiStream):
 
     Dynamic ones add s tanh(norm(H) W) to the static mixing weights, W = 0 and s = 0.01 at the start. `stream_norm` is
     that norm, with `stream_eps`: LayerNorm in the paper, RMSNorm without eps in a widely used implementation.
-    `tanh=False` leaves the tanh out.
+    `tanh=False` leaves the tanh out. The paper also scales the initial weights of the output projections by a factor of
+    sqrt(n), in a direction that could not be verified: it is not applied.
     At the start both forms equal Pre-Norm in every stream, up to the eps of the final norm.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from siamesenorm.errors import UserError
 from siamesenorm.topologies.single_stream import SingleStreamClosing, SingleStreamConnection
@@ -15,7 +15,7 @@ from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, M
 class MixLN(Topology):
     """Mix-LN (arXiv 2412.13795): blocks l < m are Post-Norm, blocks l >= m Pre-Norm, always with a final norm.
 
-    m = floor(`post_fraction` * L), or `post_blocks` where that is not negative. Its granularity is the block.
+    m = floor(`post_fraction` * L), or `post_blocks` where that is given. Its granularity is the block.
     """
 
     title: ClassVar[str] = "Mix-LN"
@@ -24,7 +24,7 @@ class MixLN(Topology):
         open    x = e
         blocks l < m:   read h = x,       write x <- N_k(x + O)
         blocks l >= m:  read h = N_k(x),  write x <- x + O
-        close   N_f(x);  m = floor(post_fraction L)"""
+        close   N_f(x);  m = floor(post_fraction L), or post_blocks"""
     diagram: ClassVar[str] = """\
         l < m:  x ──┬─────────── + ─▶ N ──▶ x      l ≥ m:  x ──┬──────────────── + ──▶ x
                     └─▶ F ─▶ O ──┘                             └─▶ N ─▶ F ─▶ O ──┘"""
@@ -34,15 +34,15 @@ class MixLN(Topology):
     )
 
     post_fraction: float = 0.25
-    post_blocks: int = -1
+    post_blocks: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         """Refuse a fraction outside [0, 1]."""
         super().__post_init__()
         if not 0 <= self.post_fraction <= 1:
             raise UserError(f"post_fraction of {self.title} is {self.post_fraction}: choose a number from 0 to 1")
-        if self.post_blocks < -1:
-            raise UserError(f"post_blocks of {self.title} is {self.post_blocks}: choose 0 or more, or -1 (fraction)")
+        if self.post_blocks != "auto" and self.post_blocks < 0:
+            raise UserError(f"post_blocks of {self.title} is {self.post_blocks}: choose 0 or more, or auto (fraction)")
 
     @property
     def cost(self) -> BoundaryCost:
@@ -51,21 +51,21 @@ class MixLN(Topology):
 
     def is_post(self, place: Place) -> bool:
         """Return whether the place is in a Post-Norm block."""
+        if self.post_blocks != "auto":
+            return place.block < self.post_blocks
         # 0.29 * 100 is 28.999999999999996: the floor is meant of the decimal fraction.
-        fraction = math.floor(self.post_fraction * place.depth + 1e-9)
-        return place.block < (self.post_blocks if self.post_blocks >= 0 else fraction)
+        return place.block < math.floor(self.post_fraction * place.depth + 1e-9)
 
     def connection(self, place: Place, materials: Materials) -> Connection:
         """Return a reader whose settle is its predecessor's Post-Norm and whose input norm is its own Pre-Norm."""
+        settles = place.previous is not None and self.is_post(place.previous)
         return SingleStreamConnection(
             materials,
-            settle=materials.build_norm(place.previous.kind)
-            if place.previous and self.is_post(place.previous)
-            else None,
+            settle=materials.build_settle(place) if settles else None,
             norm=None if self.is_post(place) else materials.build_input_norm(place),
         )
 
     def closing(self, last: Place, materials: Materials) -> Closing:
         """Return the final norm, after the last Post-Norm if every block is one."""
-        settle = materials.build_norm(last.kind) if self.is_post(last) else None
+        settle = materials.build_norm("final") if self.is_post(last) else None
         return SingleStreamClosing(materials, settle=settle, norm=materials.build_final_norm())

@@ -36,7 +36,7 @@ class OutputNorm(Topology):
     diagram: ClassVar[str] = """\
         x ──┬──────────────── + ──▶ x
             └─▶ F ─▶ O ─▶ N ──┘"""
-    special_cases: ClassVar[tuple[str, ...]] = ("x_K = e + sum of the normalised outputs, exactly",)
+    special_cases: ClassVar[tuple[str, ...]] = ("x_K = x_0 + sum of the normalised outputs, exactly",)
     modulation_refusal: ClassVar[str | None] = (
         "it normalises the sublayer's output, which cancels the size of the gate: a gate of zero could not silence it"
     )
@@ -49,7 +49,7 @@ class OutputNorm(Topology):
     def connection(self, place: Place, materials: Materials) -> Connection:
         """Return the connection with an output norm; raises UserError if the sublayer is conditioned."""
         self.refuse_conditioned(place)
-        return SingleStreamConnection(materials, output=materials.build_norm(place.kind))
+        return SingleStreamConnection(materials, output=materials.build_norm("output"))
 
     def closing(self, last: Place, materials: Materials) -> Closing:
         """Return the final norm."""
@@ -98,5 +98,5 @@ class PeriNorm(OutputNorm):
         """Return the connection with two norms; raises UserError if the sublayer is conditioned."""
         self.refuse_conditioned(place)
         return SingleStreamConnection(
-            materials, norm=materials.build_input_norm(place), output=materials.build_norm(place.kind)
+            materials, norm=materials.build_input_norm(place), output=materials.build_norm("output")
         )

@@ -23,7 +23,8 @@ from siamesenorm.topologies.topology import (
 class PostNorm(Topology):
     """Post-Norm: x <- N(x + F(x)) (Vaswani et al. 2017, arXiv 1706.03762). The first sublayer sees the raw embedding.
 
-    `final_norm` adds a norm before the head, as some code bases keep for every variant; the papers' equation has none.
+    `final_norm` adds a norm before the head, as some code bases keep for every variant; the papers' equation has none,
+    and whether the SiameseNorm paper's baseline has one is not published.
     """
 
     title: ClassVar[str] = "Post-Norm"
@@ -47,17 +48,12 @@ class PostNorm(Topology):
 
     def connection(self, place: Place, materials: Materials) -> Connection:
         """Return the connection that settles its predecessor's addition, if there is one."""
-        return SingleStreamConnection(materials, settle=settle_norm(place, materials))
+        return SingleStreamConnection(materials, settle=materials.build_settle(place))
 
     def closing(self, last: Place, materials: Materials) -> Closing:
         """Return the norm of the last addition, and the final norm if asked for."""
         final = materials.build_final_norm() if self.final_norm else None
-        return SingleStreamClosing(materials, settle=materials.build_norm(last.kind), norm=final)
-
-
-def settle_norm(place: Place, materials: Materials) -> nn.Module | None:
-    """Return the norm after the predecessor's addition, or None before the first sublayer."""
-    return materials.build_norm(place.previous.kind) if place.previous else None
+        return SingleStreamClosing(materials, settle=materials.build_norm("final"), norm=final)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +61,9 @@ class DeepNorm(PostNorm):
     """DeepNorm (arXiv 2203.00555): x <- N(alpha x + F(x)), alpha = (2L)^(1/4), initial weights times (8L)^(-1/4).
 
     L counts blocks (decoder-only and encoder-only). The factor applies to the value and output projections of attention
-    and to the MLP's up and down matrices; a gate matrix, which the paper's MLP has not, is left unscaled.
+    and to the MLP's up and down matrices; a gate matrix, which the paper's MLP has not, is left unscaled. How the
+    factor combines with an initialisation that itself depends on depth is not published: `initial_scaling=False` leaves
+    it out.
     """
 
     title: ClassVar[str] = "DeepNorm"
@@ -74,21 +72,24 @@ class DeepNorm(PostNorm):
         open    x = e
         read    h = x
         write   x <- N_k(alpha x + O), alpha = (2L)^(1/4)
-        close   x
-        init    value, attention output, MLP up and down times beta = (8L)^(-1/4)"""
+        close   x                      (final_norm: N_f(x))
+        init    value, attention output, MLP up and down times beta = (8L)^(-1/4)   (initial_scaling)"""
     diagram: ClassVar[str] = """\
         x ──┬─▶ α ─────── + ─▶ N ──▶ x
             └─▶ F ─▶ O ───┘"""
+    special_cases: ClassVar[tuple[str, ...]] = ("a zero-gated sublayer gives N(alpha x), not the identity",)
+
+    initial_scaling: bool = True
 
     def connection(self, place: Place, materials: Materials) -> Connection:
         """Return the Post-Norm connection with a weighted skip."""
         alpha = (2 * place.depth) ** 0.25
-        return WeightedSkipConnection(materials, skip=alpha, settle=settle_norm(place, materials))
+        return WeightedSkipConnection(materials, skip=alpha, settle=materials.build_settle(place))
 
     def initial_factor(self, role: str, depth: int) -> float:
         """Return beta = (8L)^(-1/4) for the projections whose scale it tames."""
         tamed = ("value", "attention_output", "mlp_up", "mlp_output")
-        return (8 * depth) ** -0.25 if role in tamed else 1.0
+        return (8 * depth) ** -0.25 if self.initial_scaling and role in tamed else 1.0
 
 
 class WeightedSkipConnection(SingleStreamConnection):

@@ -25,7 +25,7 @@ from siamesenorm.topologies.topology import (
 
 @dataclass(frozen=True, kw_only=True)
 class PreNorm(Topology):
-    """Pre-Norm (GPT-2, Llama): x <- x + F(N(x)), a final norm before the head; x_K = e + sum of all outputs.
+    """Pre-Norm (GPT-2, Llama): x <- x + F(N(x)), a final norm before the head; x_K = x_0 + sum of all outputs.
 
     `embedding_norm` opens with the parameter-free e / RMS(e) (SiameseNorm, arXiv 2602.08064, section 2.2).
     """
@@ -40,7 +40,7 @@ class PreNorm(Topology):
     diagram: ClassVar[str] = """\
         x ──┬──────────────── + ──▶ x
             └─▶ N ─▶ F ─▶ O ──┘"""
-    special_cases: ClassVar[tuple[str, ...]] = ("x_K = e + sum of all outputs, exactly",)
+    special_cases: ClassVar[tuple[str, ...]] = ("x_K = x_0 + sum of all outputs, exactly",)
 
     embedding_norm: bool = False
 
@@ -84,7 +84,7 @@ class LayerNormScaling(PreNorm):
     title: ClassVar[str] = "LayerNorm-Scaling"
     paper: ClassVar[str] = "Sun et al. 2025, arXiv 2502.05795"
     formula: ClassVar[str] = """\
-        open    x = e
+        open    x = e                  (embedding_norm: x = e / RMS(e), no parameter)
         read    h = N_k(x) / sqrt(l + 1)
         write   x <- x + O
         close   N_f(x)"""

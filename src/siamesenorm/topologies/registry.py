@@ -1,8 +1,14 @@
-"""Names of topologies. A variant is a name; options override: "dhc-2:streams=4"."""
+"""Names of topologies. A variant is a name; options override: "dhc-2:streams=4".
+
+Installed packages add theirs through entry points of the group "siamesenorm.topologies", each a module or a function
+that calls `register_topology`. They are loaded when a name is first looked up or listed.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from importlib import metadata
 from typing import Any
 
 from siamesenorm.errors import unknown
@@ -44,22 +50,54 @@ TOPOLOGIES: dict[str, Topology] = {
 }
 
 
+unloaded_groups = ["siamesenorm.topologies"]
+"""Groups of entry points that were not loaded yet."""
+
+
+def load_entry_points() -> None:
+    """Let installed packages register their topologies; one that fails is left out with a warning."""
+    while unloaded_groups:  # emptied first: what is loaded may itself look up a name
+        for entry in metadata.entry_points(group=unloaded_groups.pop()):
+            try:
+                loaded = entry.load()
+                if callable(loaded):
+                    loaded()
+            except Exception as error:
+                warnings.warn(f"the topologies of {entry.value} are left out: {error}", RuntimeWarning, stacklevel=2)
+
+
 def register_topology(name: str, topology: Topology) -> None:
-    """Add a topology under a new name; raises ValueError if the name is taken by another one."""
+    """Add a topology under a new name.
+
+    Raises ValueError if the name is taken by another one, or if another class has the name of its class, which a run's
+    identity is made of.
+    """
+    for other in {type(registered) for registered in TOPOLOGIES.values()} - {type(topology)}:
+        if other.__name__ == family_name(topology):
+            raise ValueError(f"class name {other.__name__} is taken by {other.__module__}: rename the class")
     if TOPOLOGIES.setdefault(name, topology) != topology:
         raise ValueError(f"topology name {name!r} is taken: choose another")
 
 
 def available_topologies() -> tuple[str, ...]:
     """Return the names that `build_topology` knows."""
+    load_entry_points()
     return tuple(TOPOLOGIES)
 
 
 def topology_options(name: str) -> dict[str, Scalar]:
     """Return the options of a registered topology with their values; raises UserError for an unknown name."""
+    load_entry_points()
     if name not in TOPOLOGIES:
         raise unknown("topology", name, TOPOLOGIES)
     return dataclasses.asdict(TOPOLOGIES[name])
+
+
+def readable_options(name: str) -> dict[str, Scalar]:
+    """Return the options with values of the type in which a text is read: "auto" where it is the family's default."""
+    options = topology_options(name)
+    ruled = {option.name: "auto" for option in dataclasses.fields(TOPOLOGIES[name]) if option.default == "auto"}
+    return {**options, **ruled}
 
 
 def build_topology(name: str, **options: Scalar) -> Topology:
@@ -67,7 +105,7 @@ def build_topology(name: str, **options: Scalar) -> Topology:
 
     Raises UserError for an unknown name, an unknown option, or a value that the option does not take.
     """
-    name, given = parse_specification("topology", name, topology_options)
+    name, given = parse_specification("topology", name, readable_options)
     known = topology_options(name)
     for option in options:
         if option not in known:
@@ -82,6 +120,7 @@ def topology_name(topology: Topology) -> str:
         registered = dataclasses.asdict(TOPOLOGIES[name])
         return {k: v for k, v in dataclasses.asdict(topology).items() if v != registered[k]}
 
+    load_entry_points()
     family = [name for name, registered in TOPOLOGIES.items() if type(registered) is type(topology)]
     if not family:
         raise ValueError(f"{type(topology).__name__} is not registered: call register_topology first")
@@ -90,11 +129,22 @@ def topology_name(topology: Topology) -> str:
     return f"{name}:{options}" if options else name
 
 
+def family_name(topology: Topology) -> str:
+    """Return the name of the topology's class, which stays the same whatever names are registered."""
+    return type(topology).__name__
+
+
 def topology_to_json(topology: Topology) -> dict[str, Scalar]:
-    """Return the registered name and every option."""
-    return {"name": topology_name(topology).partition(":")[0], **dataclasses.asdict(topology)}
+    """Return the nearest registered name, the family and every option."""
+    name = topology_name(topology).partition(":")[0]
+    return {"name": name, "family": family_name(topology), **dataclasses.asdict(topology)}
 
 
 def topology_from_json(record: dict[str, Any]) -> Topology:
-    """Read what `topology_to_json` wrote."""
-    return build_topology(**record)
+    """Read what `topology_to_json` wrote; a name that is not registered here gives way to its family."""
+    options = {key: value for key, value in record.items() if key not in ("name", "family")}
+    name = record["name"]
+    if name not in available_topologies():
+        relatives = [known for known, topology in TOPOLOGIES.items() if family_name(topology) == record.get("family")]
+        name = relatives[0] if relatives else name
+    return build_topology(name, **options)

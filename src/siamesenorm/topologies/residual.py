@@ -8,9 +8,8 @@ from typing import ClassVar, Literal
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.norms import NormSpec, Role
+from siamesenorm.norms import Role, norm_options
 from siamesenorm.topologies.hybridnorm import hybrid_settle
-from siamesenorm.topologies.post_norm import settle_norm
 from siamesenorm.topologies.topology import (
     AttentionNorm,
     BoundaryCost,
@@ -30,8 +29,8 @@ class ResiDual(Topology):
 
     `bounded_scale` is a, `dual_scale` c: c < 1 (0.05 in the official fp16 configuration) keeps D in range, and N_f
     cancels it, but for its eps. The official N_f therefore has eps 1e-7 whatever the other norms have; `dual_eps` sets
-    it, and 0 keeps the norm's own. `body="hybridnorm"` makes X a HybridNorm stream, which has a final norm of its own:
-    N^X_f(X) + N_f(D) (row 3 of SiameseNorm's Table 3).
+    it, and "auto" keeps the norm's own. `body="hybridnorm"` makes X a HybridNorm stream, which has a final norm of its
+    own: N^X_f(X) + N_f(D) (row 3 of SiameseNorm's Table 3).
     """
 
     title: ClassVar[str] = "ResiDual"
@@ -48,22 +47,22 @@ class ResiDual(Topology):
         D ────────────── + ───────▶ D"""
     special_cases: ClassVar[tuple[str, ...]] = (
         "D_K = e + sum of all outputs, exactly (c = 1)",
-        "Post-Norm: N_f = 0, exactly",
+        "its body alone (Post-Norm, HybridNorm): N_f = 0 and a = 1, exactly",
         "N_f cancels c up to its eps",
     )
 
     body: Literal["post", "hybridnorm"] = "post"
     bounded_scale: float = 1.0
     dual_scale: float = 1.0
-    dual_eps: float = 0.0
+    dual_eps: float | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         """Refuse a dual stream that is always zero, and a negative eps."""
         super().__post_init__()
         if self.dual_scale <= 0:
             raise UserError(f"dual_scale of {self.title} is {self.dual_scale}: choose a positive number")
-        if self.dual_eps < 0:
-            raise UserError(f"dual_eps of {self.title} is {self.dual_eps}: choose 0 (the norm's own) or more")
+        if self.dual_eps != "auto" and self.dual_eps < 0:
+            raise UserError(f"dual_eps of {self.title} is {self.dual_eps}: choose 0 or more, or auto (the norm's own)")
 
     @property
     def stream_names(self) -> tuple[str, ...]:
@@ -86,23 +85,28 @@ class ResiDual(Topology):
 
     def connection(self, place: Place, materials: Materials) -> Connection:
         """Return the connection that settles the body's last addition."""
-        settle = settle_norm(place, materials) if self.body == "post" else hybrid_settle(place, materials)
+        settle = materials.build_settle(place) if self.body == "post" else hybrid_settle(place, materials)
         return DualConnection(materials, settle=settle, dual_scale=self.dual_scale)
 
     def closing(self, last: Place, materials: Materials) -> Closing:
         """Return the sum of the settled bounded stream and the dual stream's norm."""
         return DualClosing(
             materials,
-            settle=materials.build_norm(last.kind if self.body == "post" else "final"),
+            settle=materials.build_norm("final"),
             dual_norm=self.build_dual_norm(materials),
             bounded_scale=self.bounded_scale,
         )
 
     def build_dual_norm(self, materials: Materials) -> nn.Module:
         """Return N_f; raises UserError if `dual_eps` is set and the norm has no eps."""
-        if self.dual_eps == 0:
+        if self.dual_eps == "auto":
             return materials.build_norm("final")
-        norm = NormSpec.parse(str(materials.norm), eps=self.dual_eps)
+        if "eps" not in norm_options(materials.norm.name):
+            raise UserError(
+                f"dual_eps of {self.title} is {self.dual_eps}, but norm {materials.norm.name} has no eps: leave "
+                "dual_eps at auto, or choose a norm with an eps, such as rmsnorm"
+            )
+        norm = materials.norm.with_options(eps=self.dual_eps)
         return norm.build(materials.dim, role=Role("final", materials.domain), axis=materials.axis)
 
 

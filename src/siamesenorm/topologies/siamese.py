@@ -43,6 +43,7 @@ class Siamese(Topology):
     """
 
     paper: ClassVar[str] = "SiameseNorm, arXiv 2602.08064"
+    has_fused_kernels: ClassVar[bool] = True
 
     depth_scale: DepthScale = "code"
     normalized_input: bool = True
@@ -95,15 +96,16 @@ class SiamesePostPre(Siamese):
     that the embedding is normalised too (the released vision code). The two differ by one norm at the first reader.
     `readout`: "paper" closes with X + N_f(Y); "code" with N_out(N^X_f(X) + N^Y_f(Y)).
     `gated_opening` starts X at gamma e with a learned gamma (for conversion: gamma = 0 starts it at zero).
+    Its official form in a language model is not published.
     """
 
     title: ClassVar[str] = "SiameseNorm Post-Pre"
     formula: ClassVar[str] = """\
         open    X = Y = e              (gated_opening: X = gamma e)
-        read    h = N^in_k(X + N^Y_k(Y))
+        read    h = N^in_k(X + N^Y_k(Y))                  (normalized_input=False: no N^in)
         write   X <- N^X_k(X + s O),  Y <- Y + O
         close   X + N_f(Y)             (readout=code: N_out(X + N_f(Y)))
-        scale   s = 1/sqrt(2(l+1))"""
+        scale   s = 1/sqrt(2(l+1))     (depth_scale=none: s = 1)"""
     diagram: ClassVar[str] = """\
         X ──┬───────────────────────── + s·O ─▶ N^X ──▶ X
             + ─▶ N^in ─▶ F ─▶ O ───────┤
@@ -162,7 +164,7 @@ class SiameseHybridPre(Siamese):
         MLP         read   X <- N^X_l(X),  h = N^in_l(X + N^Y_k(Y))
         write   X <- X + s O,  Y <- Y + O
         close   N_out(N^X_f(X) + N^Y_f(Y))
-        scale   s = 1/sqrt(2(l+1))"""
+        scale   s = 1/sqrt(2(l+1))     (depth_scale=none: s = 1)"""
     diagram: ClassVar[str] = """\
         X ──┬──────────────────────── + s·O ─▶ N^X ─┬─────────────────────── + s·O ──▶ X
             γ                         │             │                        │

@@ -139,7 +139,9 @@ def shared_eps(norms: Iterable[nn.Module]) -> float:
     found = set()
     for norm in norms:
         if not (isinstance(norm, RMSNorm) and norm.affine and norm.offset == 0 and norm.axis == -1):
-            raise UserError(f"the fused boundary knows RMSNorm with gain, channels last, not {norm}: use kernels='plain'")
+            raise UserError(
+                f"the fused boundary knows RMSNorm with gain (channels last), not {norm}: use plain kernels"
+            )
         found.add(norm.eps)
     if len(found) != 1:
         raise UserError(f"the fused boundary needs one eps, not {sorted(found)}: use kernels='plain'")

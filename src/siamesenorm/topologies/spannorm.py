@@ -53,8 +53,7 @@ class SpanNorm(Topology):
 
     def connection(self, place: Place, materials: Materials) -> Connection:
         """Return the half of the block: the first settles the previous block, in A the second settles the attention."""
-        after_block = place.kind == "attention" and place.previous is not None
-        settle = materials.build_norm("mlp") if after_block else None
+        settle = materials.build_settle(place) if place.kind == "attention" else None
         if self.reading == "B":
             return SingleStreamConnection(materials, settle=settle, norm=materials.build_input_norm(place))
         if place.kind == "attention":
@@ -63,7 +62,7 @@ class SpanNorm(Topology):
 
     def closing(self, last: Place, materials: Materials) -> Closing:
         """Return the norm of the last block's output."""
-        return SingleStreamClosing(materials, settle=materials.build_norm(last.kind))
+        return SingleStreamClosing(materials, settle=materials.build_norm("final"))
 
 
 class SpanStart(SingleStreamConnection):

@@ -21,6 +21,7 @@ from typing import ClassVar, Literal, get_type_hints
 import torch
 from torch import Tensor, nn
 
+from siamesenorm.errors import unknown
 from siamesenorm.norms import Declared, NormSpec, Role
 from siamesenorm.options import check_option
 

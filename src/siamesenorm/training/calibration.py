@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -66,7 +65,7 @@ class Grid:
     spike_heights: tuple[float, ...] = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0)
     spike_widths: tuple[int, ...] = (1, 2, 3, 5, 10)
     divergence_heights: tuple[float, ...] = (0.25, 0.75, 1.0, 2.0)
-    plateau_offsets: tuple[float, ...] = (-0.2, -0.1, 0.0, 0.1)
+    plateau_offsets: tuple[float, ...] = (-0.2, -0.15, -0.1, 0.0, 0.1)
     places: tuple[float, ...] = (0.25, 0.5, 0.75)
     late: float = 0.96
 
@@ -187,8 +186,8 @@ def calibrate(
 def _by_points(curve: LossCurve) -> LossCurve:
     """Return a curve with its points for steps, so that places and widths are those of the losses."""
     points = len(curve.losses)
-    warmup = bisect_right(curve.steps, curve.warmup_steps)
-    return dataclasses.replace(curve, steps=tuple(range(1, points + 1)), steps_total=points, warmup_steps=warmup)
+    steps = tuple(range(1, points + 1))
+    return dataclasses.replace(curve, steps=steps, steps_total=points, warmup_steps=curve.warmup_points)
 
 
 def _spike_detections(curves: Sequence[LossCurve], thresholds: Thresholds, grid: Grid) -> Iterator[Detection]:

@@ -228,7 +228,7 @@ def load_checkpoint(root: Path, *, allow_none: bool = False) -> Checkpoint | Non
         faults[path] = fault
     if faults and not allow_none:
         told = "; ".join(f"{path.name}: {fault}" for path, fault in faults.items())
-        raise UserError(f"no checkpoint in {root} is whole ({told}): restore a copy, or start again elsewhere")
+        raise UserError(f"no checkpoint in {root} is whole ({told}): remove {root} to train this run from its start")
     return None
 
 

@@ -1,7 +1,8 @@
 """The resolved configuration of a run, and its identity.
 
-What can change the numbers is in `RunConfig` and in the identity; where data and checkpoints lie and how often state is
-saved is `Execution` and is not. A run that was finished is never trained twice, whoever asks for it.
+What a run is asked to compute is in `RunConfig` and in the identity; where data and checkpoints lie, the device and how
+often state is saved is not. Device and versions can change the last bits: they are recorded in environment.json. A run
+that was finished is never trained twice, whoever asks for it.
 """
 
 from __future__ import annotations
@@ -201,7 +202,19 @@ class RunConfig:
 
     @property
     def identity(self) -> str:
-        """SHA-256 of everything that determines the numbers: 64 hex digits."""
+        """SHA-256 of everything that determines the numbers: 64 hex digits.
+
+        A topology counts by its family and options: which names are registered changes no number.
+        """
         record = self.to_json()
-        del record["execution"], record["data"]["path"]
-        return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+        del record["execution"], record["data"]["path"], record["model"]["topology"]["name"]
+        return hashlib.sha256(json.dumps(_spelled_alike(record), sort_keys=True).encode()).hexdigest()
+
+
+def _spelled_alike(value: Any) -> Any:
+    """Return JSON values with whole floats as integers: equal numbers have one spelling."""
+    if isinstance(value, dict):
+        return {key: _spelled_alike(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_spelled_alike(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,35 @@ class LossCurve:
     steps_total: int | None = None
     warmup_steps: int = 0
     unigram_entropy: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse facts that cannot be those of these steps."""
+        last = self.steps[-1] if self.steps else 0
+        if self.steps_total is not None and self.steps_total < max(1, last):
+            raise UserError(f"steps_total is {self.steps_total}: the curve goes to step {last}, give at least that")
+        if self.warmup_steps < 0:
+            raise UserError(f"warmup_steps is {self.warmup_steps}: give 0 or more")
+        if self.unigram_entropy is not None and not 0 <= self.unigram_entropy < math.inf:
+            raise UserError(f"unigram_entropy is {self.unigram_entropy}: give a number of nats, or leave it out")
+
+    @property
+    def warmup_points(self) -> int:
+        """How many points lie in the warm-up."""
+        return bisect_right(self.steps, self.warmup_steps - self._counted_from_zero)
+
+    @property
+    def missing_points(self) -> int:
+        """How many points are to come until the planned end, at the interval of those that are there."""
+        if self.steps_total is None or not self.steps:
+            return 0
+        points, last = len(self.steps), self.steps[-1]
+        interval = (last - self.steps[0]) / (points - 1) if points > 1 else max(1, last)
+        return max(0, math.floor((self.steps_total - self._counted_from_zero - last) / interval))
+
+    @property
+    def _counted_from_zero(self) -> bool:
+        """Whether the first step is called 0: the last of n is then n - 1."""
+        return bool(self.steps) and self.steps[0] == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +109,8 @@ def _list_rows(text: str, column: str, path: Path) -> list[_Row]:
         items = decode_json(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}, line {error.lineno} is not JSON: {error.msg}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON that can be read: {error}") from error
     return [_json_row(f"item {number}", item, column, path) for number, item in enumerate(items, start=1)]
 
 
@@ -139,10 +171,10 @@ def _is_number(cell: str) -> bool:
 
 def _curve(rows: Sequence[_Row], column: str, source: str) -> LossCurve:
     if any("kind" in row.cells for row in rows):
-        facts: Mapping[str, Any] = next((row.cells for row in rows if row.cells.get("kind") == "model"), {})
+        model = next((row for row in rows if row.cells.get("kind") == "model"), None)
         rows = [row for row in rows if row.cells.get("kind") == "train"]
     else:
-        facts = {}
+        model = None
     names = list(dict.fromkeys(name for row in rows for name in row.cells))
     loss_column = _find(names, (column,))
     if names and loss_column is None:
@@ -151,14 +183,27 @@ def _curve(rows: Sequence[_Row], column: str, source: str) -> LossCurve:
     if not loss_column or not rows:
         raise UserError(f"{source} has no loss: expected at least one number in {column!r}")
     gradient_column = _find(names, GRADIENT_COLUMNS)
-    return LossCurve(
-        steps=_steps(rows, _find(names, STEP_COLUMNS), source),
-        losses=tuple(_number(row, loss_column, source) for row in rows),
-        gradient_norms=_gradient_norms(rows, gradient_column, source) if gradient_column else None,
-        steps_total=facts.get("steps"),
-        warmup_steps=facts.get("warmup_steps", 0),
-        unigram_entropy=facts.get("unigram_entropy"),
-    )
+    facts = _facts(model, source) if model else {}
+    steps = _steps(rows, _find(names, STEP_COLUMNS), source)
+    losses = tuple(_number(row, loss_column, source) for row in rows)
+    norms = _gradient_norms(rows, gradient_column, source) if gradient_column else None
+    try:
+        return LossCurve(steps=steps, losses=losses, gradient_norms=norms, **facts)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
+
+
+def _facts(model: _Row, source: str) -> dict[str, Any]:
+    """Return what the record of the model says about the run."""
+    known = {name for name in ("steps", "warmup_steps", "unigram_entropy") if model.cells.get(name) is not None}
+    facts: dict[str, Any] = {}
+    if "steps" in known:
+        facts["steps_total"] = _whole_number(model, "steps", source)
+    if "warmup_steps" in known:
+        facts["warmup_steps"] = _whole_number(model, "warmup_steps", source)
+    if "unigram_entropy" in known:
+        facts["unigram_entropy"] = _number(model, "unigram_entropy", source)
+    return facts
 
 
 def _find(names: Sequence[str], wanted: Sequence[str]) -> str | None:
@@ -179,16 +224,21 @@ def _steps(rows: Sequence[_Row], column: str | None, source: str) -> tuple[int, 
         return tuple(range(1, len(rows) + 1))
     steps: list[int] = []
     for row in rows:
-        number = _number(row, column, source)
-        if not math.isfinite(number) or number != int(number):
-            raise UserError(f"{source}, {row.place}: {column} is {row.cells.get(column)!r}, not a whole number")
-        if steps and number <= steps[-1]:
+        step = _whole_number(row, column, source)
+        if steps and step <= steps[-1]:
             raise UserError(
-                f"{source}, {row.place}: step {int(number)} follows step {steps[-1]}: "
+                f"{source}, {row.place}: step {step} follows step {steps[-1]}: "
                 "sort the rows by step and keep one row a step"
             )
-        steps.append(int(number))
+        steps.append(step)
     return tuple(steps)
+
+
+def _whole_number(row: _Row, column: str, source: str) -> int:
+    number = _number(row, column, source)
+    if not math.isfinite(number) or number != int(number):
+        raise UserError(f"{source}, {row.place}: {column} is {row.cells.get(column)!r}, not a whole number")
+    return int(number)
 
 
 def _number(row: _Row, column: str, source: str) -> float:
@@ -197,5 +247,5 @@ def _number(row: _Row, column: str, source: str) -> float:
         if isinstance(cell, bool) or not isinstance(cell, int | float | str):
             raise ValueError
         return float(cell)
-    except ValueError as error:
-        raise UserError(f"{source}, {row.place}: {column} is {cell!r}, not a number") from error
+    except (ValueError, OverflowError) as error:
+        raise UserError(f"{source}, {row.place}: {column} is {repr(cell)[:40]}, not a number") from error

@@ -14,8 +14,8 @@ import torch
 import siamesenorm
 
 
-def describe_environment() -> dict[str, Any]:
-    """Return versions, hardware and the git commit (None outside a checkout) as JSON values."""
+def describe_environment(device: str) -> dict[str, Any]:
+    """Return versions, hardware, the device in use and the git commit (None outside a checkout) as JSON values."""
     return {
         "siamesenorm": siamesenorm.__version__,
         "commit": _git_commit(),
@@ -25,6 +25,7 @@ def describe_environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "processor": _processor(),
         "cores": os.cpu_count(),
+        "device": device,
         "threads": torch.get_num_threads(),
         "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }

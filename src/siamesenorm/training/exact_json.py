@@ -25,7 +25,10 @@ def encode_json(value: Any, *, indent: int | None = None) -> str:
 
 def decode_json(text: str | bytes) -> Any:
     """Return what `encode_json` was given (tuples as lists); raises `ValueError` on text that is not JSON."""
-    return _restored(json.loads(text))
+    try:
+        return _restored(json.loads(text))
+    except RecursionError as error:
+        raise json.JSONDecodeError("nested too deeply", "", 0) from error
 
 
 def _plain(value: Any) -> Any:

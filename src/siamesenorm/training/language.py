@@ -46,6 +46,7 @@ class LanguageTask:
             "flops_per_token": count_flops(self.config.model),
             "unigram_entropy": self.data.unigram_entropy,
             "train_tokens_available": self.train.targets,
+            "notes": sorted({module.note for module in model.modules() if getattr(module, "note", "")}),
         }
 
     def loss(self, model: nn.Module, position: int, count: int) -> Tensor:

@@ -25,7 +25,7 @@ from siamesenorm.training.language import LanguageTask
 from siamesenorm.training.metrics import MetricsLog, read_metrics
 from siamesenorm.training.optimizer import build_optimizer, set_learning_rate
 from siamesenorm.training.optimizer_state import optimizer_tensors, restore_optimizer
-from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks
+from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks, require_compiler
 from siamesenorm.training.random_state import capture_random_state, restore_random_state
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.stability import Watch
@@ -83,6 +83,8 @@ class TrainingLoop:
     def __init__(
         self, config: RunConfig, run: RunDirectory, observers: tuple[Observer, ...], at_stage: Stage | None
     ) -> None:
+        if config.compile:
+            require_compiler(config.execution.device)
         if config.execution.threads:
             torch.set_num_threads(config.execution.threads)
         self.config, self.run_directory, self.observers, self.at_stage = config, run, observers, at_stage
@@ -107,10 +109,10 @@ class TrainingLoop:
         """Train to the end, or to an early one, and write the verdict."""
         with MetricsLog(self.run_directory.metrics_file) as self.log:
             before = self._resume()
+            elsewhere = self.run_directory.record_environment(self.config.execution.device)
             self._tell(lambda observer: observer.started(self.config, before.step))
-            for observer in self.observers:
-                for line in before.passed_over:
-                    observer.told(line)
+            for line in (*before.passed_over, *([elsewhere] if elsewhere and before.step else [])):
+                self._tell(lambda observer, line=line: observer.told(line))  # type: ignore[misc]
             self.clock = time.perf_counter() - before.seconds
             if before.step == 0:
                 self._record({"kind": "model", **self._introduction()})

@@ -63,7 +63,7 @@ class MetricsLog:
         if not 0 <= offset <= self._offset:
             raise UserError(
                 f"{self.path} has {self._offset} bytes, its checkpoint was made at byte {offset}: "
-                "restore the file or start the run again in another directory"
+                "restore the file, or remove the checkpoints to train this run from its start"
             )
         if offset and os.pread(self._file.fileno(), 1, offset - 1) != b"\n":
             raise UserError(f"{self.path} was changed: no line ends at byte {offset}, where its checkpoint was made")

@@ -15,6 +15,8 @@ from siamesenorm.training.exact_json import decode_json, encode_json
 from siamesenorm.training.verdict import Verdict
 
 LOCK_FILE = "lock"
+# What changes the bits of the steps to come, when a run goes on elsewhere.
+DECISIVE = ("device", "torch", "commit")
 
 
 class RunDirectory:
@@ -38,15 +40,40 @@ class RunDirectory:
         with ExitStack() as held:
             with disk_errors_told(self.path):
                 held.enter_context(exclusive(self.path / LOCK_FILE))
-            self._write(self.environment_file, describe_environment())
             yield
 
     def prepare(self, config: RunConfig) -> None:
-        """Make the directory and write the configuration; raises UserError when it belongs to another one."""
+        """Make the directory and write the configuration; raises UserError when it belongs to another one.
+
+        That of a finished run stays as it is; an unfinished one goes on with the new execution and place of its data.
+        """
         with disk_errors_told(self.path):
             self._require_same(config)
             self.path.mkdir(parents=True, exist_ok=True)
-        self._write(self.config_file, config.to_json())
+        if not (self.config_file.is_file() and self.verdict_file.is_file()):
+            self._write(self.config_file, config.to_json())
+
+    def record_environment(self, device: str) -> str | None:
+        """Write what this process trains on, with that of earlier ones under "earlier", the newest first.
+
+        Returns a line when device, torch or commit are not those of the process before.
+        """
+        now = describe_environment(device)
+        before = self._read_environments()
+        if before and before[0] == now:
+            return None
+        self._write(self.environment_file, {**now, "earlier": before} if before else now)
+        last = before[0] if before else now
+        changes = [f"{name} {now[name]} (was {last.get(name)})" for name in DECISIVE if now[name] != last.get(name)]
+        return f"goes on elsewhere: {', '.join(changes)}: its bits may differ from here on" if changes else None
+
+    def _read_environments(self) -> list[dict[str, Any]]:
+        """Return what the processes before trained on; none where that cannot be read, for it decides nothing."""
+        try:
+            newest = decode_json(self.environment_file.read_bytes())
+            return [newest, *newest.pop("earlier", [])]
+        except (OSError, ValueError, AttributeError):
+            return []
 
     def read_config(self) -> RunConfig:
         """Return the configuration; raises UserError when there is none that can be read."""

@@ -30,6 +30,11 @@ class RunningMedian:
         """Return how many values the window holds now."""
         return len(self._sorted)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether it is the median of a whole window."""
+        return len(self._recent) == self._size
+
     def push(self, value: float) -> None:
         """Take in a finite value; the oldest leaves a full window."""
         if len(self._recent) == self._size:

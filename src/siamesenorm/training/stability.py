@@ -3,7 +3,8 @@
 One algorithm serves both uses: `Watch` takes one step at a time, and `judge` feeds it a whole curve. The loss is
 smoothed by a trailing running median over 5 % of the run (11 to 501 steps). A median, not an EMA, because the
 question is where the bulk of recent batches lies: one bad batch of any height leaves it where it was, and it moves only
-when more than half of a window has moved. The window grows with the run so that the noise left in it, and with it the
+when more than half of a window has moved. The best is taken of whole windows only: the median of the first few losses
+smooths nothing. The window grows with the run so that the noise left in it, and with it the
 downward bias of its minimum, stays far below the 0.5 nats that count as a rise.
 """
 
@@ -11,23 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 
 from siamesenorm.errors import UserError
 from siamesenorm.training.curves import LossCurve
 from siamesenorm.training.running_median import Excursions, RunningMedian
 from siamesenorm.training.verdict import DEFAULT_THRESHOLDS, Reason, Thresholds, Verdict, Word
-
-__all__ = [
-    "DEFAULT_THRESHOLDS",
-    "Thresholds",
-    "Verdict",
-    "Watch",
-    "judge",
-    "judge_curve",
-    "learning_rate_sensitivity",
-]
 
 
 class Watch:
@@ -84,7 +74,7 @@ class Watch:
         if math.isfinite(loss):
             self._recent.push(loss)
             self._final = self._recent.median
-            if self._final < self._best:
+            if self._recent.is_full and self._final < self._best:
                 self._best, self._best_step = self._final, self._step
             up = self._final > self._best + self._thresholds.rise
             self._steps_nonfinite = 0
@@ -163,7 +153,7 @@ def judge(
     """Return the verdict on the training losses (nats) of steps 1, 2, 3, ...
 
     Diverged, in this order: a loss is not finite; the smoothed loss stayed more than 0.5 nats above its best so far for
-    5 % of the run, or to its end; the run ended not below the unigram entropy of its data minus 0.05 (unless that is
+    5 % of the run, or to its end; the run ended not below the unigram entropy of its data minus 0.2 (unless that is
     unknown). Spiked: after the warm-up, for at least two steps in a row, the log loss was more than six robust standard
     deviations above its running median, and the loss itself more than 0.1 nats above that median. Else stable.
 
@@ -185,12 +175,10 @@ def judge_curve(curve: LossCurve, thresholds: Thresholds = DEFAULT_THRESHOLDS) -
     """Return the verdict on a curve; one that was logged every n steps is judged by its points, and told in steps."""
     if not curve.losses:
         raise UserError("there are no losses to judge: expected at least one step")
-    points, last = len(curve.losses), curve.steps[-1]
-    interval = (last - curve.steps[0]) / (points - 1) if points > 1 else max(1, last)
-    missing = 0 if curve.steps_total is None else max(0, math.floor((curve.steps_total - last) / interval))
+    points = len(curve.losses)
     watch = Watch(
-        steps_total=points + missing,
-        warmup_steps=bisect_right(curve.steps, curve.warmup_steps),
+        steps_total=points + curve.missing_points,
+        warmup_steps=curve.warmup_points,
         unigram_entropy=curve.unigram_entropy,
         thresholds=thresholds,
     )

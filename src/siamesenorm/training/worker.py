@@ -9,10 +9,31 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 from siamesenorm.errors import UserError
+from siamesenorm.training.config import RunConfig
 from siamesenorm.training.loop import train
 from siamesenorm.training.run_directory import RunDirectory
+from siamesenorm.training.trackers import build_trackers
+from siamesenorm.training.verdict import Verdict
+
+
+class LogObserver:
+    """Prints what a person should know to standard output, which the sweep keeps as the run's log."""
+
+    def started(self, config: RunConfig, step: int) -> None:
+        """Nothing to say."""
+
+    def recorded(self, record: dict[str, Any]) -> None:
+        """Nothing to say: the record itself is in the directory."""
+
+    def told(self, line: str) -> None:
+        """Print the line at once: what is on standard error comes after it."""
+        print(line, flush=True)
+
+    def ended(self, verdict: Verdict) -> None:
+        """Nothing to say: the verdict is in the directory."""
 
 
 def main() -> int:
@@ -20,7 +41,8 @@ def main() -> int:
     threading.Thread(target=_follow_parent, daemon=True).start()
     directory = Path(sys.argv[1])
     try:
-        train(RunDirectory(directory).read_config(), directory)
+        config = RunDirectory(directory).read_config()
+        train(config, directory, observers=(LogObserver(), *build_trackers(config, directory)))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
