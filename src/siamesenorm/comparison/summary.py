@@ -115,12 +115,13 @@ def unfinished(sweep: SweepResults) -> list[Statement]:
 
 
 def environment(sweep: SweepResults) -> list[Statement]:
-    """Return what the runs recorded of their environment, every distinct value of each entry."""
+    """Return every distinct value of what the runs recorded of their environments, earlier ones included."""
     entries: dict[str, dict[str, None]] = {}
     for run in sweep.runs:
-        for key, value in run.environment.items():
-            if value not in (None, [], {}):
-                entries.setdefault(key, {})[_plain(value)] = None
+        for environment in (*run.environment.get("earlier", []), run.environment):
+            for key, value in environment.items():
+                if key != "earlier" and value not in (None, [], {}):
+                    entries.setdefault(key, {})[_plain(value)] = None
     return [Statement(topic=key, text="; ".join(values)) for key, values in entries.items()]
 
 
