@@ -13,13 +13,13 @@ from siamesenorm.training.plan import ModelPlan, RunPlan
 
 GRID = Grid(
     methods=("pre", "post", "hybridnorm", "siamese-post-pre", "siamese"),
-    learning_rates=(2e-3, 3e-2),
+    learning_rates=(2e-3, 8e-3, 3e-2),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Compare Pre-Norm, Post-Norm, HybridNorm and SiameseNorm (both forms) at a safe and at a high learning rate.
+    """Compare Pre-Norm, Post-Norm, HybridNorm and SiameseNorm (both forms) from a safe to a high learning rate.
 
     Bytes of the built-in corpus, a small model, minutes on two cores. Repeat the command to go on after an
     interruption; a finished demo only shows its result.
@@ -40,9 +40,9 @@ def run(arguments: Arguments) -> None:
         data=data,
         model=ModelPlan(size="mini", dim=96, hidden=256),
         optimizer=OptimizerConfig(warmup_steps=40),
-        steps=250,
+        steps=220,
         batch_tokens=1024,
-        validation_every=125,
+        validation_every=110,
         validation_tokens=16_384,
         execution=Execution(threads=1),
     )

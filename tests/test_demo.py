@@ -1,0 +1,35 @@
+"""The demo: what it prepares and what it asks the sweep to train; the training itself is the sweep's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from siamesenorm.cli import demo
+from siamesenorm.comparison.grid import Grid
+from siamesenorm.data import PreparedData
+from siamesenorm.training.plan import RunPlan
+
+
+def test_the_demo_compares_the_story_s_topologies_on_the_builtin_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def run_sweep(grid: Grid, plan: RunPlan, out: Path, jobs: int, *, command: str) -> None:
+        asked.update(grid=grid, plan=plan, out=out, jobs=jobs, command=command)
+
+    monkeypatch.setattr(demo, "run_sweep", run_sweep)
+    monkeypatch.setattr(demo, "show_report", lambda sweep, out: asked.update(report=(sweep, out)))
+    demo.run(demo.Arguments(out=tmp_path, jobs=2))
+
+    template = asked["plan"].resolve()
+    runs = list(asked["grid"].selection_runs(template))
+    labels = {run.model.label for run in runs}
+    assert {"pre", "post", "hybridnorm", "siamese-post-pre", "siamese", "pre + qkv"} == labels
+    assert len({run.optimizer.learning_rate for run in runs}) >= 2 and len({run.identity for run in runs}) == len(runs)
+    assert PreparedData.open(tmp_path / "data").digest == template.data_digest
+    assert template.steps * template.batch_tokens < PreparedData.open(tmp_path / "data").split("train").tokens
+    assert asked["jobs"] == 2 and asked["report"] == (asked["out"], tmp_path / "report")
