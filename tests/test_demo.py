@@ -18,11 +18,10 @@ def test_the_demo_compares_the_story_s_topologies_on_the_builtin_corpus(
 ) -> None:
     asked: dict[str, Any] = {}
 
-    def run_sweep(grid: Grid, plan: RunPlan, out: Path, jobs: int, *, command: str) -> None:
-        asked.update(grid=grid, plan=plan, out=out, jobs=jobs, command=command)
+    def run_sweep(grid: Grid, plan: RunPlan, out: Path, jobs: int, *, report: Path, command: str) -> None:
+        asked.update(grid=grid, plan=plan, out=out, jobs=jobs, report=report, command=command)
 
     monkeypatch.setattr(demo, "run_sweep", run_sweep)
-    monkeypatch.setattr(demo, "show_report", lambda sweep, out: asked.update(report=(sweep, out)))
     demo.run(demo.Arguments(out=tmp_path, jobs=2))
 
     template = asked["plan"].resolve()
@@ -32,4 +31,4 @@ def test_the_demo_compares_the_story_s_topologies_on_the_builtin_corpus(
     assert len({run.optimizer.learning_rate for run in runs}) >= 2 and len({run.identity for run in runs}) == len(runs)
     assert PreparedData.open(tmp_path / "data").digest == template.data_digest
     assert template.steps * template.batch_tokens < PreparedData.open(tmp_path / "data").split("train").tokens
-    assert asked["jobs"] == 2 and asked["report"] == (asked["out"], tmp_path / "report")
+    assert asked["jobs"] == 2 and asked["report"] == tmp_path / "report"
