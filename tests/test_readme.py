@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,11 @@ from siamesenorm.cli.explain import markdown
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-EXAMPLES = re.findall(r"^```python\n(.*?)^```$", (REPOSITORY / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+EXAMPLES = [
+    (page.name, code)
+    for page in PAGES
+    for code in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+]
 LINK = re.compile(r"""\]\(([^)\s]+)[^)]*\)|(?:src|srcset|href)="([^"]+)\"""")
 
 
@@ -28,14 +33,26 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_readme_has_an_example() -> None:
-    assert EXAMPLES
+def run_example(page: str, code: str) -> dict[str, Any]:
+    """Return the names that an example leaves behind."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(code, page, "exec"), names)
+    return names
 
 
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_the_examples_run(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    exec(compile(EXAMPLES[number], f"README.md, example {number + 1}", "exec"), {"__name__": "__main__"})
+def test_the_drop_in_example_gives_what_the_head_sees() -> None:
+    names = run_example(*next(example for example in EXAMPLES if example[0] == "README.md"))
+    assert names["hidden"].shape == (2, 16, 64) and names["hidden"].requires_grad
+    assert len(names["connections"]) == len(names["sublayers"]) == 8
+
+
+def test_the_watch_of_the_verdict_page_says_its_word(capsys: pytest.CaptureFixture[str]) -> None:
+    run_example(*next(example for example in EXAMPLES if example[0] == "verdict.md"))
+    assert capsys.readouterr().out.startswith("stable: ")
+
+
+def test_every_example_of_the_pages_is_run_above() -> None:
+    assert [page for page, _ in EXAMPLES] == ["README.md", "verdict.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
