@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,12 @@ class NormFunction:
     def affine(self) -> bool:
         """Whether there is a gain or a bias."""
         return self.gain is not None or self.bias is not None
+
+    def divided(self, factor: float) -> NormFunction:
+        """Return the map divided by a factor: in fp64, with the offset in the gain."""
+        whole = torch.ones(self.dim, dtype=torch.float64) if self.gain is None else self.gain.double() + self.offset
+        bias = None if self.bias is None else self.bias.double() / factor
+        return dataclasses.replace(self, gain=whole / factor, offset=0.0, bias=bias)
 
 
 def vanishes(parameter: Tensor | None) -> bool:

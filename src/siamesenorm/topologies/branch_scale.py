@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -31,6 +32,8 @@ class LayerScale(Topology):
             └─▶ N ─▶ F ─▶ O ─▶ λ ──┘"""
     special_cases: ClassVar[tuple[str, ...]] = ("Pre-Norm: lambda = 1, exactly",)
 
+    pre_norm_refusal: ClassVar[str | None] = None
+
     initial: float | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
@@ -38,6 +41,10 @@ class LayerScale(Topology):
         super().__post_init__()
         if self.initial != "auto" and self.initial < 0:
             raise UserError(f"initial of {self.title} is {self.initial}: choose 0 or more, or auto (by depth)")
+
+    def preserving(self) -> Topology:
+        """Return the topology with lambda = 1 at the start."""
+        return dataclasses.replace(self, initial=1.0)
 
     @property
     def cost(self) -> BoundaryCost:
@@ -78,6 +85,7 @@ class ReZero(Topology):
         x ──┬──────────────── + ──▶ x
             └─▶ F ─▶ O ─▶ α ──┘"""
     special_cases: ClassVar[tuple[str, ...]] = ("the identity at the start, exactly",)
+    pre_norm_refusal: ClassVar[str | None] = "it has no norm"
 
     @property
     def cost(self) -> BoundaryCost:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from siamesenorm.norms import Declared
+from siamesenorm.norms.declared import assign
 from siamesenorm.topologies.topology import Materials
 
 
@@ -37,6 +39,10 @@ class Gate(Declared):
     def forward(self, x: Tensor) -> Tensor:
         """Return gamma x."""
         return (x.movedim(self.axis, -1) * self.gain.to(x.dtype)).movedim(-1, self.axis)
+
+    def zero_(self) -> None:
+        """Set gamma to 0."""
+        assign(self.gain, torch.zeros_like(self.gain))
 
 
 class ScalarGate(Declared):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.norms import NormSpec
+from siamesenorm.norms import NormFunction, NormSpec
 from siamesenorm.topologies.topology import (
     BoundaryCost,
     Closing,
@@ -25,11 +25,14 @@ from siamesenorm.topologies.topology import (
     Streams,
     Topology,
 )
+from siamesenorm.topologies.upcycling import SCALED, hand_down
 
 
 @dataclass(frozen=True, kw_only=True)
 class MultiStream(Topology):
     """What every topology with n interchangeable streams in one tensor H [..., n, dim] shares."""
+
+    pre_norm_refusal: ClassVar[str | None] = None
 
     streams: int = 2
 
@@ -137,6 +140,10 @@ class SumClosing(Closing):
         """Return N_f(sum_i H_i)."""
         return self.to_compute(self.norm(streams[0].sum(-2)))
 
+    def become_pre_norm(self, norm: NormFunction | None) -> list[str]:
+        """Give the final norm the gain of `norm`: it sees n equal streams' sum, n x."""
+        return [*hand_down(norm, self.norm), SCALED]
+
 
 def mix_streams(weights: Tensor, streams: Tensor) -> Tensor:
     """Return sum_i weights_i H_i for weights [..., n] and streams [..., n, dim]."""
@@ -169,6 +176,10 @@ class MixingConnection(Connection):
         mixed, mix_out = streams
         update = mix_out.unsqueeze(-1) * output.unsqueeze(-2).to(mix_out.dtype)
         return ((mixed + update).to(mixed.dtype),)
+
+    def become_pre_norm(self, norm: NormFunction | None) -> list[str]:
+        """Give the input norm the gain of `norm`: at their initial values the n streams stay equal."""
+        return hand_down(norm, self.norm)
 
 
 class HyperConnection(MixingConnection):

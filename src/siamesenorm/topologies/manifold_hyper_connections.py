@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from siamesenorm.errors import UserError
-from siamesenorm.norms import Declared
+from siamesenorm.norms import Declared, NormFunction
 from siamesenorm.norms.rms_norm import RMSNorm
 from siamesenorm.topologies.hyper_connections import MixingConnection, MultiStream, mix_streams, without_autocast
 from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, Materials, Place, Streams
+from siamesenorm.topologies.upcycling import SCALED, hand_down
 
 OWN_LOGIT = 2.0
 """Initial logit of the stream that a sublayer reads, minus that of the others: sigma = 0.88 and 0.12, so that the
@@ -173,6 +174,10 @@ class ManifoldHyperConnection(MixingConnection):
         comb = self.project(comb.unflatten(-1, (self.count, self.count)))
         return pre.sigmoid() + self.eps, comb.mT, 2 * post.sigmoid()
 
+    def become_pre_norm(self, norm: NormFunction | None) -> list[str]:
+        """Give the input norm the gain of `norm`: it sees a multiple of the n equal streams."""
+        return [*super().become_pre_norm(norm), SCALED]
+
 
 class CollapseClosing(Closing):
     """The final norm of the streams' sum, weighted by sigma gates."""
@@ -191,3 +196,7 @@ class CollapseClosing(Closing):
             (logits,) = self.logits(wide)
             collapsed = mix_streams(logits.sigmoid() + self.eps, wide)
         return self.to_compute(self.norm(collapsed).to(packed.dtype))
+
+    def become_pre_norm(self, norm: NormFunction | None) -> list[str]:
+        """Give the final norm the gain of `norm`."""
+        return [*hand_down(norm, self.norm), SCALED]

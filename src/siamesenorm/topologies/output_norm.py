@@ -37,6 +37,7 @@ class OutputNorm(Topology):
         x ──┬──────────────── + ──▶ x
             └─▶ F ─▶ O ─▶ N ──┘"""
     special_cases: ClassVar[tuple[str, ...]] = ("x_K = x_0 + sum of the normalised outputs, exactly",)
+    pre_norm_refusal: ClassVar[str | None] = "it normalises what a sublayer returns"
     modulation_refusal: ClassVar[str | None] = (
         "it normalises the sublayer's output, which cancels the size of the gate: a gate of zero could not silence it"
     )

@@ -8,6 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from siamesenorm.errors import UserError
+from siamesenorm.norms import Norm, NormFunction
 from siamesenorm.norms.rms_norm import RMSNorm
 from siamesenorm.topologies.factors import Scaled
 from siamesenorm.topologies.single_stream import SingleStreamClosing, SingleStreamConnection
@@ -42,7 +44,15 @@ class PreNorm(Topology):
             └─▶ N ─▶ F ─▶ O ──┘"""
     special_cases: ClassVar[tuple[str, ...]] = ("x_K = x_0 + sum of all outputs, exactly",)
 
+    pre_norm_refusal: ClassVar[str | None] = None
+
     embedding_norm: bool = False
+
+    def preserving(self) -> Topology:
+        """Return the topology; raises UserError if it normalises the embedding."""
+        if self.embedding_norm:
+            raise UserError(f"{self.title} with embedding_norm changes the embedding: leave embedding_norm out")
+        return super().preserving()
 
     @property
     def cost(self) -> BoundaryCost:
@@ -95,4 +105,17 @@ class LayerNormScaling(PreNorm):
     def connection(self, place: Place, materials: Materials) -> Connection:
         """Return the connection with a scaled input norm."""
         norm = Scaled(materials.build_input_norm(place), 1 / math.sqrt(place.block + 1))
-        return SingleStreamConnection(materials, norm=norm)
+        return ScaledNormConnection(materials, norm=norm)
+
+
+class ScaledNormConnection(SingleStreamConnection):
+    """Pre-Norm's connection with a constant factor after the norm."""
+
+    norm: Scaled
+
+    def become_pre_norm(self, norm: NormFunction | None) -> list[str]:
+        """Give the norm the gain of `norm` divided by the factor."""
+        if norm is None:
+            return ["the sublayer's input is divided by sqrt(l + 1)"]
+        assert isinstance(self.norm.module, Norm)
+        return self.norm.module.adopt(norm.divided(float(self.norm.factor)))

@@ -6,6 +6,7 @@ couples Post-Norm with Pre-Norm; Hybrid-Pre, the paper's main form, couples Hybr
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -44,6 +45,7 @@ class Siamese(Topology):
 
     paper: ClassVar[str] = "SiameseNorm, arXiv 2602.08064"
     has_fused_kernels: ClassVar[bool] = True
+    pre_norm_refusal: ClassVar[str | None] = None
 
     depth_scale: DepthScale = "code"
     normalized_input: bool = True
@@ -80,8 +82,10 @@ class Siamese(Topology):
         )
 
     def build_identity_norm(self, place: Place, materials: Materials) -> nn.Module:
-        """Return N^Y, which is the last norm before the sublayer where there is no N^in."""
-        return materials.build_norm(place.kind) if self.normalized_input else materials.build_input_norm(place)
+        """Return N^Y, which is the last norm before the sublayer where neither read nor sublayer has an N^in."""
+        if self.normalized_input or place.normalises_input:
+            return materials.build_norm(place.kind)
+        return materials.build_input_norm(place)
 
     def build_sum_norm(self, place: Place, materials: Materials) -> nn.Module | None:
         """Return N^in, if the input is normalised."""
@@ -121,6 +125,10 @@ class SiamesePostPre(Siamese):
     settle: Literal["eager", "lazy"] = "eager"
     readout: Literal["paper", "code"] = "paper"
     gated_opening: bool = False
+
+    def preserving(self) -> Topology:
+        """Return the topology with X_0 = 0: by a gated opening, or by the first settle where it is lazy."""
+        return dataclasses.replace(self, gated_opening=True) if self.settle == "eager" else self
 
     @property
     def cost(self) -> BoundaryCost:
@@ -189,9 +197,9 @@ class SiameseHybridPre(Siamese):
     def connection(self, place: Place, materials: Materials) -> Connection:
         """Return the attention's or the MLP's connection."""
         if place.kind == "attention":
-            return self.build_connection(
-                place, materials, gate=Gate(materials), identity_norm=materials.build_input_norm(place)
-            )
+            own = place.normalises_input
+            identity_norm = materials.build_norm(place.kind) if own else materials.build_input_norm(place)
+            return self.build_connection(place, materials, gate=Gate(materials), identity_norm=identity_norm)
         return self.build_connection(
             place,
             materials,

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.kernels.siamese_boundary import siamese_boundary
+from siamesenorm.norms import Norm, NormFunction
 from siamesenorm.norms.rms_norm import RMSNorm
 from siamesenorm.topologies.factors import Gate
 from siamesenorm.topologies.topology import Closing, Connection, Materials, Opening, Streams
+from siamesenorm.topologies.upcycling import hand_down, silence
 
 
 class SiameseConnection(Connection):
@@ -55,6 +57,14 @@ class SiameseConnection(Connection):
         output = output.to(identity.dtype)
         return bounded + output * self.scale, identity + output
 
+    def become_pre_norm(self, norm: NormFunction | None) -> list[str]:
+        """Silence the bounded stream and give the last norm before the sublayer the gain of `norm`."""
+        silence(self.settle)
+        silence(self.gate)
+        if norm is None or isinstance(self.input_norm, Norm):
+            return hand_down(norm, self.input_norm, inner=self.identity_norm)
+        return hand_down(norm, self.identity_norm)
+
 
 class SiameseClosing(Closing):
     """N_out( settle(X) + identity_norm(Y) ); what is absent is the identity."""
@@ -77,6 +87,13 @@ class SiameseClosing(Closing):
         bounded, identity = streams
         return self.to_compute(self.output_norm(self.settle(bounded) + self.identity_norm(identity)))
 
+    def become_pre_norm(self, norm: NormFunction | None) -> list[str]:
+        """Silence the bounded stream and give the last norm the gain of `norm`."""
+        silence(self.settle)
+        if norm is None or isinstance(self.output_norm, Norm):
+            return hand_down(norm, self.output_norm, inner=self.identity_norm)
+        return hand_down(norm, self.identity_norm)
+
 
 class GatedOpening(Opening):
     """X_0 = gamma e, Y_0 = e: with gamma = 0 the paper's claim that zero N^X gives Pre-Norm becomes true."""
@@ -89,6 +106,10 @@ class GatedOpening(Opening):
         """Return the gated and the plain embedding."""
         identity = self.to_residual(embedding)
         return self.gate(identity), identity
+
+    def become_pre_norm(self) -> None:
+        """Start the bounded stream at zero."""
+        self.gate.zero_()
 
 
 class PendingSiameseConnection(SiameseConnection):

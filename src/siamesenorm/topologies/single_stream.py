@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from siamesenorm.norms import NormFunction
 from siamesenorm.topologies.topology import Closing, Connection, Materials, Streams
+from siamesenorm.topologies.upcycling import hand_down
 
 
 class SingleStreamConnection(Connection):
@@ -36,6 +38,10 @@ class SingleStreamConnection(Connection):
         (x,) = streams
         return (x + self.output(output.to(x.dtype)),)
 
+    def become_pre_norm(self, norm: NormFunction | None) -> list[str]:
+        """Give the input norm the gain of `norm`."""
+        return hand_down(norm, self.norm)
+
 
 class SingleStreamClosing(Closing):
     """Settle the last addition, then apply the final norm; what is absent is the identity."""
@@ -48,3 +54,7 @@ class SingleStreamClosing(Closing):
     def forward(self, streams: Streams) -> Tensor:
         """Return norm(settle(x))."""
         return self.to_compute(self.norm(self.settle(streams[0])))
+
+    def become_pre_norm(self, norm: NormFunction | None) -> list[str]:
+        """Give the final norm the gain of `norm`."""
+        return hand_down(norm, self.norm)

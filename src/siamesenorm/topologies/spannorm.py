@@ -47,6 +47,11 @@ class SpanNorm(Topology):
     reading: Literal["A", "B"] = "A"
 
     @property
+    def tells_sublayers_apart(self) -> bool:
+        """A block has one norm after attention and another at its end."""
+        return True
+
+    @property
     def cost(self) -> BoundaryCost:
         """Mean of a block's two boundaries: A keeps the block's input through the attention's, B adds two norms."""
         return BoundaryCost(forward=4, backward=4.5, saved=1) if self.reading == "A" else BoundaryCost(4.5, 4, 1)

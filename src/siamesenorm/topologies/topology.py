@@ -21,8 +21,8 @@ from typing import ClassVar, Literal, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from siamesenorm.errors import unknown
-from siamesenorm.norms import Declared, NormSpec, Role
+from siamesenorm.errors import UserError, unknown
+from siamesenorm.norms import Declared, NormFunction, NormSpec, Role
 from siamesenorm.options import check_option
 
 Streams = tuple[Tensor, ...]
@@ -41,6 +41,8 @@ class Place:
     previous: Place | None = field(default=None, repr=False)
     conditioned: bool = False
     """Whether the sublayer is `Modulated`: the read's last norm is then built without gain."""
+    normalises_input: bool = False
+    """Whether the sublayer holds its own input norm (parallel attention and MLP): the read's last one is left out."""
 
 
 def transformer_places(depth: int, *, conditioned: bool = False) -> list[tuple[Place, Place]]:
@@ -88,7 +90,9 @@ class Materials:
         return self.norm.build(self.dim, role=Role(kind, self.domain), affine=affine, axis=self.axis)
 
     def build_input_norm(self, place: Place) -> nn.Module:
-        """Return the last norm before a sublayer: without gain if the sublayer is conditioned."""
+        """Return the last norm before a sublayer: without gain if it is conditioned, none if it has its own."""
+        if place.normalises_input:
+            return nn.Identity()
         return self.build_norm(place.kind, affine=not place.conditioned)
 
     def build_settle(self, place: Place) -> nn.Module | None:
@@ -129,6 +133,9 @@ class Opening(Declared):
         first = self.to_residual(embedding)
         return (first, *(first.view_as(first) for _ in range(self.count - 1)))
 
+    def become_pre_norm(self) -> None:
+        """Set the parameters to where the model is a Pre-Norm; most openings have none."""
+
 
 class Connection(Reader):
     """What a topology puts around one sublayer: a read before it, a write after it."""
@@ -146,12 +153,24 @@ class Connection(Reader):
         h, streams = self.read(streams)
         return self.write(streams, sublayer(h))
 
+    def become_pre_norm(self, norm: NormFunction | None) -> list[str]:
+        """Set fresh parameters to where the connection is a Pre-Norm's with the input norm `norm`.
+
+        None stands for a sublayer that normalises its own input. Returns, in words, what differs: nothing where the
+        function is the same up to rounding. Called only where `Topology.preserving` does not refuse.
+        """
+        raise NotImplementedError
+
 
 class Closing(Reader):
     """Turn the streams into what the head sees."""
 
     def forward(self, streams: Streams) -> Tensor:
         """Return [..., dim] in the compute dtype."""
+        raise NotImplementedError
+
+    def become_pre_norm(self, norm: NormFunction | None) -> list[str]:
+        """Set fresh parameters to where the closing is the final norm `norm` alone; see `Connection`."""
         raise NotImplementedError
 
 
@@ -182,6 +201,8 @@ class Topology:
     """Whether `kernels="fused"` gives connections that leave writes pending."""
     modulation_refusal: ClassVar[str | None] = None
     """Why the topology does not compose with conditioned (AdaLN) sublayers; None if it does."""
+    pre_norm_refusal: ClassVar[str | None] = "its sublayers read a stream that was normalised"
+    """Why no setting of the parameters is a Pre-Norm model; None if one is."""
 
     def __post_init__(self) -> None:
         """Refuse option values that their annotations do not admit, and spell the others alike."""
@@ -221,12 +242,31 @@ class Topology:
         """Return the module that turns the streams, last written at `last`, into what the head sees."""
         raise NotImplementedError
 
+    @property
+    def tells_sublayers_apart(self) -> bool:
+        """Whether attention and MLP have different connections, so that one connection for both is refused."""
+        return self.attention_norm != "auto"
+
+    def preserving(self) -> Topology:
+        """Return the topology with the options it needs to start as a given Pre-Norm model.
+
+        Raises UserError, with the reason, where no setting of the parameters is a Pre-Norm model.
+        """
+        if self.pre_norm_refusal:
+            raise UserError(
+                f"{self.title} cannot keep the function of a Pre-Norm model: {self.pre_norm_refusal}; use "
+                "preserve=False to start from scratch, or a topology that can, such as siamese"
+            )
+        return self
+
     def initial_factor(self, role: str, depth: int) -> float:
         """Return the factor on the initial weights of a projection of this role ("value", "mlp_output", ...)."""
         return 1.0
 
     def pack(self, streams: Streams) -> Tensor:
         """Return the streams as one tensor [..., streams, dim], for loops that hand on one tensor."""
+        if len(streams) == 1:
+            return streams[0].unsqueeze(-2)
         return torch.stack(streams, dim=-2)
 
     def unpack(self, packed: Tensor) -> Streams:
