@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from siamesenorm.interop.rewire import rewire
     from siamesenorm.interop.swap_norms import swap_norms
     from siamesenorm.models.language import (
         LanguageModel,
@@ -42,6 +43,7 @@ __all__ = [
     "build_topology",
     "language_model_config",
     "register_topology",
+    "rewire",
     "swap_norms",
     "transformer_places",
 ]
@@ -50,6 +52,7 @@ _MODULES = (
     "siamesenorm.models.language",
     "siamesenorm.norms",
     "siamesenorm.topologies",
+    "siamesenorm.interop.rewire",
     "siamesenorm.interop.swap_norms",
 )
 

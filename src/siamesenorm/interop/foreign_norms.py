@@ -21,6 +21,7 @@ from siamesenorm.norms import Norm, NormFunction
 _PER_TOKEN = re.compile(r"(rms|layer)_?norm", re.IGNORECASE)
 _CHANNELS_FIRST = re.compile(r"2d", re.IGNORECASE)
 _EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
+_USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12)
 
 
 class Unreadable(Exception):
@@ -44,8 +45,8 @@ def read_norm(module: nn.Module) -> NormFunction:
     _refuse_attachments(module)
     _refuse_unknown_tensors(module)
     weight, bias = _parameter(module, "weight"), _parameter(module, "bias")
-    dim, eps, axis = _width(module, weight), _eps(module, weight), _axis(module)
-    statistic, offset = _identify(module, dim, eps, axis)
+    dim, axis = _width(module, weight), _axis(module)
+    eps, statistic, offset = _identify(module, dim, _eps_candidates(module, weight), axis)
     return NormFunction(statistic=statistic, dim=dim, axis=axis, eps=eps, gain=weight, offset=offset, bias=bias)
 
 
@@ -90,15 +91,16 @@ def _width(module: nn.Module, weight: Tensor | None) -> int:
     return int(shape[0])
 
 
-def _eps(module: nn.Module, weight: Tensor | None) -> float:
+def _eps_candidates(module: nn.Module, weight: Tensor | None) -> tuple[float, ...]:
+    """Return the eps that a module names, or those that its forward may hold as a number (OLMo's)."""
     for name in _EPS_NAMES:
         if hasattr(module, name):
             eps = getattr(module, name)
             if eps is None:  # torch: the resolution of the dtype it computes in, which is never below fp32
                 dtype = torch.get_default_dtype() if weight is None else weight.dtype
-                return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-            return float(eps)
-    raise Unreadable(f"it has none of {', '.join(_EPS_NAMES)}")
+                return (torch.finfo(torch.promote_types(dtype, torch.float32)).eps,)
+            return (float(eps),)
+    return _USUAL_EPS
 
 
 def _axis(module: nn.Module) -> int:
@@ -106,19 +108,20 @@ def _axis(module: nn.Module) -> int:
     return 1 if named or getattr(module, "data_format", None) == "channels_first" else -1
 
 
-def _identify(module: nn.Module, dim: int, eps: float, axis: int) -> tuple[str, float]:
-    """Return (statistic, offset of the gain) whose values the module gives on known weights and inputs."""
-    try:
-        x, given, weight, bias = _run_copy(module, dim, eps, axis)
-    except Exception as error:  # whatever a class of unknown origin raises is its answer
-        kind = "channels-first images" if axis == 1 else "tokens"
-        raise Unreadable(f"its forward does not take {kind}: {str(error).partition(chr(10))[0]}") from error
-    for statistic in ("layernorm", "rmsnorm"):
-        for offset in (0.0, 1.0):
-            gain = None if weight is None else weight + offset
-            expected = _evaluate(statistic, x.double(), gain, bias, eps)
-            if given.shape == expected.shape and torch.allclose(given, expected, rtol=1e-5, atol=1e-5):
-                return statistic, offset
+def _identify(module: nn.Module, dim: int, candidates: tuple[float, ...], axis: int) -> tuple[float, str, float]:
+    """Return (eps, statistic, offset of the gain) whose values the module gives on known weights and inputs."""
+    for eps in candidates:
+        try:
+            x, given, weight, bias = _run_copy(module, dim, eps, axis)
+        except Exception as error:  # whatever a class of unknown origin raises is its answer
+            kind = "channels-first images" if axis == 1 else "tokens"
+            raise Unreadable(f"its forward does not take {kind}: {str(error).partition(chr(10))[0]}") from error
+        for statistic in ("layernorm", "rmsnorm"):
+            for offset in (0.0, 1.0):
+                gain = None if weight is None else weight + offset
+                expected = _evaluate(statistic, x.double(), gain, bias, eps)
+                if given.shape == expected.shape and torch.allclose(given, expected, rtol=1e-5, atol=1e-5):
+                    return eps, statistic, offset
     raise Unreadable("its values are those of no known formula")
 
 

@@ -1,0 +1,6 @@
+"""The families of blocks that rewire knows, by the full name of their class: a subclass may compute anything."""
+
+from siamesenorm.interop.rewire.anatomy import Reading
+from siamesenorm.interop.rewire.families import decoder, gpt2, gpt_neox
+
+FAMILIES: dict[str, Reading] = {**decoder.BLOCKS, **gpt2.BLOCKS, **gpt_neox.BLOCKS}

@@ -1,0 +1,113 @@
+"""Decoders with attention, then MLP, each behind an RMSNorm: Llama, Qwen3, Mistral, OLMo, OLMoE, and Gemma, OLMo 2."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from siamesenorm.interop.rewire.anatomy import Anatomy, Reading, Slot
+from siamesenorm.interop.rewire.block import RewiredBlock
+from siamesenorm.interop.rewire.hidden_states import close_hidden_states
+from siamesenorm.topologies import Connection
+
+PROJECTIONS = {
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "attention_output": "self_attn.o_proj",
+    "mlp_gate": "mlp.gate_proj",
+    "mlp_up": "mlp.up_proj",
+    "mlp_output": "mlp.down_proj",
+}
+
+
+class DecoderBlock(RewiredBlock):
+    """A decoder layer: attention behind one connection, MLP or mixture of experts behind another."""
+
+    attention_connection: Connection
+    mlp_connection: Connection
+    self_attn: nn.Module
+    mlp: nn.Module
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the packed streams after both sublayers."""
+        h, streams = self.attention_connection.read(self.enter(hidden_states))
+        output, _ = self.self_attn(h, *args, **kwargs)
+        streams = self.attention_connection.write(streams, self.finish_attention(output))
+        h, streams = self.mlp_connection.read(streams)
+        return self.leave(self.mlp_connection.write(streams, self.finish_mlp(self.mlp(h))))
+
+    def finish_attention(self, output: Tensor) -> Tensor:
+        """Return what the attention sublayer puts out."""
+        return output
+
+    def finish_mlp(self, output: Tensor) -> Tensor:
+        """Return what the MLP sublayer puts out."""
+        return output
+
+
+class GemmaBlock(DecoderBlock):
+    """A decoder layer whose sublayers normalise what they return: those norms are part of the sublayer."""
+
+    post_attention_layernorm: nn.Module
+    post_feedforward_layernorm: nn.Module
+
+    def finish_attention(self, output: Tensor) -> Tensor:
+        """Return the norm of the attention's output."""
+        normalised: Tensor = self.post_attention_layernorm(output)
+        return normalised
+
+    def finish_mlp(self, output: Tensor) -> Tensor:
+        """Return the norm of the MLP's output."""
+        normalised: Tensor = self.post_feedforward_layernorm(output)
+        return normalised
+
+
+LLAMA = Anatomy(
+    rewired=DecoderBlock,
+    slots=(
+        Slot(kind="attention", connection="attention_connection", norm="input_layernorm"),
+        Slot(kind="mlp", connection="mlp_connection", norm="post_attention_layernorm"),
+    ),
+    projections=PROJECTIONS,
+    adapt_backbone=close_hidden_states,
+)
+QK_NORMED = replace(LLAMA, head_norms=("query", "key"))
+MIXTURE = replace(QK_NORMED, projections={role: path for role, path in PROJECTIONS.items() if "mlp" not in role})
+GEMMA = replace(
+    LLAMA,
+    rewired=GemmaBlock,
+    slots=(
+        Slot(kind="attention", connection="attention_connection", norm="input_layernorm"),
+        Slot(kind="mlp", connection="mlp_connection", norm="pre_feedforward_layernorm"),
+    ),
+)
+OLMO2 = replace(
+    QK_NORMED,
+    slots=(
+        Slot(kind="attention", connection="attention_connection"),
+        Slot(kind="mlp", connection="mlp_connection"),
+    ),
+    output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+    pre_norm_refusal="whose sublayers read the raw stream and normalise their output",
+)
+
+
+def _always(anatomy: Anatomy) -> Reading:
+    return lambda block: anatomy
+
+
+BLOCKS: dict[str, Reading] = {
+    "transformers.models.llama.modeling_llama.LlamaDecoderLayer": _always(LLAMA),
+    "transformers.models.mistral.modeling_mistral.MistralDecoderLayer": _always(LLAMA),
+    "transformers.models.olmo.modeling_olmo.OlmoDecoderLayer": _always(LLAMA),
+    "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer": _always(QK_NORMED),
+    "transformers.models.olmoe.modeling_olmoe.OlmoeDecoderLayer": _always(MIXTURE),
+    "transformers.models.gemma2.modeling_gemma2.Gemma2DecoderLayer": _always(GEMMA),
+    "transformers.models.gemma3.modeling_gemma3.Gemma3DecoderLayer": _always(
+        replace(GEMMA, head_norms=("query", "key"))
+    ),
+    "transformers.models.olmo2.modeling_olmo2.Olmo2DecoderLayer": _always(OLMO2),
+}

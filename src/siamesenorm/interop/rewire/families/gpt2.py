@@ -1,0 +1,66 @@
+"""GPT-2: LayerNorms, one projection for queries, keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from siamesenorm.errors import UserError
+from siamesenorm.interop.rewire.anatomy import Anatomy, Reading, Slot
+from siamesenorm.interop.rewire.block import RewiredBlock
+from siamesenorm.interop.rewire.hidden_states import close_hidden_states
+from siamesenorm.topologies import Connection
+
+
+class GPT2Block(RewiredBlock):
+    """A GPT-2 block without cross-attention."""
+
+    attention_connection: Connection
+    mlp_connection: Connection
+    attn: nn.Module
+    mlp: nn.Module
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        use_cache: bool | None = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Return the packed streams after both sublayers; raises UserError for encoder states."""
+        if encoder_hidden_states is not None:
+            raise UserError("encoder_hidden_states in a rewired GPT-2: it has no cross-attention, leave them out")
+        h, streams = self.attention_connection.read(self.enter(hidden_states))
+        output, _ = self.attn(
+            h, past_key_values=past_key_values, attention_mask=attention_mask, use_cache=use_cache, **kwargs
+        )
+        streams = self.attention_connection.write(streams, output)
+        h, streams = self.mlp_connection.read(streams)
+        return self.leave(self.mlp_connection.write(streams, self.mlp(h)))
+
+
+ANATOMY = Anatomy(
+    rewired=GPT2Block,
+    slots=(
+        Slot(kind="attention", connection="attention_connection", norm="ln_1"),
+        Slot(kind="mlp", connection="mlp_connection", norm="ln_2"),
+    ),
+    final_norm="ln_f",
+    attention="attn",
+    projections={"attention_output": "attn.c_proj", "mlp_up": "mlp.c_fc", "mlp_output": "mlp.c_proj"},
+    adapt_backbone=close_hidden_states,
+)
+
+
+def read_block(block: nn.Module) -> Anatomy:
+    """Return the anatomy; raises UserError for a block with cross-attention."""
+    if hasattr(block, "crossattention"):
+        raise UserError("GPT2Block with cross-attention has three sublayers: rewire knows attention and MLP")
+    return ANATOMY
+
+
+BLOCKS: dict[str, Reading] = {"transformers.models.gpt2.modeling_gpt2.GPT2Block": read_block}
