@@ -31,8 +31,9 @@ STANDS_ON: dict[str, set[str]] = {
     "analysis": {"training"},
     "comparison": {"evaluation", "analysis"},
     "recipes": {"comparison"},
-    "interop": {"models"},
-    "cli": {"recipes", "interop"},
+    "interop": {"analysis"},
+    "benchmark": {"training", "interop"},
+    "cli": {"recipes", "interop", "benchmark"},
 }
 """The packages on which each one stands directly."""
 GROUND = {"errors", "options"}

@@ -22,6 +22,7 @@ COMMANDS = {
     "verdict": "say whether a loss curve was stable, spiked or diverged",
     "calibrate": "measure how often the verdict is wrong on given runs",
     "explain": "show formula, diagram, cost and special cases of a topology",
+    "bench": "measure speed and memory of boundaries, training steps, and other libraries",
     "sizes": "count parameters and FLOPs of every size",
 }
 LABORATORY = {"numpy", "tyro", "rich", "matplotlib", "tokenizers", "safetensors"}

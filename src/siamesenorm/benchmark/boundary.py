@@ -1,0 +1,217 @@
+"""bench boundary: everything between one sublayer's output and the next one's input, for every topology.
+
+A boundary is the write of one connection and the read of the next. Candidates are the plain formulas, the same
+compiled, and the fused operator where the topology has one; the yardstick is a copy on the same machine in the same
+round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from siamesenorm.benchmark.results import Results, Row
+from siamesenorm.benchmark.saved_bytes import kept_for_backward
+from siamesenorm.benchmark.timing import (
+    Action,
+    CacheFlush,
+    Spread,
+    Timings,
+    copy_action,
+    measure,
+    ratio,
+    resolve_device,
+    rounded,
+)
+from siamesenorm.norms import NormSpec
+from siamesenorm.topologies import Connection, Materials, Streams, Topology, build_topology, transformer_places
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+COPIED_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundarySettings:
+    """What is measured: widths, tokens, the dtype of the streams (outputs are bf16 on CUDA), rounds."""
+
+    topologies: tuple[str, ...] = ("pre", "post", "residual", "siamese-post-pre", "siamese", "dhc-2")
+    dims: tuple[int, ...] = (1024, 2048, 4096)
+    tokens: int = 16384
+    stream_dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    output_dtype: str = "bfloat16"
+    norm: str = "rmsnorm"
+    candidates: tuple[str, ...] = ("plain", "compiled", "fused")
+    rounds: int = 30
+
+
+def settings_for(device: torch.device) -> BoundarySettings:
+    """Return what is measured on a device: three widths on CUDA, one in fp32 on a CPU."""
+    if device.type == "cuda":
+        return BoundarySettings()
+    return BoundarySettings(dims=(512,), tokens=8192, stream_dtypes=("float32",), output_dtype="float32", rounds=15)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boundary:
+    """One boundary of a topology, ready to run: the second connection of a block after the first one's write."""
+
+    topology: Topology
+    before: Connection
+    after: Connection
+    streams: Streams
+    output: Tensor
+    gradients: tuple[Tensor, ...] = field(default=())
+
+    @classmethod
+    def build(cls, topology: Topology, materials: Materials, tokens: int, device: torch.device) -> Boundary:
+        """Build the boundary before a block's MLP on random streams, which require gradients as do the gains."""
+        attention, mlp = transformer_places(2)[1]
+        generator = torch.Generator(device).manual_seed(0)
+        before, after = (topology.connection(place, materials).to(device) for place in (attention, mlp))
+
+        def random(dtype: torch.dtype | None) -> Tensor:
+            values = torch.randn(tokens, materials.dim, generator=generator, device=device)
+            return values.to(dtype).requires_grad_()
+
+        plain = dataclasses.replace(materials, kernels="plain")  # its reads take settled streams, as the opening's are
+        with torch.no_grad():
+            opened = topology.opening(materials).to(device)(random(materials.residual_dtype))
+            _, read = topology.connection(attention, plain).to(device).read(opened)
+        streams = tuple(stream.detach().clone().requires_grad_(stream.is_floating_point()) for stream in read)
+        return cls(
+            topology=topology, before=before, after=after, streams=streams, output=random(materials.compute_dtype)
+        )
+
+    def forward(self) -> tuple[Tensor, ...]:
+        """Return the next sublayer's input and the streams."""
+        return cross(self.before, self.after, self.streams, self.output)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """Everything that receives a gradient: streams, output, gains."""
+        gains = [p for part in (self.before, self.after) for p in part.parameters() if p.requires_grad]
+        return [*self.streams, self.output, *gains]
+
+    def traffic(self) -> tuple[float, float]:
+        """Return the bytes of the ideal forward and backward pass: passes of a stream by its mean width in bytes."""
+        tensors = [*self.streams, self.output]
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / len(tensors)
+        return self.topology.cost.forward * size, self.topology.cost.backward * size
+
+
+def cross(before: Connection, after: Connection, streams: Streams, output: Tensor) -> tuple[Tensor, ...]:
+    """Write the output of one sublayer and read for the next."""
+    h, streams = after.read(before.write(streams, output))
+    return (h, *streams)
+
+
+def measure_boundaries(settings: BoundarySettings, device_name: str = "auto") -> Results:
+    """Measure every topology at every width and stream dtype; see `BoundarySettings`."""
+    device = resolve_device(device_name)
+    rows: list[Row] = []
+    missing: list[str] = []
+    for dim in settings.dims:
+        for dtype in settings.stream_dtypes:
+            for name in settings.topologies:
+                found, absent = measure_boundary(name, dim, dtype, settings, device)
+                rows.extend(found)
+                missing.extend(absent)
+    return Results(benchmark="boundary", device=str(device), settings=vars(settings), rows=rows, not_measured=missing)
+
+
+def measure_boundary(
+    name: str, dim: int, dtype: str, settings: BoundarySettings, device: torch.device
+) -> tuple[list[Row], list[str]]:
+    """Return a row for each candidate of one boundary, and what could not be measured."""
+    topology = build_topology(name)
+    forwards: dict[str, Callable[[], tuple[Tensor, ...]]] = {}
+    boundaries: dict[str, Boundary] = {}
+    missing = []
+    for candidate in settings.candidates:
+        if candidate == "fused" and not topology.has_fused_kernels:
+            missing.append(f"{name}: has no fused boundary")
+            continue
+        materials = Materials(
+            dim=dim,
+            norm=NormSpec.parse(settings.norm),
+            residual_dtype=DTYPES[dtype],
+            compute_dtype=DTYPES[settings.output_dtype],
+            kernels="fused" if candidate == "fused" else "plain",
+        )
+        boundaries[candidate] = boundary = Boundary.build(topology, materials, settings.tokens, device)
+        forwards[candidate] = compiled_forward(boundary) if candidate == "compiled" else boundary.forward
+    actions = {"copy": copy_action(COPIED_BYTES, device)}
+    for candidate, boundary in boundaries.items():
+        actions.update(passes(candidate, boundary, forwards[candidate]))
+    flush = CacheFlush(device) if device.type == "cuda" else None
+    timings = measure(actions, device=device, rounds=settings.rounds, prepare=flush)
+    rows = [
+        {"topology": name, "dim": dim, "streams": dtype, "candidate": candidate}
+        | describe(candidate, boundary, timings, forwards[candidate])
+        for candidate, boundary in boundaries.items()
+    ]
+    return rows, missing
+
+
+def compiled_forward(boundary: Boundary) -> Callable[[], tuple[Tensor, ...]]:
+    """Return the boundary's forward pass as the compiler makes it, without recompilation between boundaries."""
+    torch._dynamo.reset()
+    compiled = torch.compile(cross, fullgraph=True, dynamic=False)
+    return lambda: compiled(boundary.before, boundary.after, boundary.streams, boundary.output)
+
+
+def passes(candidate: str, boundary: Boundary, forward: Callable[[], tuple[Tensor, ...]]) -> dict[str, Action]:
+    """Return the forward pass, without a graph, and the backward pass of a graph made once."""
+    outputs = forward()
+    gradients = [torch.randn_like(output) for output in outputs]
+    inputs = boundary.inputs
+
+    def ahead() -> None:
+        with torch.no_grad():
+            forward()
+
+    def back() -> None:
+        torch.autograd.grad(outputs, inputs, gradients, retain_graph=True, allow_unused=True)
+
+    return {f"{candidate} forward": ahead, f"{candidate} backward": back}
+
+
+def describe(
+    candidate: str, boundary: Boundary, timings: Timings, forward: Callable[[], tuple[Tensor, ...]]
+) -> dict[str, Any]:
+    """Return times, the share of the copy rate at the ideal traffic, ratios to the compiler, and what is kept."""
+    record: dict[str, Any] = {}
+    for direction, traffic in zip(("forward", "backward"), boundary.traffic(), strict=True):
+        seconds = timings[f"{candidate} {direction}"]
+        record[f"{direction}_ms"] = Spread.of([1e3 * one for one in seconds])
+        shares = [
+            (traffic / one) / (2 * COPIED_BYTES / copy) for one, copy in zip(seconds, timings["copy"], strict=True)
+        ]
+        record[f"{direction}_share_of_copy_rate"] = Spread.of(shares)
+    if "compiled forward" in timings:
+        both = {
+            name: [f + b for f, b in zip(timings[f"{name} forward"], timings[f"{name} backward"], strict=True)]
+            for name in {candidate, "compiled"}
+        }
+        record["both_to_compiled"] = ratio(both, candidate, "compiled")
+    record |= kept_of(boundary, forward)
+    return rounded(record)
+
+
+def kept_of(boundary: Boundary, forward: Callable[[], tuple[Tensor, ...]]) -> dict[str, Any]:
+    """Return what the backward pass keeps of a boundary: whole tensors of the streams' size, and scalars a token."""
+    parameters: list[nn.Parameter] = [*boundary.before.parameters(), *boundary.after.parameters()]
+    kept = kept_for_backward(forward, besides=parameters)
+    tokens = boundary.output.shape[0]
+    sizes = [piece.bytes for piece in kept]
+    whole = boundary.output.numel() * min(tensor.element_size() for tensor in (*boundary.streams, boundary.output))
+    return {
+        "kept_tensors": sum(size >= whole for size in sizes),
+        "kept_bytes_a_token": sum(sizes) / tokens,
+        "kept_scalars_a_token": sum(size for size in sizes if size < whole) / (4 * tokens),
+    }

@@ -1,0 +1,168 @@
+"""bench step: a whole training step of every topology as a ratio to Pre-Norm's, in time, memory and kept bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from siamesenorm.benchmark.results import Results, Row
+from siamesenorm.benchmark.saved_bytes import kept_for_backward
+from siamesenorm.benchmark.timing import Spread, measure, ratio, resolve_device, rounded
+from siamesenorm.errors import UserError
+from siamesenorm.models.language import LanguageModel, build_language_model
+from siamesenorm.topologies import build_topology
+from siamesenorm.training.accounting import count_parameters
+from siamesenorm.training.parallel import compile_blocks, require_compiler
+
+REFERENCE = "pre"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """The model (width, depth, heads, MLP, vocabulary), the batch, and what is compared with what.
+
+    A candidate is "plain", "compiled" (by block) or "fused" (by block, around fused boundaries). Every candidate of a
+    topology is divided by the same candidate of Pre-Norm. `precision` "bfloat16" is autocast with streams of
+    `residual_dtype`.
+    """
+
+    topologies: tuple[str, ...] = ("pre", "post", "residual", "siamese", "siamese-post-pre", "dhc-2", "mhc-4")
+    candidates: tuple[str, ...] = ("plain", "compiled")
+    dim: int = 512
+    depth: int = 4
+    heads: int = 8
+    hidden: int = 1408
+    vocabulary: int = 4096
+    batch: int = 2
+    context: int = 512
+    attention_norm: str = "qk"
+    precision: str = "float32"
+    residual_dtype: str = "inherit"
+    rounds: int = 9
+
+
+def settings_for(device: torch.device) -> StepSettings:
+    """Return a width of 512 in fp32 on a CPU, and on CUDA four blocks of the 1.3B shape with bf16 streams."""
+    if device.type != "cuda":
+        return StepSettings()
+    return StepSettings(
+        candidates=("compiled", "fused"), dim=2048, depth=4, heads=16, hidden=8192, vocabulary=50304, batch=8,
+        context=2048, precision="bfloat16", residual_dtype="bfloat16", rounds=20,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingStep:
+    """A model with its optimizer and one batch: forward, backward, AdamW."""
+
+    model: LanguageModel
+    optimizer: torch.optim.Optimizer
+    tokens: Tensor
+    precision: str
+
+    @classmethod
+    def build(cls, topology: str, candidate: str, settings: StepSettings, device: torch.device) -> TrainingStep:
+        """Build the model; raises UserError for a candidate that the topology does not have."""
+        resolved = build_topology(topology)
+        if candidate == "fused" and not resolved.has_fused_kernels:
+            raise UserError(f"{topology}: has no fused boundary")
+        model = build_language_model(
+            "mini",
+            topology=resolved,
+            dim=settings.dim, depth=settings.depth, heads=settings.heads, kv_heads=0, hidden=settings.hidden,
+            vocabulary=settings.vocabulary, context=settings.context, residual_dtype=settings.residual_dtype,
+            attention_norm="auto" if resolved.attention_norm != "auto" else settings.attention_norm,
+            compute_dtype=settings.precision if settings.residual_dtype != "inherit" else "inherit",
+            kernels="fused" if candidate == "fused" else "plain",
+            device=device,
+        )  # fmt: skip
+        if candidate != "plain":
+            require_compiler(str(device))
+            compile_blocks(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(settings.vocabulary, (settings.batch, settings.context + 1), generator=generator)
+        return cls(model=model, optimizer=optimizer, tokens=tokens.to(device), precision=settings.precision)
+
+    def loss(self) -> Tensor:
+        """Return the mean cross-entropy of the batch."""
+        reduced = self.precision == "bfloat16"
+        with torch.autocast(self.tokens.device.type, dtype=torch.bfloat16, enabled=reduced):
+            logits = self.model(self.tokens[:, :-1]).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), self.tokens[:, 1:].flatten())
+
+    def run(self) -> None:
+        """Take one step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loss().backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+
+    def kept_bytes(self) -> int:
+        """Return the bytes that the graph keeps besides parameters."""
+        return sum(piece.bytes for piece in kept_for_backward(self.loss, besides=self.model.parameters()))
+
+
+def measure_steps(settings: StepSettings, device_name: str = "auto") -> Results:
+    """Measure every candidate of every topology against the same candidate of Pre-Norm, in one interleaved run."""
+    device = resolve_device(device_name)
+    rows: list[Row] = []
+    missing: list[str] = []
+    for candidate in settings.candidates:
+        torch._dynamo.reset()
+        steps: dict[str, TrainingStep] = {}
+        for topology in dict.fromkeys((REFERENCE, *settings.topologies)):
+            try:
+                steps[topology] = TrainingStep.build(topology, candidate, settings, device)
+            except UserError as reason:
+                missing.append(f"{candidate}, {reason}")
+        rows.extend(compare(candidate, steps, settings, device))
+    return Results(benchmark="step", device=str(device), settings=vars(settings), rows=rows, not_measured=missing)
+
+
+@contextmanager
+def allow_many_graphs() -> Iterator[None]:
+    """Let the compiler keep a graph for each topology: they share the code of the block, which it counts by."""
+    with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):
+        yield
+
+
+def compare(candidate: str, steps: dict[str, TrainingStep], settings: StepSettings, device: torch.device) -> list[Row]:
+    """Return a row for each topology: step time, its ratio to Pre-Norm's, tokens a second, memory."""
+    actions: dict[str, Callable[[], object]] = {name: step.run for name, step in steps.items()}
+    with allow_many_graphs():
+        kept = {name: step.kept_bytes() for name, step in steps.items()}
+        timings = measure(actions, device=device, rounds=settings.rounds)
+    tokens = settings.batch * settings.context
+    rows = []
+    for name, step in steps.items():
+        parameters, _ = count_parameters(step.model)
+        record: dict[str, Any] = {
+            "topology": name,
+            "candidate": candidate,
+            "step_ms": Spread.of([1e3 * seconds for seconds in timings[name]]),
+            "step_to_pre": ratio(timings, name, REFERENCE),
+            "tokens_per_second": Spread.of([tokens / seconds for seconds in timings[name]]),
+            "kept_bytes": kept[name],
+            "kept_to_pre": kept[name] / kept[REFERENCE],
+            "parameters": parameters,
+            "parameters_to_pre": parameters / count_parameters(steps[REFERENCE].model)[0],
+        }
+        if device.type == "cuda":
+            record["peak_bytes"] = peak_bytes(step)
+        rows.append(rounded(record))
+    return rows
+
+
+def peak_bytes(step: TrainingStep) -> int:
+    """Return the peak of allocated memory during one step beyond what was allocated before it."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step.run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before

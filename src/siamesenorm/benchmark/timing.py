@@ -1,0 +1,121 @@
+"""Interleaved timing: every round runs every candidate once, and a ratio is a median over rounds.
+
+Machines are noisy, and absolute times of different minutes do not compare. Within a round they do.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from siamesenorm.errors import UserError
+
+Action = Callable[[], object]
+Timings = dict[str, list[float]]
+"""Seconds of every candidate, one a round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A median with its quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Spread:
+        """Return the median and quartiles of at least one value."""
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(middle, low, high)
+
+    def to_json(self) -> dict[str, float]:
+        """Return the three numbers, to six digits."""
+        return {name: float(f"{getattr(self, name):.6g}") for name in ("median", "low", "high")}
+
+    def __str__(self) -> str:
+        """Return "median [low, high]"."""
+        return f"{self.median:.3g} [{self.low:.3g}, {self.high:.3g}]"
+
+
+def measure(
+    actions: Mapping[str, Action], *, device: torch.device, rounds: int, warmup: int = 2, prepare: Action | None = None
+) -> Timings:
+    """Return the seconds of every action in every round; the order turns by one from round to round.
+
+    `prepare` runs before each action, untimed (it may flush a cache). On CUDA the time is that between two events.
+    """
+    for _ in range(warmup):
+        for action in actions.values():
+            action()
+    timings: Timings = {name: [] for name in actions}
+    names = list(actions)
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            if prepare is not None:
+                prepare()
+            timings[name].append(seconds_of(actions[name], device))
+    return timings
+
+
+def seconds_of(action: Action, device: torch.device) -> float:
+    """Return the seconds that one call takes on the device."""
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        action()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+def ratio(timings: Timings, name: str, reference: str) -> Spread:
+    """Return the ratio of two candidates' times, taken round by round."""
+    pairs = zip(timings[name], timings[reference], strict=True)
+    return Spread.of([one / other for one, other in pairs])
+
+
+class CacheFlush:
+    """Overwrite more memory than the last cache holds, so that every candidate reads from memory."""
+
+    def __init__(self, device: torch.device, megabytes: int = 256) -> None:
+        self.memory = torch.empty(megabytes << 20, dtype=torch.int8, device=device)
+
+    def __call__(self) -> None:
+        """Overwrite the memory."""
+        self.memory.zero_()
+
+
+def copy_action(size: int, device: torch.device) -> Action:
+    """Return a copy of `size` bytes, which moves twice as many: the yardstick of memory traffic."""
+    source = torch.empty(size, dtype=torch.int8, device=device).random_()
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device of a name, "auto" being CUDA where there is one; raises UserError for what is not there."""
+    available = torch.cuda.is_available()
+    if name == "auto":
+        return torch.device("cuda" if available else "cpu")
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise UserError(f"device {name!r}: choose cpu, cuda or auto")
+    if name.startswith("cuda") and not available:
+        raise UserError(f"device {name!r}: torch finds no CUDA device here; choose cpu")
+    return torch.device(name)
+
+
+def rounded(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record with its spreads as JSON values."""
+    return {key: value.to_json() if isinstance(value, Spread) else value for key, value in record.items()}

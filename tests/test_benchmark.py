@@ -1,0 +1,143 @@
+"""Benchmarks: what they count is counted right, and their files say what was and was not measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from siamesenorm.benchmark import boundary, peers, step
+from siamesenorm.benchmark.results import Results, markdown
+from siamesenorm.benchmark.saved_bytes import kept_for_backward
+from siamesenorm.benchmark.timing import Spread, measure, ratio
+from siamesenorm.cli import main
+from siamesenorm.norms import NormSpec
+from siamesenorm.topologies import Materials, available_topologies, build_topology
+
+CPU = torch.device("cpu")
+
+
+def test_every_candidate_runs_once_a_round_in_turning_order() -> None:
+    calls: list[str] = []
+    actions = {name: lambda name=name: calls.append(name) for name in "abc"}
+    timings = measure(actions, device=CPU, rounds=3, warmup=0)
+    assert "".join(calls) == "abc" + "bca" + "cab"
+    assert {name: len(seconds) for name, seconds in timings.items()} == {"a": 3, "b": 3, "c": 3}
+
+
+def test_what_prepares_a_measurement_is_not_timed() -> None:
+    order: list[str] = []
+    measure({"a": lambda: order.append("a")}, device=CPU, rounds=2, warmup=1, prepare=lambda: order.append("flush"))
+    assert order == ["a", "flush", "a", "flush", "a"]
+
+
+def test_a_ratio_is_the_median_of_rounds_not_of_times() -> None:
+    timings = {"ours": [1.0, 4.0, 9.0], "theirs": [2.0, 4.0, 3.0]}
+    assert ratio(timings, "ours", "theirs") == Spread(1.0, 0.75, 2.0)
+
+
+def test_kept_memory_is_counted_once_and_without_parameters() -> None:
+    weight = torch.randn(4, 4, requires_grad=True)
+    x = torch.randn(3, 4, requires_grad=True)
+    kept = kept_for_backward(lambda: (x @ weight).tanh().sum(), besides=[weight])
+    assert sorted(piece.bytes for piece in kept) == [3 * 4 * 4, 3 * 4 * 4], "x for the product, tanh's result"
+    twice = kept_for_backward(lambda: (x * x).sum())
+    assert [piece.bytes for piece in twice] == [3 * 4 * 4], "one tensor, saved under two names"
+
+
+@pytest.mark.parametrize("name", available_topologies())
+def test_every_topology_has_a_boundary_to_measure(name: str) -> None:
+    materials = Materials(dim=16, norm=NormSpec())
+    built = boundary.Boundary.build(build_topology(name), materials, 8, CPU)
+    h, *streams = built.forward()
+    assert h.shape == (8, 16)
+    assert len(streams) >= 1
+    gradients = torch.autograd.grad(h.sum() + sum(s.sum() for s in streams), built.inputs, allow_unused=True)
+    assert gradients[0] is not None
+
+
+def test_a_fused_boundary_is_the_plain_one() -> None:
+    topology = build_topology("siamese")
+    plain, fused = (
+        boundary.Boundary.build(topology, Materials(dim=16, kernels=kernels), 8, CPU) for kernels in ("plain", "fused")
+    )
+    for one, other in zip(plain.forward(), fused.forward(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_boundaries_are_measured_and_what_is_missing_is_named() -> None:
+    settings = boundary.BoundarySettings(
+        topologies=("rezero", "siamese"), dims=(16,), tokens=32, stream_dtypes=("float32",), output_dtype="float32",
+        candidates=("plain", "fused"), rounds=2,
+    )  # fmt: skip
+    results = boundary.measure_boundaries(settings, "cpu")
+    assert [(row["topology"], row["candidate"]) for row in results.rows] == [
+        ("rezero", "plain"), ("siamese", "plain"), ("siamese", "fused"),
+    ]  # fmt: skip
+    assert results.not_measured == ["rezero: has no fused boundary"]
+    fused = results.rows[-1]
+    assert fused["forward_ms"]["median"] > 0
+    assert fused["kept_tensors"] == 2
+
+
+def test_steps_are_compared_with_pre_norm() -> None:
+    settings = step.StepSettings(
+        topologies=("siamese",), candidates=("plain",), dim=16, depth=1, heads=2, hidden=16, vocabulary=32, batch=1,
+        context=8, rounds=2,
+    )  # fmt: skip
+    results = step.measure_steps(settings, "cpu")
+    reference, siamese = results.rows
+    assert (reference["topology"], siamese["topology"]) == ("pre", "siamese")
+    assert reference["step_to_pre"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert siamese["kept_to_pre"] > 1
+    assert siamese["parameters_to_pre"] > 1
+
+
+def test_peers_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = peers.Peer(package="no-such-package", build=lambda settings: torch.nn.Identity(), ours="pre")
+    monkeypatch.setattr(peers, "PEERS", {"absent": absent})
+    monkeypatch.setattr(peers, "compile_stack", lambda stack: None)
+    results = peers.measure_peers(
+        peers.PeerSettings(dim=16, depth=1, heads=2, hidden=16, batch=1, context=8, rounds=1), "cpu"
+    )
+    assert results.not_measured == ["absent: No package metadata was found for no-such-package"]
+    assert {row["stack"] for row in results.rows} == {"ours, pre", "ours, siamese", "ours, siamese-post-pre"}
+
+
+def test_a_results_file_holds_the_environment(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "results.json"
+    Results(benchmark="step", device="cpu", settings={"dim": 8}, rows=[], not_measured=["a: why"]).write(path)
+    record = json.loads(path.read_text())
+    assert record["environment"]["torch"] == torch.__version__
+    assert record["not_measured"] == ["a: why"]
+    assert [file.name for file in path.parent.iterdir()] == ["results.json"]
+
+
+def test_a_table_shows_spreads_and_gaps() -> None:
+    rows = [{"name": "one", "ms": {"median": 1.25, "low": 1.0, "high": 1.5}}, {"name": "two", "bytes": 12345}]
+    assert markdown(rows, ["name", "ms", "bytes"]).splitlines()[2:] == [
+        "| one | 1.25 [1, 1.5] | - |",
+        "| two | - | 12,345 |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "boundry"], "boundary"),
+        (["bench", "step", "--device", "tpu"], "tpu"),
+        (["bench", "step", "--device", "cuda"], "cuda"),
+        (["bench", "step", "--rounds", "0"], "rounds"),
+        (["bench", "boundary", "--topologies", "siamse"], "siamese"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error
