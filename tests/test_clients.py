@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sharded_training import CASES, STEPS, train_alone
 from siamesenorm import LanguageModel, Materials, Topology, available_topologies, build_language_model, build_topology
 from siamesenorm.errors import UserError
-from siamesenorm.kernels.siamese_boundary import siamese_boundary
 from siamesenorm.models.block import TransformerBlock
 from siamesenorm.norms import NormSpec
 from siamesenorm.sublayers.mlp import GatedMLP
@@ -169,8 +168,8 @@ class BoundaryCalls(TorchDispatchMode):
         self.forward_calls = self.backward_calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.forward_calls += func is torch.ops.siamesenorm.siamese_boundary.default
-        self.backward_calls += func is torch.ops.siamesenorm.siamese_boundary_backward.default
+        self.forward_calls += func is torch.ops.siamesenorm.boundary.default
+        self.backward_calls += func is torch.ops.siamesenorm.boundary_backward.default
         return func(*args, **(kwargs or {}))
 
 
@@ -251,7 +250,7 @@ def test_fused_blocks_compiled_and_checkpointed_equal_the_plain_model() -> None:
     for logits in (output, expected):
         weighted_sum(logits).backward()
     torch.testing.assert_close(gradients(fused), gradients(plain), rtol=1e-12, atol=1e-12)
-    assert any("siamese_boundary" in operator for operator in operators), "the operator is one node of the graph"
+    assert any("siamesenorm.boundary" in operator for operator in operators), "the operator is one node of the graph"
 
 
 def test_streams_of_a_fused_model_keep_their_dtype() -> None:
@@ -265,61 +264,7 @@ def test_streams_of_a_fused_model_keep_their_dtype() -> None:
     torch.testing.assert_close(outputs["fused"], outputs["plain"], rtol=0, atol=0.05)
 
 
-BOUNDARY_SHAPES = (
-    {"settle": True, "gate": False, "input": True},
-    {"settle": False, "gate": True, "input": False},
-    {"settle": True, "gate": True, "input": True},
-    {"settle": False, "gate": False, "input": False},
-)
-
-
-def boundary_inputs(settle: bool, gate: bool, input: bool, **like: Any) -> tuple[Any, ...]:
-    generator = torch.Generator().manual_seed(5)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(**like).requires_grad_()
-
-    gains = [draw(4) if present else None for present in (True, settle, gate, input)]
-    return draw(2, 3, 4), draw(2, 3, 4), draw(2, 3, 4), torch.tensor(0.6, **like), *gains, 1e-5
-
-
-@pytest.mark.parametrize("shape", BOUNDARY_SHAPES, ids=str)
-def test_gradcheck_of_the_boundary(shape: dict[str, bool]) -> None:
-    def outputs(*inputs: Any) -> tuple[Tensor, ...]:
-        return siamese_boundary(*inputs)[:3]
-
-    assert torch.autograd.gradcheck(outputs, boundary_inputs(**shape, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", BOUNDARY_SHAPES, ids=str)
-def test_opcheck_of_the_boundary(shape: dict[str, bool], dtype: torch.dtype) -> None:
-    inputs = boundary_inputs(**shape, dtype=dtype)
-    torch.library.opcheck(torch.ops.siamesenorm.siamese_boundary.default, inputs)
-    transposed = [x.detach().mT.contiguous().mT.requires_grad_() for x in inputs[:3]]
-    torch.library.opcheck(torch.ops.siamesenorm.siamese_boundary.default, (*transposed, *inputs[3:]))
-
-
-def test_the_boundary_keeps_two_streams_for_the_backward_pass() -> None:
-    kept: list[Tensor] = []
-
-    def keep(x: Tensor) -> Tensor:
-        kept.append(x)
-        return x
-
-    inputs = boundary_inputs(settle=True, gate=False, input=True, dtype=torch.float32)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        siamese_boundary(*inputs)
-    assert sum(x.ndim > 1 for x in kept) == 2
-
-
-def test_the_depth_scale_is_a_constant() -> None:
-    bounded, identity, output, scale, *rest = boundary_inputs(settle=True, gate=False, input=True, dtype=torch.float64)
-    with pytest.raises(ValueError, match="scale"):
-        siamese_boundary(bounded, identity, output, scale.requires_grad_(), *rest)
-
-
-@pytest.mark.parametrize("norm", ["layernorm", "seednorm", "rmsnorm:offset=1"])
+@pytest.mark.parametrize("norm", ["dyt", "seednorm", "rmsnorm:offset=1"])
 def test_fused_refuses_norms_that_it_does_not_compute(norm: str) -> None:
     with pytest.raises(UserError, match="plain"):
         build_language_model("nano", topology="siamese", norm=norm, kernels="fused")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from siamesenorm.sublayers.attention import Attention
-from siamesenorm.sublayers.cache import AttentionCache
+from siamesenorm.sublayers.cache import KeyValueCache
 from siamesenorm.sublayers.modulated import Losses
 from siamesenorm.sublayers.rotary import Rotation
 from siamesenorm.topologies import Connection, Streams
@@ -28,7 +28,7 @@ class TransformerBlock(nn.Module):
         streams: Streams,
         rotary: Rotation | None = None,
         mask: Tensor | None = None,
-        cache: AttentionCache | None = None,
+        cache: KeyValueCache | None = None,
     ) -> tuple[Streams, Losses]:
         """Return the streams after both sublayers, and their scalar losses by name."""
         h, streams = self.attention_connection.read(streams)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,9 @@ from siamesenorm.sublayers.projection import Projection
 from siamesenorm.sublayers.rotary import Rotation, rotation
 from siamesenorm.topologies import (
     AttentionNorm,
+    Kernels,
     Materials,
+    Streams,
     Topology,
     build_topology,
     topology_from_json,
@@ -56,7 +59,8 @@ class LanguageModelConfig:
     `kv_heads` 0 means as many as `heads`. `attention_norm` "auto" is what the topology needs, else "qk".
     `residual_dtype` is the dtype of the streams, `compute_dtype` that of what sublayers see; "inherit" keeps the
     embedding's; where it is not the parameters' dtype, run under autocast. `document_mask` keeps attention inside a
-    document; off, as in OLMo, packed documents see each other.
+    document; off, as in OLMo, packed documents see each other. `kernels` is how boundaries between sublayers are
+    computed: see `Materials`; a topology without fused kernels takes the plain formulas under "auto".
     """
 
     depth: int = 8
@@ -79,7 +83,7 @@ class LanguageModelConfig:
     document_mask: bool = False
     residual_dtype: str = "inherit"
     compute_dtype: str = "inherit"
-    kernels: str = "plain"
+    kernels: Kernels = "plain"
 
     def __post_init__(self) -> None:
         """Refuse what cannot be built, naming the value and the remedy."""
@@ -91,10 +95,13 @@ class LanguageModelConfig:
                 raise unknown(name, getattr(self, name), known)
         if self.attention_norm not in ("auto", *ATTENTION_NORMS):
             raise unknown("attention norm", self.attention_norm, ("auto", *ATTENTION_NORMS))
-        if self.kernels not in ("plain", "fused"):
-            raise unknown("kernels", self.kernels, ("plain", "fused"))
-        if self.kernels == "fused" and not self.topology.has_fused_kernels:
-            raise UserError(f"topology {topology_name(self.topology)} has no fused kernels: use kernels='plain'")
+        if self.kernels not in get_args(Kernels):
+            raise unknown("kernels", self.kernels, get_args(Kernels))
+        available = {"fused": self.topology.has_fused_kernels, "lean": self.topology.has_lean_kernels}
+        if not available.get(self.kernels, True):
+            raise UserError(
+                f"topology {topology_name(self.topology)} has no {self.kernels} kernels: use kernels='plain'"
+            )
         if not self.rope_theta > 0:
             raise UserError(f"rope_theta is {self.rope_theta}: choose a positive number, such as 10000")
         if not 0 <= self.dropout < 1:
@@ -151,7 +158,7 @@ class LanguageModelConfig:
             norm=self.norm,
             residual_dtype=DTYPES[self.residual_dtype],
             compute_dtype=DTYPES[self.compute_dtype],
-            kernels=self.kernels,  # type: ignore[arg-type]
+            kernels=self.kernels,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -267,22 +274,33 @@ class LanguageModel(nn.Module):
         mask = self._document_mask(documents)
         if mask is not None and caches is not None:
             raise UserError("document_mask with a cache: generate one document at a time, without documents")
-        streams = self.opening(self.dropout(self.embedding_scale(self.embedding(tokens))))
-        rotary = self._rotary(past + tokens.shape[1])
+        streams = self.open(self.embedding(tokens))
+        rotary = self._rotary(tokens.shape[1], past)
         losses: Losses = {}
         for index, block in enumerate(self.blocks):
             streams, block_losses = block(streams, rotary, mask, caches[index] if caches else None)
             losses = add_losses(losses, block_losses)
         if last_only:
             streams = tuple(stream[:, -1:] for stream in streams)
-        head = self.embedding if self.head is None else self.head
-        logits = F.linear(self.closing(streams), head.weight)
-        return LanguageModelOutput(logits.to(torch.promote_types(logits.dtype, torch.float32)), losses)
+        return LanguageModelOutput(self.logits(self.closing(streams)), losses)
 
-    def _rotary(self, tokens: int) -> Rotation:
-        weight = self.embedding.weight
-        positions = torch.arange(tokens, device=weight.device)
-        return rotation(positions, self.config.attention_shape.head_dim, self.config.rope_theta, weight.dtype)
+    def open(self, embedding: Tensor) -> Streams:
+        """Return the streams of an embedding [batch, tokens, dim], which a learned scale and dropout act on first."""
+        streams: Streams = self.opening(self.dropout(self.embedding_scale(embedding)))
+        return streams
+
+    def rotary(self, positions: Tensor) -> Rotation:
+        """Return cos and sin of positions [tokens], or [batch, 1, tokens] where rows differ, for every block."""
+        config = self.config
+        return rotation(positions, config.dim // config.heads, config.rope_theta, self.embedding.weight.dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [..., vocabulary] of what the closing returned, in at least fp32."""
+        logits: Tensor = F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def _rotary(self, tokens: int, past: int = 0) -> Rotation:
+        return self.rotary(torch.arange(past, past + tokens, device=self.embedding.weight.device))
 
     def _document_mask(self, documents: Tensor | None) -> Tensor | None:
         """Return the mask [batch, 1, tokens, tokens] of the past in the same document, or None if not asked for."""
@@ -300,17 +318,23 @@ class LanguageModel(nn.Module):
 
         Runs without dropout and leaves the model in evaluation mode.
         """
+        new = islice(self.continuation(tokens, temperature=temperature, generator=generator), count)
+        return torch.cat((tokens, *new), dim=1)
+
+    @torch.no_grad()
+    def continuation(
+        self, tokens: Tensor, *, temperature: float = 0.0, generator: torch.Generator | None = None
+    ) -> Iterator[Tensor]:
+        """Yield one token after another, [batch, 1] each, without end; otherwise as `generate`."""
         self.eval()
         caches = [AttentionCache() for _ in self.blocks]
-        new = tokens
-        for _ in range(count):
-            logits = self(new, caches=caches, last_only=True).logits[:, -1]
+        while True:
+            logits = self(tokens, caches=caches, last_only=True).logits[:, -1]
             if temperature > 0:
-                new = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+                tokens = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
             else:
-                new = logits.argmax(-1, keepdim=True)
-            tokens = torch.cat((tokens, new), dim=1)
-        return tokens
+                tokens = logits.argmax(-1, keepdim=True)
+            yield tokens
 
 
 class EmbeddingScale(Declared):

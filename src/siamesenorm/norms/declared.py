@@ -50,14 +50,15 @@ class Declared(nn.Module):
         """Put declared parameters at their initial values and refill the constants (after meta-device construction)."""
         for name in self.declarations:
             self._reset_parameter(name)
-        self._refill_constants()
+        self.refill_constants()
 
     def _reset_parameter(self, name: str) -> None:
         parameter = self.get_parameter(name)
         initial = self.declarations[name].initial
         assign(parameter, torch.tensor(initial, dtype=parameter.dtype, device=parameter.device))
 
-    def _refill_constants(self) -> None:
+    def refill_constants(self) -> None:
+        """Give the constants their values, unrounded, where they are now."""
         for name, value in self._constants.items():
             buffer = self.get_buffer(name)
             dtype = torch.promote_types(buffer.dtype, torch.float32)
@@ -66,7 +67,7 @@ class Declared(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Declared:
         # A constant is refilled rather than cast: 1/sqrt(2) rounded to bf16 or fp32 would follow the model into fp64.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._refill_constants()
+        self.refill_constants()
         return self
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from siamesenorm.kernels.norm import normalise
 from siamesenorm.norms.norm import Norm, check_eps
 
 
@@ -18,6 +19,7 @@ class LayerNorm(Norm):
     statistic = "layernorm"
     scale_invariant = True
     idempotent = True
+    fusible = True
     gain: Tensor | None
     bias: Tensor | None
 
@@ -36,6 +38,12 @@ class LayerNorm(Norm):
         gain = None if self.gain is None else self.gain.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.layer_norm(x, (self.dim,), gain, bias, self.eps)
+
+    def fused(self, x: Tensor) -> Tensor:
+        """Return the formula's value by `kernels.norm`."""
+        offset = 0.0 if self.affine else 1.0
+        y: Tensor = normalise(x, gain=self.gain, bias=self.bias, offset=offset, eps=self.eps, centred=True)[0]
+        return y
 
     @torch.no_grad()
     def zero_(self) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
+from siamesenorm.kernels.norm import has_kernel
 from siamesenorm.norms.declared import Declared
 from siamesenorm.norms.function import NormFunction, take_bias, take_gain, take_statistic
 from siamesenorm.options import Scalar
@@ -45,6 +46,13 @@ class Norm(Declared):
     """Whether N(N(x)) = N(x) at the initial parameters, up to eps."""
     scales_embedding: ClassVar[bool] = False
     """Whether the language recipe multiplies the embedding by a learned scalar of initial value sqrt(d)."""
+    kernels: Literal["auto", "plain", "fused"] = "auto"
+    """Whether `forward` takes the formula ("plain") or one fused operator; to be set on an instance.
+
+    "auto" takes the operator where a Triton kernel does its work: on CUDA, below fp64, channels last. Under
+    torch.compile it takes the formula, which the compiler fuses with what stands around it, and under torch.func, which
+    the operator does not support. "fused" insists on the operator, whose arithmetic is plain where there is no kernel.
+    """
     note: str = ""
     """What a run's record should say about how the recipe was read for this width and role; usually nothing."""
 
@@ -83,6 +91,27 @@ class Norm(Declared):
         """Return the operator's value; x and the result are [..., dim] in fp32 or fp64."""
         raise NotImplementedError
 
+    @property
+    def fusible(self) -> bool:
+        """Whether `fused` computes the formula with the options as they are."""
+        return False
+
+    def fused(self, x: Tensor) -> Tensor:
+        """Return the operator's value by one fused operator; x and the result are [..., dim] of any float dtype."""
+        raise NotImplementedError
+
+    def takes_fused(self, x: Tensor) -> bool:
+        """Return what `kernels` decides for an input; raises UserError if "fused" is asked for in vain."""
+        if self.kernels == "fused":
+            if not self.fusible:
+                raise UserError(f"{self} has no fused operator: leave kernels at auto")
+            return True
+        if self.kernels == "plain" or not self.fusible or self.axis != -1 or torch.compiler.is_compiling():
+            return False
+        if type(x) not in (Tensor, nn.Parameter):  # a DTensor: the operator knows nothing of shards
+            return False
+        return has_kernel(x) and not torch._C._are_functorch_transforms_active()
+
     def zero_(self) -> None:
         """Set the parameters to where the operator returns 0 for every input."""
         raise NotImplementedError
@@ -93,6 +122,8 @@ class Norm(Declared):
             raise UserError(
                 f"the input has {x.shape[self.axis]} channels on axis {self.axis}: this norm has {self.dim}"
             )
+        if self.takes_fused(x):
+            return self.fused(x.movedim(self.axis, -1)).movedim(-1, self.axis)
         wide = x.movedim(self.axis, -1).to(torch.promote_types(x.dtype, torch.float32))
         return self.formula(wide).to(x.dtype).movedim(-1, self.axis)
 

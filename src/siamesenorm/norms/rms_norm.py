@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from siamesenorm.kernels.norm import normalise
 from siamesenorm.norms.norm import Norm, check_eps, check_finite
 
 
@@ -17,6 +18,7 @@ class RMSNorm(Norm):
     statistic = "rmsnorm"
     scale_invariant = True
     idempotent = True
+    fusible = True
     gain: Tensor
 
     def __init__(
@@ -32,6 +34,12 @@ class RMSNorm(Norm):
         """Return g x / sqrt(mean(x^2) + eps)."""
         normalised = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
         return normalised * (self.gain.to(x.dtype) + self.offset) if self.affine else normalised
+
+    def fused(self, x: Tensor) -> Tensor:
+        """Return the formula's value by `kernels.norm`."""
+        gain, offset = (self.gain, self.offset) if self.affine else (None, 1.0)
+        y: Tensor = normalise(x, gain=gain, offset=offset, eps=self.eps)[0]
+        return y
 
     @torch.no_grad()
     def zero_(self) -> None:

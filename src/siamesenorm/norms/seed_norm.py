@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from siamesenorm.errors import UserError, unknown
+from siamesenorm.kernels.norm import normalise
 from siamesenorm.norms.function import NormFunction, take_bias, take_gain, take_statistic, vanishes
 from siamesenorm.norms.norm import Norm, Role, check_eps, check_finite
 
@@ -168,6 +169,27 @@ class SeeDNorm(Norm):
         elif self.without != "gamma":
             coefficient = coefficient + 1.0
         return normalised * coefficient
+
+    @property
+    def fusible(self) -> bool:
+        """Whether `fused` computes the formula: it has no dropout."""
+        return not (self.dropout and self.training)
+
+    def fused(self, x: Tensor) -> Tensor:
+        """Return the formula's value by `kernels.norm`, in which a channel may be a head of its own."""
+        alpha = None if self.alpha is None else self.alpha.expand(self.dim)
+        y: Tensor = normalise(
+            x,
+            alpha=None if self.beta is None else alpha,
+            beta=alpha if self.beta is None else self.beta,
+            gain=self.gamma,
+            offset=self.offset if self.gamma is not None else float(self.without != "gamma"),
+            heads=self.heads if self.has_dot_product else self.dim,
+            dot_scale=self.dot_scale,
+            activation=self.activation,
+            eps=self.eps,
+        )[0]
+        return y
 
     def _activation_at_zero(self) -> float:
         return float(ACTIVATIONS[self.activation](torch.zeros((), device="cpu")))

@@ -9,7 +9,7 @@ from torch import nn
 
 from siamesenorm.topologies.depth_scale import DepthScale, depth_scale_at
 from siamesenorm.topologies.factors import Scaled
-from siamesenorm.topologies.single_stream import SingleStreamClosing, SingleStreamConnection
+from siamesenorm.topologies.fused import single_stream_closing, single_stream_connection
 from siamesenorm.topologies.topology import (
     AttentionNorm,
     BoundaryCost,
@@ -46,6 +46,7 @@ class HybridNorm(Topology):
         "first_block=same: it is ResiDual-HybridNorm with N_f of the dual stream 0: exact",
         "first_block=same, depth_scale=none: Hybrid-Pre with N^Y = 0, gamma = N^X = N^in = N^X_f = 1, up to eps",
     )
+    has_fused_kernels: ClassVar[bool] = True
 
     first_block: Literal["same", "pre"] = "same"
     depth_scale: DepthScale = "none"
@@ -57,14 +58,15 @@ class HybridNorm(Topology):
 
     @property
     def cost(self) -> BoundaryCost:
-        """Mean of the normalised boundary (4 and 4 passes), the plain one (3 and 3) and the V-norm (2 and 3)."""
-        return BoundaryCost(forward=4.5, backward=5, saved=1)
+        """Mean of the normalised boundary (5 and 4 passes), the plain one (3 and 3) and the V-norm (2 and 3)."""
+        return BoundaryCost(forward=5, backward=5, saved=1)
 
     def connection(self, place: Place, materials: Materials) -> Connection:
         """Return the connection of a Pre-Norm first block, of attention, or of the MLP, which settles the attention."""
         pre = self.first_block == "pre" and place.block == 0
         scaled = self.depth_scale != "none"
-        return SingleStreamConnection(
+        return single_stream_connection(
+            place,
             materials,
             settle=None if pre else hybrid_settle(place, materials),
             norm=materials.build_input_norm(place) if pre else None,
@@ -73,7 +75,7 @@ class HybridNorm(Topology):
 
     def closing(self, last: Place, materials: Materials) -> Closing:
         """Return the final norm."""
-        return SingleStreamClosing(materials, norm=materials.build_final_norm())
+        return single_stream_closing(materials, norm=materials.build_final_norm())
 
 
 def hybrid_settle(place: Place, materials: Materials) -> nn.Module | None:

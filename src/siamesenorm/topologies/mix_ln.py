@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from siamesenorm.errors import UserError
-from siamesenorm.topologies.single_stream import SingleStreamClosing, SingleStreamConnection
+from siamesenorm.topologies.fused import single_stream_closing, single_stream_connection
 from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, Materials, Place, Topology
 
 
@@ -32,6 +32,7 @@ class MixLN(Topology):
         "m = 0 is Pre-Norm",
         "m = L is Post-Norm with a final norm",
     )
+    has_fused_kernels: ClassVar[bool] = True
 
     post_fraction: float = 0.25
     post_blocks: int | Literal["auto"] = "auto"
@@ -46,8 +47,8 @@ class MixLN(Topology):
 
     @property
     def cost(self) -> BoundaryCost:
-        """As Pre-Norm and Post-Norm."""
-        return BoundaryCost(forward=4, backward=4, saved=1)
+        """Pre-Norm's, and Post-Norm's for its part of the blocks."""
+        return BoundaryCost(forward=4 + self.post_fraction, backward=4, saved=1)
 
     def is_post(self, place: Place) -> bool:
         """Return whether the place is in a Post-Norm block."""
@@ -59,7 +60,8 @@ class MixLN(Topology):
     def connection(self, place: Place, materials: Materials) -> Connection:
         """Return a reader whose settle is its predecessor's Post-Norm and whose input norm is its own Pre-Norm."""
         settles = place.previous is not None and self.is_post(place.previous)
-        return SingleStreamConnection(
+        return single_stream_connection(
+            place,
             materials,
             settle=materials.build_settle(place) if settles else None,
             norm=None if self.is_post(place) else materials.build_input_norm(place),
@@ -68,4 +70,4 @@ class MixLN(Topology):
     def closing(self, last: Place, materials: Materials) -> Closing:
         """Return the final norm, after the last Post-Norm if every block is one."""
         settle = materials.build_norm("final") if self.is_post(last) else None
-        return SingleStreamClosing(materials, settle=settle, norm=materials.build_final_norm())
+        return single_stream_closing(materials, settle=settle, norm=materials.build_final_norm())

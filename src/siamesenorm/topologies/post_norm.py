@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor, nn
-
-from siamesenorm.topologies.single_stream import SingleStreamClosing, SingleStreamConnection
+from siamesenorm.topologies.fused import single_stream_closing, single_stream_connection
 from siamesenorm.topologies.topology import (
     BoundaryCost,
     Closing,
     Connection,
     Materials,
     Place,
-    Streams,
     Topology,
 )
 
@@ -38,22 +35,28 @@ class PostNorm(Topology):
         x ──┬─────────── + ─▶ N ──▶ x
             └─▶ F ─▶ O ──┘"""
     special_cases: ClassVar[tuple[str, ...]] = ("a zero-gated sublayer gives N(x), not the identity",)
+    has_fused_kernels: ClassVar[bool] = True
 
     final_norm: bool = False
 
     @property
     def cost(self) -> BoundaryCost:
-        """Reads X, O and writes X + O, X'; the backward pass reads dX', dH, U and writes dU."""
-        return BoundaryCost(forward=4, backward=4, saved=1)
+        """Reads X, O and writes U = X + O, X', H; the backward pass reads dX', dH, U and writes dU (= dO)."""
+        return BoundaryCost(forward=5, backward=4, saved=1)
 
     def connection(self, place: Place, materials: Materials) -> Connection:
         """Return the connection that settles its predecessor's addition, if there is one."""
-        return SingleStreamConnection(materials, settle=materials.build_settle(place))
+        return single_stream_connection(place, materials, skip=self.skip(place), settle=materials.build_settle(place))
 
     def closing(self, last: Place, materials: Materials) -> Closing:
         """Return the norm of the last addition, and the final norm if asked for."""
         final = materials.build_final_norm() if self.final_norm else None
-        return SingleStreamClosing(materials, settle=materials.build_norm("final"), norm=final)
+        settle = materials.build_norm("final")
+        return single_stream_closing(materials, skip=self.skip(last), settle=settle, norm=final)
+
+    def skip(self, place: Place) -> float | None:
+        """Return the factor on the stream in a write; None is 1."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,27 +84,17 @@ class DeepNorm(PostNorm):
 
     initial_scaling: bool = True
 
-    def connection(self, place: Place, materials: Materials) -> Connection:
-        """Return the Post-Norm connection with a weighted skip."""
-        alpha = (2 * place.depth) ** 0.25
-        return WeightedSkipConnection(materials, skip=alpha, settle=materials.build_settle(place))
+    @property
+    def cost(self) -> BoundaryCost:
+        """As Post-Norm; the backward pass writes dX = alpha dU and dO = dU."""
+        return BoundaryCost(forward=5, backward=5, saved=1)
+
+    def skip(self, place: Place) -> float | None:
+        """Return alpha = (2L)^(1/4)."""
+        alpha: float = (2 * place.depth) ** 0.25
+        return alpha
 
     def initial_factor(self, role: str, depth: int) -> float:
         """Return beta = (8L)^(-1/4) for the projections whose scale it tames."""
         tamed = ("value", "attention_output", "mlp_up", "mlp_output")
         return (8 * depth) ** -0.25 if self.initial_scaling and role in tamed else 1.0
-
-
-class WeightedSkipConnection(SingleStreamConnection):
-    """A single-stream connection whose write is x <- skip x + O."""
-
-    skip: Tensor
-
-    def __init__(self, materials: Materials, *, skip: float, settle: nn.Module | None) -> None:
-        super().__init__(materials, settle=settle)
-        self.constant("skip", skip)
-
-    def write(self, streams: Streams, output: Tensor) -> Streams:
-        """Add the output to the weighted stream."""
-        (x,) = streams
-        return (x * self.skip + self.output(output.to(x.dtype)),)

@@ -12,6 +12,7 @@ from siamesenorm.errors import UserError
 from siamesenorm.norms import Norm, NormFunction
 from siamesenorm.norms.rms_norm import RMSNorm
 from siamesenorm.topologies.factors import Scaled
+from siamesenorm.topologies.fused import single_stream_closing, single_stream_connection
 from siamesenorm.topologies.single_stream import SingleStreamClosing, SingleStreamConnection
 from siamesenorm.topologies.topology import (
     BoundaryCost,
@@ -44,6 +45,7 @@ class PreNorm(Topology):
             └─▶ N ─▶ F ─▶ O ──┘"""
     special_cases: ClassVar[tuple[str, ...]] = ("x_K = x_0 + sum of all outputs, exactly",)
 
+    has_fused_kernels: ClassVar[bool] = True
     pre_norm_refusal: ClassVar[str | None] = None
 
     embedding_norm: bool = False
@@ -68,11 +70,11 @@ class PreNorm(Topology):
 
     def connection(self, place: Place, materials: Materials) -> Connection:
         """Return the connection with an input norm."""
-        return SingleStreamConnection(materials, norm=materials.build_input_norm(place))
+        return single_stream_connection(place, materials, norm=materials.build_input_norm(place))
 
     def closing(self, last: Place, materials: Materials) -> Closing:
         """Return the final norm."""
-        return SingleStreamClosing(materials, norm=materials.build_final_norm())
+        return single_stream_closing(materials, norm=materials.build_final_norm())
 
 
 class NormalisedOpening(Opening):
@@ -102,10 +104,16 @@ class LayerNormScaling(PreNorm):
         x ──┬──────────────────────────── + ──▶ x
             └─▶ N ─▶ 1/√(l+1) ─▶ F ─▶ O ──┘"""
 
+    has_fused_kernels: ClassVar[bool] = False
+
     def connection(self, place: Place, materials: Materials) -> Connection:
         """Return the connection with a scaled input norm."""
         norm = Scaled(materials.build_input_norm(place), 1 / math.sqrt(place.block + 1))
         return ScaledNormConnection(materials, norm=norm)
+
+    def closing(self, last: Place, materials: Materials) -> Closing:
+        """Return the final norm; no write is ever pending."""
+        return SingleStreamClosing(materials, norm=materials.build_final_norm())
 
 
 class ScaledNormConnection(SingleStreamConnection):

@@ -8,7 +8,9 @@ from typing import ClassVar, Literal
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
+from siamesenorm.kernels.boundary import boundary
 from siamesenorm.norms import Role, norm_options
+from siamesenorm.topologies.fused import FusedConnection, bias_of, gain_of
 from siamesenorm.topologies.hybridnorm import hybrid_settle
 from siamesenorm.topologies.topology import (
     AttentionNorm,
@@ -51,6 +53,8 @@ class ResiDual(Topology):
         "N_f cancels c up to its eps",
     )
 
+    has_fused_kernels: ClassVar[bool] = True
+
     body: Literal["post", "hybridnorm"] = "post"
     bounded_scale: float = 1.0
     dual_scale: float = 1.0
@@ -76,8 +80,8 @@ class ResiDual(Topology):
 
     @property
     def cost(self) -> BoundaryCost:
-        """Reads X, D, O and writes U, D', X' (= H); the backward pass reads four and writes two."""
-        return BoundaryCost(6, 6, 1) if self.body == "post" else BoundaryCost(6.5, 7, 1)
+        """Reads X, D, O and writes U, D', X', H; the backward pass reads four and writes two."""
+        return BoundaryCost(7, 6, 1) if self.body == "post" else BoundaryCost(7, 7, 1)
 
     def opening(self, materials: Materials) -> Opening:
         """Return the embedding, and the embedding times c."""
@@ -86,16 +90,18 @@ class ResiDual(Topology):
     def connection(self, place: Place, materials: Materials) -> Connection:
         """Return the connection that settles the body's last addition."""
         settle = materials.build_settle(place) if self.body == "post" else hybrid_settle(place, materials)
-        return DualConnection(materials, settle=settle, dual_scale=self.dual_scale)
+        if materials.kernels == "plain":
+            return DualConnection(materials, settle=settle, dual_scale=self.dual_scale)
+        if place.previous is None:
+            return PendingDualConnection(materials, settle=settle, dual_scale=self.dual_scale)
+        return FusedDualConnection(materials, settle=settle, dual_scale=self.dual_scale)
 
     def closing(self, last: Place, materials: Materials) -> Closing:
         """Return the sum of the settled bounded stream and the dual stream's norm."""
-        return DualClosing(
-            materials,
-            settle=materials.build_norm("final"),
-            dual_norm=self.build_dual_norm(materials),
-            bounded_scale=self.bounded_scale,
-        )
+        parts = {"settle": materials.build_norm("final"), "dual_norm": self.build_dual_norm(materials)}
+        if materials.kernels == "plain":
+            return DualClosing(materials, **parts, bounded_scale=self.bounded_scale)
+        return PendingDualClosing(materials, **parts, bounded_scale=self.bounded_scale, dual_scale=self.dual_scale)
 
     def build_dual_norm(self, materials: Materials) -> nn.Module:
         """Return N_f; raises UserError if `dual_eps` is set and the norm has no eps."""
@@ -143,9 +149,42 @@ class DualConnection(Connection):
 
     def write(self, streams: Streams, output: Tensor) -> Streams:
         """Add the output to the bounded stream, and c times the output to the dual one."""
-        bounded, dual = streams
-        output = output.to(dual.dtype)
-        return bounded + output, dual + output * self.dual_scale
+        return add_to_both(streams, output, self.dual_scale)
+
+
+def add_to_both(streams: Streams, output: Tensor, dual_scale: Tensor) -> Streams:
+    """Return X + O, D + c O."""
+    bounded, dual = streams
+    output = output.to(dual.dtype)
+    return bounded + output, dual + output * dual_scale
+
+
+class PendingDualConnection(DualConnection):
+    """The first connection of a fused model: a plain read, a pending write."""
+
+    def write(self, streams: Streams, output: Tensor) -> Streams:
+        """Leave the additions to the next read."""
+        return (*streams, output)
+
+
+class FusedDualConnection(PendingDualConnection, FusedConnection):
+    """Both additions and the settle in one operator."""
+
+    def __init__(self, materials: Materials, *, settle: nn.Module | None, dual_scale: float) -> None:
+        super().__init__(materials, settle=settle, dual_scale=dual_scale)
+        self.settle_on_operator(materials, settle)
+
+    def read(self, streams: Streams) -> tuple[Tensor, Streams]:
+        """Complete the pending write and return the settled bounded stream."""
+        bounded, dual, output = streams
+        norms = self.operator_for(bounded)
+        if norms is None:
+            return super().read(add_to_both((bounded, dual), output, self.dual_scale))
+        bounded, dual, h, _, _ = boundary(
+            bounded, output, dual, None, None, self.dual_scale,
+            gain_of(self.settle), None, None, None, bias_of(self.settle), None, None, norms.eps, norms.centred,
+        )  # fmt: skip
+        return self.to_compute(h), (bounded, dual)
 
 
 class DualClosing(Closing):
@@ -163,3 +202,20 @@ class DualClosing(Closing):
         """Return a settle(X) + N_f(D)."""
         bounded, dual = streams
         return self.to_compute(self.settle(bounded) * self.bounded_scale + self.dual_norm(dual))
+
+
+class PendingDualClosing(DualClosing):
+    """A closing that completes the last pending write."""
+
+    dual_scale: Tensor
+
+    def __init__(
+        self, materials: Materials, *, settle: nn.Module, dual_norm: nn.Module, bounded_scale: float, dual_scale: float
+    ) -> None:
+        super().__init__(materials, settle=settle, dual_norm=dual_norm, bounded_scale=bounded_scale)
+        self.constant("dual_scale", dual_scale)
+
+    def forward(self, streams: Streams) -> Tensor:
+        """Add the pending output, then fuse the two streams."""
+        bounded, dual, output = streams
+        return super().forward(add_to_both((bounded, dual), output, self.dual_scale))

@@ -17,6 +17,8 @@ from siamesenorm.topologies.factors import Gate
 from siamesenorm.topologies.siamese_connection import (
     FusedSiameseConnection,
     GatedOpening,
+    LeanSiameseClosing,
+    LeanSiameseConnection,
     PendingSiameseClosing,
     PendingSiameseConnection,
     SiameseClosing,
@@ -45,6 +47,7 @@ class Siamese(Topology):
 
     paper: ClassVar[str] = "SiameseNorm, arXiv 2602.08064"
     has_fused_kernels: ClassVar[bool] = True
+    has_lean_kernels: ClassVar[bool] = True
     pre_norm_refusal: ClassVar[str | None] = None
 
     depth_scale: DepthScale = "code"
@@ -66,14 +69,16 @@ class Siamese(Topology):
             return SiameseConnection(materials, scale=scale, **parts)
         if place.previous is None:
             return PendingSiameseConnection(materials, scale=scale, **parts)
-        return FusedSiameseConnection(materials, arrival=self.scale(place.previous), scale=scale, **parts)
+        kind = LeanSiameseConnection if materials.kernels == "lean" else FusedSiameseConnection
+        return kind(materials, arrival=self.scale(place.previous), scale=scale, **parts)
 
     def build_closing(self, last: Place, materials: Materials, *, output_norm: nn.Module | None) -> Closing:
         """Return the closing N_out(N^X_f(X) + N^Y_f(Y))."""
         settle, identity_norm = materials.build_norm("final"), materials.build_norm("final")
         if materials.kernels == "plain":
             return SiameseClosing(materials, settle=settle, identity_norm=identity_norm, output_norm=output_norm)
-        return PendingSiameseClosing(
+        kind = LeanSiameseClosing if materials.kernels == "lean" else PendingSiameseClosing
+        return kind(
             materials,
             arrival=self.scale(last),
             settle=settle,

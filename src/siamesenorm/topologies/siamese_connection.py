@@ -6,15 +6,13 @@ addition, settle and read in one operator, also across a block's edge. Parameter
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor, nn
 
-from siamesenorm.errors import UserError
-from siamesenorm.kernels.siamese_boundary import siamese_boundary
+from siamesenorm.kernels.boundary import boundary
+from siamesenorm.kernels.lean_boundary import hand_out_rest, lean_boundary
 from siamesenorm.norms import Norm, NormFunction
-from siamesenorm.norms.rms_norm import RMSNorm
 from siamesenorm.topologies.factors import Gate
+from siamesenorm.topologies.fused import FusedConnection, bias_of, gain_of
 from siamesenorm.topologies.topology import Closing, Connection, Materials, Opening, Streams
 from siamesenorm.topologies.upcycling import hand_down, silence
 
@@ -53,9 +51,7 @@ class SiameseConnection(Connection):
 
     def write(self, streams: Streams, output: Tensor) -> Streams:
         """Add the scaled output to the bounded stream and the full one to the identity stream."""
-        bounded, identity = streams
-        output = output.to(identity.dtype)
-        return bounded + output * self.scale, identity + output
+        return add_to_both(streams, output, self.scale)
 
     def become_pre_norm(self, norm: NormFunction | None) -> list[str]:
         """Silence the bounded stream and give the last norm before the sublayer the gain of `norm`."""
@@ -64,6 +60,13 @@ class SiameseConnection(Connection):
         if norm is None or isinstance(self.input_norm, Norm):
             return hand_down(norm, self.input_norm, inner=self.identity_norm)
         return hand_down(norm, self.identity_norm)
+
+
+def add_to_both(streams: Streams, output: Tensor, scale: Tensor) -> Streams:
+    """Return X + s O, Y + O."""
+    bounded, identity = streams
+    output = output.to(identity.dtype)
+    return bounded + output * scale, identity + output
 
 
 class SiameseClosing(Closing):
@@ -120,11 +123,8 @@ class PendingSiameseConnection(SiameseConnection):
         return (*streams, output)
 
 
-class FusedSiameseConnection(PendingSiameseConnection):
-    """Addition, settle and read in one operator; `arrival` is the depth scale of the pending write.
-
-    Raises UserError unless every norm is an RMSNorm with a plain gain and the same eps.
-    """
+class FusedSiameseConnection(PendingSiameseConnection, FusedConnection):
+    """Addition, settle and read in one operator; `arrival` is the depth scale of the pending write."""
 
     arrival: Tensor
 
@@ -143,30 +143,36 @@ class FusedSiameseConnection(PendingSiameseConnection):
             materials, scale=scale, identity_norm=identity_norm, settle=settle, input_norm=input_norm, gate=gate
         )
         self.constant("arrival", arrival)
-        self.eps = shared_eps(norm for norm in (identity_norm, settle, input_norm) if norm is not None)
+        self.settle_on_operator(materials, identity_norm, settle, input_norm)
 
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
         """Complete the pending write and read."""
         bounded, identity, output = streams
-        gains = (getattr(part, "gain", None) for part in (self.settle, self.gate, self.input_norm))
-        bounded, identity, h, _ = siamese_boundary(
-            bounded, identity, output, self.arrival, self.identity_norm.gain, *gains, self.eps
-        )
+        norms = self.operator_for(bounded)
+        if norms is None:
+            return super().read(add_to_both((bounded, identity), output, self.arrival))
+        bounded, identity, h, _, _ = boundary(
+            bounded, output, identity, None, self.arrival, None,
+            gain_of(self.settle), gain_of(self.gate), gain_of(self.identity_norm), gain_of(self.input_norm),
+            bias_of(self.settle), bias_of(self.identity_norm), bias_of(self.input_norm), norms.eps, norms.centred,
+        )  # fmt: skip
         return self.to_compute(h), (bounded, identity)
 
 
-def shared_eps(norms: Iterable[nn.Module]) -> float:
-    """Return the eps of norms that the fused boundary can stand in for; raises UserError if there is none."""
-    found = set()
-    for norm in norms:
-        if not (isinstance(norm, RMSNorm) and norm.affine and norm.offset == 0 and norm.axis == -1):
-            raise UserError(
-                f"the fused boundary knows RMSNorm with gain (channels last), not {norm}: use plain kernels"
-            )
-        found.add(norm.eps)
-    if len(found) != 1:
-        raise UserError(f"the fused boundary needs one eps, not {sorted(found)}: use kernels='plain'")
-    return found.pop()
+class LeanSiameseConnection(FusedSiameseConnection):
+    """A fused connection that keeps one stream for the backward pass: the state is (X, Y, carrier, O)."""
+
+    def read(self, streams: Streams) -> tuple[Tensor, Streams]:
+        """Complete the pending write and read; the first connection's state has no carrier yet."""
+        bounded, identity, *carriers, output = streams
+        assert self.fused_norms is not None
+        bounded, identity, h, _, _, carrier = lean_boundary(
+            bounded, output, identity, carriers[0] if carriers else None, self.arrival, self.scale,
+            gain_of(self.settle), gain_of(self.gate), self.identity_norm.gain, gain_of(self.input_norm),
+            bias_of(self.settle), bias_of(self.identity_norm), bias_of(self.input_norm),
+            self.fused_norms.eps, self.fused_norms.centred,
+        )  # fmt: skip
+        return self.to_compute(h), (bounded, identity, carrier)
 
 
 class PendingSiameseClosing(SiameseClosing):
@@ -189,5 +195,14 @@ class PendingSiameseClosing(SiameseClosing):
     def forward(self, streams: Streams) -> Tensor:
         """Add the pending output, then fuse the two streams."""
         bounded, identity, output = streams
-        output = output.to(identity.dtype)
-        return super().forward((bounded + output * self.arrival, identity + output))
+        return super().forward(add_to_both((bounded, identity), output, self.arrival))
+
+
+class LeanSiameseClosing(PendingSiameseClosing):
+    """A closing from which the connections before it begin to rebuild their streams in the backward pass."""
+
+    def forward(self, streams: Streams) -> Tensor:
+        """Close as usual, and keep what the last boundary needs."""
+        bounded, identity, *carriers, output = streams
+        hidden = super().forward((bounded, identity, output))
+        return hand_out_rest(hidden, carriers[0], bounded, identity, self.arrival) if carriers else hidden

@@ -43,6 +43,29 @@ class SingleStreamConnection(Connection):
         return hand_down(norm, self.norm)
 
 
+class WeightedSkipConnection(SingleStreamConnection):
+    """A single-stream connection whose write is x <- skip x + O."""
+
+    skip: Tensor
+
+    def __init__(
+        self,
+        materials: Materials,
+        *,
+        skip: float,
+        settle: nn.Module | None = None,
+        norm: nn.Module | None = None,
+        output: nn.Module | None = None,
+    ) -> None:
+        super().__init__(materials, settle=settle, norm=norm, output=output)
+        self.constant("skip", skip)
+
+    def write(self, streams: Streams, output: Tensor) -> Streams:
+        """Add the output to the weighted stream."""
+        (x,) = streams
+        return (x * self.skip + self.output(output.to(x.dtype)),)
+
+
 class SingleStreamClosing(Closing):
     """Settle the last addition, then apply the final norm; what is absent is the identity."""
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, Literal, get_type_hints
+from typing import ClassVar, Literal, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from siamesenorm.options import check_option
 
 Streams = tuple[Tensor, ...]
 AttentionNorm = Literal["auto", "none", "qk", "qk-head", "qkv-head"]
+Kernels = Literal["plain", "fused", "lean", "auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,9 @@ class Materials:
 
     `residual_dtype` is the dtype of the streams, `compute_dtype` that of what sublayers see; None keeps it as it is.
     `final_norm=False` leaves the last norm of the closing to the model (a DiT head has a conditioned one of its own).
-    `kernels="fused"` leaves writes pending and settles them in one operator with the next read.
+    `kernels="fused"` leaves writes pending and completes them in one operator with the next read; "auto" does so where
+    that is faster (a GPU with Triton, norms that the operator knows) and takes the plain formulas elsewhere. "lean" is
+    "fused" that keeps one fp32 stream of two for the backward pass, and rebuilds the other.
     """
 
     dim: int
@@ -78,12 +81,12 @@ class Materials:
     residual_dtype: torch.dtype | None = None
     compute_dtype: torch.dtype | None = None
     final_norm: bool = True
-    kernels: Literal["plain", "fused"] = "plain"
+    kernels: Kernels = "plain"
 
     def __post_init__(self) -> None:
         """Refuse kernels that do not exist."""
-        if self.kernels not in ("plain", "fused"):
-            raise unknown("kernels", self.kernels, ("plain", "fused"))
+        if self.kernels not in get_args(Kernels):
+            raise unknown("kernels", self.kernels, get_args(Kernels))
 
     def build_norm(self, kind: str, *, affine: bool = True) -> nn.Module:
         """Return a norm for the stream, in the role of its operator's recipe."""
@@ -199,6 +202,8 @@ class Topology:
     special_cases: ClassVar[tuple[str, ...]] = ()
     has_fused_kernels: ClassVar[bool] = False
     """Whether `kernels="fused"` gives connections that leave writes pending."""
+    has_lean_kernels: ClassVar[bool] = False
+    """Whether `kernels="lean"` gives connections that keep one stream for the backward pass, not two."""
     modulation_refusal: ClassVar[str | None] = None
     """Why the topology does not compose with conditioned (AdaLN) sublayers; None if it does."""
     pre_norm_refusal: ClassVar[str | None] = "its sublayers read a stream that was normalised"

@@ -1,0 +1,224 @@
+"""Launch the Triton kernels of the boundary: shapes of programs, memory for results, the last sum of the gains' parts.
+
+Nothing is tuned at run time. A thread holds 8 channels of a row, so that rows, gains and sums of the backward pass fit
+its registers (`inspection` reports them), and a program has at least 4 warps, with several rows where they are short.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore[import-untyped]
+from torch import Tensor
+
+from siamesenorm.kernels import boundary_triton
+from siamesenorm.kernels.boundary_plain import Backward, Carried, Constants, Forward, Gains, shares_gradient
+from siamesenorm.kernels.launch import Launch, Processor
+
+CHANNELS_OF_A_THREAD = 8
+LONGEST_WHOLE_ROW = 4096
+"""The longest row that a program of the backward pass holds whole; of longer ones it has a part."""
+PART_OF_A_ROW = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a program holds at a time: `rows` rows of `block` columns (a power of two), in `warps` warps."""
+
+    block: int
+    rows: int
+    warps: int
+
+    @classmethod
+    def of(cls, columns: int) -> Tile:
+        """Return the tile for rows, or parts of rows, of so many columns."""
+        block = triton.next_power_of_2(columns)
+        warps = min(32, max(4, block // (32 * CHANNELS_OF_A_THREAD)))
+        return cls(block, max(1, warps * 32 * CHANNELS_OF_A_THREAD // block), warps)
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """How the persistent backward pass goes over the rows.
+
+    `programs` for each part of a row, of which there are `parts`; each has `stages - 1` tiles on their way to shared
+    memory while it computes one.
+    """
+
+    tile: Tile
+    programs: int
+    parts: int
+    stages: int
+
+    @classmethod
+    def over(cls, rows: int, columns: int, *, sums: int, channel_bytes: int, processor: Processor) -> Walk:
+        """Return the walk over rows of which each channel is so many bytes in all that is read, with so many sums."""
+        tile = Tile.of(columns if columns <= LONGEST_WHOLE_ROW else PART_OF_A_ROW)
+        parts = triton.cdiv(columns, tile.block)
+        # Threads for which a multiprocessor has the 64, 128 or 255 registers that the sums make necessary.
+        threads = 1024 if sums <= 1 else 512 if sums <= 3 else 256
+        resident = max(1, threads // (32 * tile.warps))
+        programs = max(1, min(processor.count * resident // parts, triton.cdiv(rows, tile.rows)))
+        # A little memory is needed for the sums over a row.
+        fitting = max(0, processor.memory - 8192) // (resident * tile.rows * tile.block * channel_bytes)
+        return cls(tile, programs, parts, stages=1 + min(2, fitting))
+
+
+def forward(
+    bounded: Tensor,
+    output: Tensor,
+    identity: Tensor | None,
+    constants: Constants,
+    gains: Gains,
+    eps: float,
+    centred: bool,
+) -> Forward:
+    """Complete the pending write and read; as `boundary_plain.forward`."""
+    result, launch = plan_forward(bounded, output, identity, constants, gains, eps, centred)
+    if bounded.numel():
+        launch.run()
+    return result
+
+
+def plan_forward(
+    bounded: Tensor,
+    output: Tensor,
+    identity: Tensor | None,
+    constants: Constants,
+    gains: Gains,
+    eps: float,
+    centred: bool,
+) -> tuple[Forward, Launch]:
+    """Return memory for the results, and the launch that fills it."""
+    shape, empty, settles = bounded.shape, bounded.new_empty, gains.settle_gain is not None
+    rows, columns, tile = shape[:-1].numel(), shape[-1], Tile.of(shape[-1])
+    result = Forward(
+        empty(shape),
+        empty(0 if identity is None else shape),
+        output.new_empty(shape),
+        empty(shape if settles else 0),
+        empty((gains.norms * (2 if centred else 1), rows), dtype=torch.float32),
+    )
+    sources = {"bounded": bounded.contiguous(), "output": output.contiguous(), "identity": _contiguous(identity)}
+    results = {
+        "settled": result.settled,
+        "identity_next": None if identity is None else result.identity,
+        "h": result.h,
+        "unsettled": result.unsettled if settles else None,
+        "statistics": result.statistics,
+    }
+    shapes = {"rows": rows, "eps": eps, "DIM": columns, "BLOCK": tile.block, "ROWS": tile.rows, "CENTRED": centred}
+    launch = Launch(
+        kernel=boundary_triton.boundary_forward,
+        grid=(triton.cdiv(rows, tile.rows),),
+        arguments={**sources, **constants._asdict(), **_dense(gains), **results, **shapes},
+        warps=tile.warps,
+    )
+    return result, launch
+
+
+def backward(
+    grad_settled: Tensor | None,
+    grad_identity: Tensor | None,
+    grad_h: Tensor,
+    kept: Tensor,
+    identity: Tensor | Carried | None,
+    statistics: Tensor,
+    constants: Constants,
+    gains: Gains,
+    centred: bool,
+) -> Backward:
+    """Return the gradients; as `boundary_plain.backward`."""
+    result, launches = plan_backward(
+        grad_settled, grad_identity, grad_h, kept, identity, statistics, constants, gains, centred,
+        Processor.of(kept.device),
+    )  # fmt: skip
+    if kept.numel() == 0:
+        return result._replace(gains=torch.zeros_like(result.gains[:, 0]))
+    for launch in launches:
+        launch.run()
+    return result._replace(gains=result.gains.sum(1))
+
+
+def plan_backward(
+    grad_settled: Tensor | None,
+    grad_identity: Tensor | None,
+    grad_h: Tensor,
+    kept: Tensor,
+    identity: Tensor | Carried | None,
+    statistics: Tensor,
+    constants: Constants,
+    gains: Gains,
+    centred: bool,
+    processor: Processor,
+) -> tuple[Backward, list[Launch]]:
+    """Return memory for the results, with [parts, programs, dim] for the gains, and the launches that fill it.
+
+    Rows longer than LONGEST_WHOLE_ROW take two: the means over a row come before what is done with them.
+    """
+    rows, columns = kept.shape[:-1].numel(), kept.shape[-1]
+    carried = identity if isinstance(identity, Carried) else None
+    second = identity.rest if isinstance(identity, Carried) else identity
+    read = [part for part in (grad_settled, grad_identity, grad_h, kept, second) if part is not None]
+    channel_bytes, sums = sum(part.itemsize for part in read), len(gains.present)
+    walk = Walk.over(rows, columns, sums=sums, channel_bytes=channel_bytes, processor=processor)
+    shared = shares_gradient(grad_identity, grad_h, kept, constants, gains)
+    result = Backward(
+        kept.new_empty(kept.shape),
+        kept.new_empty(0 if gains.identity_gain is None else kept.shape),
+        grad_h.new_empty(0 if shared else kept.shape),
+        kept.new_empty((sums, walk.programs, columns), dtype=torch.float32),
+        kept.new_empty(0 if carried is None else kept.shape),
+    )
+    sources = {
+        "grad_settled": _contiguous(grad_settled),
+        "grad_h": grad_h.contiguous(),
+        "kept": kept.contiguous(),
+        "identity": None if carried else _contiguous(second),
+        "carried": _contiguous(second) if carried else None,
+        "departure": carried.departure if carried else None,
+        "statistics": statistics,
+        "projections": torch.empty_like(statistics) if walk.parts > 1 else None,
+        **_dense(gains),
+        "rows": rows,
+        "eps": carried.eps if carried else 0.0,
+        "DIM": columns,
+        "BLOCK": walk.tile.block,
+        "CENTRED": centred,
+    }
+    results = {
+        "grad_bounded": result.bounded,
+        "grad_identity": None if gains.identity_gain is None else result.identity,
+        "grad_output": None if shared else result.output,
+        "carried_next": result.rest if carried else None,
+        "partials": result.gains,
+    }
+    means = Launch(
+        kernel=boundary_triton.boundary_projections,
+        grid=(rows,),
+        arguments={name: part for name, part in sources.items() if name != "input_bias"},
+        warps=walk.tile.warps,
+    )
+    gradients = Launch(
+        kernel=boundary_triton.boundary_backward,
+        grid=(walk.programs, walk.parts),
+        arguments={
+            **sources,
+            **constants._asdict(),
+            "grad_identity_next": _contiguous(grad_identity),
+            **results,
+            "ROWS": walk.tile.rows,
+            "STAGES": walk.stages,
+        },
+        warps=walk.tile.warps,
+    )
+    return result, [means, gradients] if walk.parts > 1 else [gradients]
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def _dense(gains: Gains) -> dict[str, Tensor | None]:
+    return {name: _contiguous(gain) for name, gain in gains._asdict().items()}

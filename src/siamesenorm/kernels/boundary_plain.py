@@ -1,0 +1,261 @@
+"""The formulas of the boundary between two sublayers, in plain PyTorch: what the Triton kernels must equal.
+
+With a pending output O, the streams X and Y, the constants a, s, c, and N any of RMSNorm and LayerNorm:
+
+    U = a X + s O,  X' = N_X(U),  Y' = Y + c O,  Z = gate X' + N_Y(Y'),  H = N_in(Z)
+
+Every part may be absent: a stream that is not there, a norm or a gate that is the identity, a constant that is 1. With
+x^ = (U - mean) r, r = 1 / deviation, and likewise y^ and z^, and J(v, n, r) = r (v - n mean(v n) - mean(v)), where
+RMSNorm has no means:
+
+    dZ = J(dH g_in, z^, r_z);  dX' += gate dZ;  dU = J(dX' g_X, x^, r_x);  dY = dY' + J(dZ g_Y, y^, r_y)
+    dX = a dU;  dO = s dU + c dY
+
+All arithmetic is in fp32, or in fp64 for fp64 streams; what is stored has its tensor's dtype. Row statistics are of the
+streams before they are rounded for storage.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Constants(NamedTuple):
+    """The 0-d factors a, s and c; None is 1."""
+
+    skip: Tensor | None
+    scale: Tensor | None
+    identity_scale: Tensor | None
+
+
+class Gains(NamedTuple):
+    """Everything [dim] that is learned, in the order in which the backward pass returns its gradients."""
+
+    settle_gain: Tensor | None
+    gate: Tensor | None
+    identity_gain: Tensor | None
+    input_gain: Tensor | None
+    settle_bias: Tensor | None
+    identity_bias: Tensor | None
+    input_bias: Tensor | None
+
+    @property
+    def present(self) -> list[Tensor]:
+        """The ones that are not None."""
+        return [gain for gain in self if gain is not None]
+
+    @property
+    def norms(self) -> int:
+        """The number of norms."""
+        return sum(gain is not None for gain in (self.settle_gain, self.identity_gain, self.input_gain))
+
+
+class Forward(NamedTuple):
+    """What the forward pass returns: X', Y', H, U and the row statistics; empty tensors stand for absent ones.
+
+    `statistics` is [norms, tokens] of 1 / deviation, or [2 norms, tokens] with each norm's mean after it.
+    """
+
+    settled: Tensor
+    identity: Tensor
+    h: Tensor
+    unsettled: Tensor
+    statistics: Tensor
+
+
+class Backward(NamedTuple):
+    """What the backward pass returns: the gradients of X, Y, O, and [parts, dim] of the gains that are present.
+
+    Empty are that of Y where Y' is not normalised (it is then that of Y'), and that of O where it is that of X. `rest`
+    is what the boundary before this one rebuilds its Y' from, and is empty where this one had not to.
+    """
+
+    bounded: Tensor
+    identity: Tensor
+    output: Tensor
+    gains: Tensor
+    rest: Tensor
+
+
+class Carried(NamedTuple):
+    """What a boundary rebuilds its Y' from where it did not keep it: see `lean_boundary`.
+
+    `rest` is Y' - X' / `departure`, the latter being the scale of the next write to X.
+    """
+
+    rest: Tensor
+    departure: Tensor
+    eps: float
+
+    def rebuild(self, settled: Tensor, unsettled: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return Y', and the rest for the boundary before: Y - X / s = Y' - U / s."""
+        identity = self.rest.to(settled.dtype) + settled / self.departure.to(settled.dtype)
+        return identity, identity - (unsettled if scale is None else unsettled / scale.to(unsettled.dtype))
+
+    def verify(self, normalised: Tensor, inverse: Tensor) -> Tensor:
+        """Return the rows that are of the Y' that was normalised, and NaN for others: better lost than wrong."""
+        one = normalised.square().mean(-1, keepdim=True) + self.eps * inverse.square()
+        return normalised.masked_fill((one - 1).abs() > 1e-3, float("nan"))
+
+
+def widest(x: Tensor) -> torch.dtype:
+    """Return the dtype of the arithmetic."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def times(x: Tensor, factor: Tensor | None) -> Tensor:
+    """Return factor x; None is 1."""
+    return x if factor is None else x * factor.to(x.dtype)
+
+
+def affine(normalised: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
+    """Return gain n + bias."""
+    scaled = normalised * gain.to(normalised.dtype)
+    return scaled if bias is None else scaled + bias.to(normalised.dtype)
+
+
+def normalise(x: Tensor, eps: float, centred: bool) -> tuple[Tensor, list[Tensor]]:
+    """Return x^ and the row statistics: 1 / deviation, and the mean if there is one."""
+    mean = x.mean(-1, keepdim=True)
+    if centred:
+        x = x - mean
+    inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x * inverse, [inverse, mean] if centred else [inverse]
+
+
+def forward(
+    bounded: Tensor,
+    output: Tensor,
+    identity: Tensor | None,
+    constants: Constants,
+    gains: Gains,
+    eps: float,
+    centred: bool,
+) -> Forward:
+    """Complete the pending write and read."""
+    wide, statistics = widest(bounded), list[Tensor]()
+    update = output.contiguous().to(wide)
+    settled = unsettled = times(bounded.contiguous().to(wide), constants.skip) + times(update, constants.scale)
+    if gains.settle_gain is not None:
+        normalised, found = normalise(unsettled, eps, centred)
+        statistics.extend(found)
+        settled = affine(normalised, gains.settle_gain, gains.settle_bias)
+
+    h, identity_next = times(settled, gains.gate), bounded.new_empty(0)
+    if identity is not None:
+        summed = identity.contiguous().to(wide) + times(update, constants.identity_scale)
+        identity_next = summed.to(identity.dtype)
+        if gains.identity_gain is not None:
+            normalised, found = normalise(summed, eps, centred)
+            statistics.extend(found)
+            h = h + affine(normalised, gains.identity_gain, gains.identity_bias)
+    if gains.input_gain is not None:
+        normalised, found = normalise(h, eps, centred)
+        statistics.extend(found)
+        h = affine(normalised, gains.input_gain, gains.input_bias)
+
+    return Forward(
+        settled.to(bounded.dtype),
+        identity_next,
+        h.to(output.dtype, copy=h is settled),  # an operator's results share no memory
+        bounded.new_empty(0) if gains.settle_gain is None else unsettled.to(bounded.dtype),
+        torch.stack([value.flatten() for value in statistics])
+        if statistics
+        else bounded.new_empty((0, bounded.shape[:-1].numel()), dtype=wide),
+    )
+
+
+class _Statistics:
+    """Hands out the statistics of one norm after the other: settle, identity, input."""
+
+    def __init__(self, statistics: Tensor, shape: torch.Size, centred: bool) -> None:
+        self.rows = iter(statistics.reshape(len(statistics), *shape[:-1], 1))
+        self.centred = centred
+
+    def normalise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x^ and 1 / deviation."""
+        inverse = next(self.rows)
+        if self.centred:
+            x = x - next(self.rows)
+        return x * inverse, inverse
+
+    def pull_back(self, v: Tensor, normalised: Tensor, inverse: Tensor) -> Tensor:
+        """Return J(v, n, r)."""
+        result = v - normalised * (v * normalised).mean(-1, keepdim=True)
+        return inverse * (result - v.mean(-1, keepdim=True) if self.centred else result)
+
+
+def shares_gradient(
+    grad_identity: Tensor | None, grad_h: Tensor, kept: Tensor, constants: Constants, gains: Gains
+) -> bool:
+    """Return whether the gradient of O is that of X: then it is not written a second time."""
+    alone = grad_identity is None and gains.identity_gain is None
+    return alone and constants.skip is None and constants.scale is None and grad_h.dtype == kept.dtype
+
+
+def backward(
+    grad_settled: Tensor | None,
+    grad_identity: Tensor | None,
+    grad_h: Tensor,
+    kept: Tensor,
+    identity: Tensor | Carried | None,
+    statistics: Tensor,
+    constants: Constants,
+    gains: Gains,
+    centred: bool,
+) -> Backward:
+    """Return the gradients from those of the results and what the forward pass kept."""
+    wide, row = widest(kept), _Statistics(statistics, kept.shape, centred)
+    sums: dict[str, Tensor] = {}
+    settled, rest, carried = kept.to(wide), kept.new_empty(0), identity
+    if gains.settle_gain is not None:
+        x_hat, x_inverse = row.normalise(settled)
+        settled = affine(x_hat, gains.settle_gain, gains.settle_bias)
+    total = times(settled, gains.gate)
+    if isinstance(identity, Carried):
+        identity, rest = identity.rebuild(settled, kept.to(wide), constants.scale)
+    if identity is not None and gains.identity_gain is not None:
+        y_hat, y_inverse = row.normalise(identity.to(wide))
+        y_hat = carried.verify(y_hat, y_inverse) if isinstance(carried, Carried) else y_hat
+        total = total + affine(y_hat, gains.identity_gain, gains.identity_bias)
+
+    d_total = grad_h.contiguous().to(wide)
+    if gains.input_gain is not None:
+        z_hat, z_inverse = row.normalise(total)
+        sums.update(input_gain=d_total * z_hat, input_bias=d_total)
+        d_total = row.pull_back(times(d_total, gains.input_gain), z_hat, z_inverse)
+
+    sums["gate"] = d_total * settled
+    d_bounded = times(d_total, gains.gate)
+    if grad_settled is not None:
+        d_bounded = d_bounded + grad_settled.to(wide)
+    if gains.settle_gain is not None:
+        sums.update(settle_gain=d_bounded * x_hat, settle_bias=d_bounded)
+        d_bounded = row.pull_back(times(d_bounded, gains.settle_gain), x_hat, x_inverse)
+
+    d_identity = None if grad_identity is None else grad_identity.to(wide)
+    if gains.identity_gain is not None:
+        sums.update(identity_gain=d_total * y_hat, identity_bias=d_total)
+        through = row.pull_back(times(d_total, gains.identity_gain), y_hat, y_inverse)
+        d_identity = through if d_identity is None else through + d_identity
+    d_output = times(d_bounded, constants.scale)
+    if d_identity is not None:
+        d_output = d_output + times(d_identity, constants.identity_scale)
+
+    if d_identity is None or gains.identity_gain is None:
+        d_identity = kept.new_empty(0)
+    shared = shares_gradient(grad_identity, grad_h, kept, constants, gains)
+    learned = [name for name, gain in gains._asdict().items() if gain is not None]
+    d_bounded = times(d_bounded, constants.skip)
+    return Backward(
+        d_bounded.to(kept.dtype, copy=d_bounded is grad_h),
+        d_identity.to(kept.dtype),
+        kept.new_empty(0) if shared else d_output.to(grad_h.dtype, copy=d_output is grad_h),
+        torch.stack([sums[name].flatten(0, -2).sum(0) for name in learned])
+        if learned
+        else kept.new_empty((0, kept.shape[-1]), dtype=wide),
+        rest.to(kept.dtype),
+    )

@@ -1,0 +1,173 @@
+"""What the compiler makes of a kernel: registers, spills, shared memory, widths of memory accesses; without a GPU.
+
+Triton carries an assembler and a disassembler, so a launch can be compiled ahead of time for any NVIDIA architecture.
+Tensors are taken to be aligned to 16 bytes, as PyTorch allocates them. Nothing here says how fast a kernel is.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from siamesenorm.kernels.boundary_plain import Carried, Constants, Gains
+from siamesenorm.kernels.launch import H200, Launch
+
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """The machine code of one kernel.
+
+    `registers` and `spilled_bytes` are of one thread, `shared_bytes` of one program; `loads` and `stores` count the
+    instructions on global memory by their width in bits, asynchronous copies among the loads.
+    """
+
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    threads: int
+    loads: dict[int, int]
+    stores: dict[int, int]
+
+
+def inspect(launch: Launch, capability: int = 90) -> Inspection:
+    """Compile a launch for an architecture (90 is Hopper) and read its machine code; the tensors may be on "meta"."""
+    import triton  # type: ignore[import-untyped]
+    from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
+    from triton.compiler import ASTSource  # type: ignore[import-untyped]
+
+    kernel = launch.kernel
+    arguments = {name: launch.arguments[name] for name in kernel.arg_names}
+    signature = {name: _type_of(value) for name, value in arguments.items()}
+    for parameter in kernel.params:
+        if parameter.is_constexpr:
+            signature[parameter.name] = "constexpr"
+    constants = {(i,): arguments[name] for i, name in enumerate(arguments) if signature[name] == "constexpr"}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, (name, value) in enumerate(arguments.items())
+        if signature[name].startswith("*") or (signature[name] == "i32" and value % 16 == 0)
+    }
+    source = ASTSource(kernel, signature, constants, aligned)
+    compiled = triton.compile(
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": launch.warps, "enable_fp_fusion": True},
+    )
+    resources, code = _disassemble(compiled.asm["cubin"])
+    return Inspection(
+        registers=resources["REG"],
+        spilled_bytes=resources["STACK"] + resources["LOCAL"],
+        shared_bytes=compiled.metadata.shared,
+        threads=32 * launch.warps,
+        loads=_widths(code, "LDG|LDGSTS"),
+        stores=_widths(code, "STG"),
+    )
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "*" + TYPES[value.dtype]
+    return {int: "i32", float: "fp32"}.get(type(value), "constexpr")
+
+
+def _disassemble(cubin: bytes) -> tuple[dict[str, int], str]:
+    """Return the resource usage and the assembly of a compiled kernel, by the tools that come with Triton."""
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+    def output(*command: str | Path) -> str:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = output(tools / "cuobjdump", "--dump-resource-usage", file.name)
+        code = output(tools / "nvdisasm", "-c", file.name)
+    return {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}, code
+
+
+def _widths(code: str, opcodes: str) -> dict[int, int]:
+    """Count instructions by width in bits; an opcode without a width is of 32."""
+    found: Counter[int] = Counter()
+    for modifiers in re.findall(rf"\b(?:{opcodes})((?:\.\w+)*)\s", code):
+        width = re.search(r"\.[US]?(8|16|64|128)(?=\.|$)", modifiers)
+        found[int(width[1]) if width else 32] += 1
+    return dict(sorted(found.items()))
+
+
+# --- the boundary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundaryKind:
+    """One of the boundaries of the topologies: the gains it has, whether there is a second stream, its constants."""
+
+    gains: tuple[str, ...]
+    two_streams: bool
+    constants: tuple[str, ...] = ()
+
+
+BOUNDARIES = {
+    "siamese attention": BoundaryKind(gains=("gate", "identity_gain"), two_streams=True, constants=("scale",)),
+    "siamese mlp": BoundaryKind(
+        gains=("settle_gain", "identity_gain", "input_gain"), two_streams=True, constants=("scale",)
+    ),
+    "siamese post-pre": BoundaryKind(gains=("settle_gain", "identity_gain"), two_streams=True, constants=("scale",)),
+    "pre-norm": BoundaryKind(gains=("input_gain",), two_streams=False),
+    "post-norm": BoundaryKind(gains=("settle_gain",), two_streams=False),
+    "deepnorm": BoundaryKind(gains=("settle_gain",), two_streams=False, constants=("skip",)),
+    "residual": BoundaryKind(gains=("settle_gain",), two_streams=True, constants=("identity_scale",)),
+}
+"""By name; `siamese post-pre` is the one without normalised input."""
+
+
+def boundary_launches(
+    kind: BoundaryKind,
+    dim: int,
+    *,
+    streams: torch.dtype = torch.bfloat16,
+    output: torch.dtype = torch.bfloat16,
+    centred: bool = False,
+    lean: bool = False,
+    tokens: int = 16_384,
+) -> Iterator[tuple[str, Launch]]:
+    """Yield (pass, launch) of a boundary as on an H200, with fp32 gains, and biases if it is centred.
+
+    `lean` takes the backward pass that rebuilds the identity stream.
+    """
+    from siamesenorm.kernels.boundary_launch import plan_backward, plan_forward
+
+    def rows(dtype: torch.dtype) -> Tensor:
+        return torch.empty(tokens, dim, dtype=dtype, device="meta")
+
+    def number(name: str) -> Tensor | None:
+        return torch.empty((), device="meta") if name in kind.constants else None
+
+    biases = tuple(gain.replace("gain", "bias") for gain in kind.gains if gain != "gate") if centred else ()
+    learned = {*kind.gains, *biases}
+    gains = Gains(*(torch.empty(dim, device="meta") if name in learned else None for name in Gains._fields))
+    constants = Constants(*map(number, Constants._fields))
+    identity = rows(streams) if kind.two_streams else None
+    normalised = None if gains.identity_gain is None else identity
+    second = Carried(rows(streams), torch.empty((), device="meta"), 1e-5) if lean else normalised
+    result, launch = plan_forward(rows(streams), rows(output), identity, constants, gains, 1e-5, centred)
+    yield "forward", launch
+    kept = result.settled if gains.settle_gain is None else result.unsettled
+    _, launches = plan_backward(
+        rows(streams), identity, rows(output), kept, second,
+        result.statistics, constants, gains, centred, H200,
+    )  # fmt: skip
+    for launch in launches:
+        yield launch.kernel.__name__.removeprefix("boundary_"), launch

@@ -1,0 +1,206 @@
+"""Fused connections equal the plain ones: every topology that has them, in every way that a model is run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from siamesenorm import LanguageModel, Materials, available_topologies, build_language_model, build_topology
+from siamesenorm.errors import UserError
+from siamesenorm.interop.swap_norms import swap_norms
+from siamesenorm.norms import NormSpec
+from siamesenorm.topologies import fused as fused_connections
+from siamesenorm.topologies import transformer_places
+from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks
+
+FUSED = [name for name in available_topologies() if build_topology(name).has_fused_kernels]
+VARIANTS = [
+    *FUSED,
+    "hybridnorm:depth_scale=code",
+    "mixln:post_blocks=2",
+    "post:final_norm=true",
+    "residual:dual_scale=0.5,bounded_scale=0.7",
+    "residual:body=hybridnorm",
+    "siamese:normalized_input=false",
+    "siamese:depth_scale=none",
+    "siamese-post-pre:normalized_input=false",
+    "siamese-post-pre:settle=lazy,readout=code,gated_opening=true",
+]
+NORMS = ("rmsnorm", "layernorm", "layernorm:bias=false")
+DEPTH = 3
+
+
+def tiny_model(topology: str, **fields: Any) -> LanguageModel:
+    """Return a model in fp64 whose every parameter is random."""
+    sizes = {"depth": DEPTH, "dim": 16, "heads": 2, "hidden": 24, "vocabulary": 11}
+    model = build_language_model("nano", topology=topology, **{**sizes, **fields}).double()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.1)
+    return model
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 11, (2, 6), generator=torch.Generator().manual_seed(3))
+
+
+def run(model: LanguageModel) -> dict[str, Tensor]:
+    """Return the logits, and the gradient of a loss on them for every parameter."""
+    model.zero_grad()
+    logits = model(tokens()).logits
+    weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype)
+    (logits * weights.reshape(logits.shape)).sum().backward()
+    return {"logits": logits.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+
+
+class Calls(TorchDispatchMode):
+    """Count the calls of the operator, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = [0, 0]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[0] += func is torch.ops.siamesenorm.boundary.default
+        self.counts[1] += func is torch.ops.siamesenorm.boundary_backward.default
+        return func(*args, **(kwargs or {}))
+
+
+def boundaries(topology: str) -> int:
+    """Return how many boundaries have something to fuse: all but the first, or those of HybridNorm's MLPs."""
+    return DEPTH if "hybridnorm" in topology else 2 * DEPTH - 1
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("topology", VARIANTS)
+def test_fused_equals_plain(topology: str, norm: str) -> None:
+    plain, fused = (tiny_model(topology, norm=norm, kernels=kernels) for kernels in ("plain", "fused"))
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    fused.load_state_dict(plain.state_dict())
+    with Calls() as calls:
+        found = run(fused)
+    assert calls.counts == [boundaries(topology)] * 2
+    torch.testing.assert_close(found, run(plain), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("topology", FUSED)
+def test_a_write_stays_pending_across_block_edges(topology: str) -> None:
+    model = tiny_model(topology, kernels="fused")
+    streams = model.opening(model.embedding(tokens()))
+    count = len(streams)
+    for block in model.blocks:
+        streams, _ = block(streams, model._rotary(6))
+        assert len(streams) == count + 1, "the streams, and the output not yet added"
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "seednorm", "dyt", "rmsnorm:offset=1"])
+@pytest.mark.parametrize("topology", available_topologies())
+def test_auto_is_plain_on_a_cpu_to_the_last_bit(topology: str, norm: str) -> None:
+    plain, auto = (tiny_model(topology, norm=norm, kernels=kernels).float() for kernels in ("plain", "auto"))
+    with Calls() as calls:
+        found = run(auto)
+    assert calls.counts == [0, 0]
+    torch.testing.assert_close(found, run(plain), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("topology", FUSED)
+def test_auto_is_fused_where_there_are_kernels(topology: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_connections, "has_kernels_for", lambda x: True)
+    auto = tiny_model(topology, kernels="auto")
+    with Calls() as calls:
+        found = run(auto)
+    assert calls.counts == [boundaries(topology)] * 2
+    torch.testing.assert_close(found, run(tiny_model(topology)), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("norm", ["seednorm", "dyt", "rmsnorm:offset=1"])
+def test_auto_is_plain_for_norms_that_the_operator_does_not_know(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_connections, "has_kernels_for", lambda x: True)
+    with Calls() as calls:
+        found = run(tiny_model("siamese", norm=norm, kernels="auto"))
+    assert calls.counts == [0, 0]
+    torch.testing.assert_close(found, run(tiny_model("siamese", norm=norm)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("topology", FUSED)
+def test_fused_refuses_norms_that_the_operator_does_not_know(topology: str) -> None:
+    with pytest.raises(UserError, match="the fused boundary knows RMSNorm and LayerNorm with gain .*: use plain"):
+        tiny_model(topology, norm="dyt", kernels="fused")
+
+
+def test_fused_refuses_conditioned_sublayers_and_other_axes() -> None:
+    topology = build_topology("pre")
+    (_, place), *_ = transformer_places(1, conditioned=True)
+    with pytest.raises(UserError, match="with gain"):
+        topology.connection(place, Materials(dim=8, kernels="fused"))
+    (_, place), *_ = transformer_places(1)
+    with pytest.raises(UserError, match="channels last"):
+        topology.connection(place, Materials(dim=8, axis=1, kernels="fused"))
+
+
+def test_fused_refuses_different_norms() -> None:
+    norms = [NormSpec.parse(spec).build(8) for spec in ("rmsnorm", "rmsnorm:eps=1e-6")]
+    with pytest.raises(UserError, match=r"not \[1e-06, 1e-05\]"):
+        fused_connections.FusedNorms.of(norms)
+
+
+def test_kernels_that_do_not_exist_are_refused() -> None:
+    for build in (lambda: Materials(dim=8, kernels="triton"), lambda: tiny_model("pre", kernels="triton")):
+        with pytest.raises(UserError, match="unknown kernels 'triton'"):
+            build()
+
+
+@pytest.mark.parametrize("kernels", ["fused", "auto"])
+def test_norms_of_fused_connections_are_not_swapped(kernels: str) -> None:
+    model = tiny_model("pre", kernels=kernels)
+    report = swap_norms(model, "dyt", where="blocks.1.*connection.norm")
+    assert not report.replaced and len(report.refused) == 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # PyTorch's compiler asks for it, and hides this
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("topology", ["siamese", "pre", "deepnorm", "residual"])
+def test_compiled(topology: str, checkpointed: bool) -> None:
+    plain, fused = tiny_model(topology, depth=4), tiny_model(topology, depth=4, kernels="fused")
+    graphs: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+        compiled = torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+        graphs.append([str(node.target) for part in parts for node in part.graph.nodes])
+        return compiled
+
+    torch._dynamo.reset()
+    if checkpointed:
+        checkpoint_blocks(fused)
+    compile_blocks(fused, backend=backend)
+    torch.testing.assert_close(run(fused), run(plain), rtol=1e-12, atol=1e-12)
+    assert checkpointed or len(graphs) == 2, "the first block reads streams, the others streams and a pending output"
+    assert all(any("siamesenorm.boundary" in node for node in graph) for graph in graphs)
+
+
+@pytest.mark.parametrize("topology", FUSED)
+def test_streams_keep_their_dtype(topology: str) -> None:
+    """bf16 streams between fp32 sublayers: the fused form rounds once where the plain one rounds at every step."""
+    plain, fused = (
+        tiny_model(topology, kernels=kernels, residual_dtype="bfloat16", compute_dtype="float32").float()
+        for kernels in ("plain", "fused")
+    )
+    streams = fused.opening(fused.embedding(tokens()))
+    for block in fused.blocks:
+        streams, _ = block(streams, fused._rotary(6))
+        assert {stream.dtype for stream in streams[:-1]} == {torch.bfloat16}
+        assert streams[-1].dtype == torch.float32
+    torch.testing.assert_close(run(fused)["logits"], run(plain)["logits"], rtol=0, atol=0.05)
+
+
+def test_generation_with_caches() -> None:
+    prompt = tokens()[:, :3]
+    for topology in FUSED:
+        generated = [tiny_model(topology, kernels=kernels).generate(prompt, 4) for kernels in ("plain", "fused")]
+        assert torch.equal(*generated)

@@ -1,0 +1,76 @@
+"""The Triton kernels compiled for Hopper (sm_90) without a GPU: no spills, 128-bit accesses, registers reported."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from siamesenorm.kernels.inspection import BOUNDARIES, Inspection, boundary_launches, inspect
+
+pytest.importorskip("triton")
+
+SIAMESE = [name for name in BOUNDARIES if name.startswith("siamese")]
+NO_SPILLS = [
+    *((name, 4096, torch.bfloat16) for name in BOUNDARIES if name != "deepnorm"),
+    *((name, 2048, torch.float32) for name in SIAMESE),
+    ("siamese mlp", 1024, torch.bfloat16),
+    ("siamese mlp", 8192, torch.bfloat16),
+]
+"""A row of 8192 takes two kernels in the backward pass."""
+
+
+def describe(name: str, dim: int, streams: torch.dtype, passed: str, found: Inspection) -> str:
+    return (
+        f"{name} {passed}, d={dim}, {streams}: {found.registers} registers, {found.spilled_bytes} bytes spilled, "
+        f"{found.shared_bytes} bytes shared, {found.threads} threads"
+    )
+
+
+@pytest.mark.parametrize(("name", "dim", "streams"), NO_SPILLS, ids=str)
+def test_no_spills_and_wide_accesses(name: str, dim: int, streams: torch.dtype) -> None:
+    for passed, launch in boundary_launches(BOUNDARIES[name], dim, streams=streams):
+        found = inspect(launch)
+        print(describe(name, dim, streams, passed, found))
+        assert found.spilled_bytes == 0
+        assert found.registers * found.threads <= 65_536, "a program fits a multiprocessor"
+        # Rows move 128 bits at a time; 32 bits are constants and row statistics.
+        assert set(found.loads) <= {32, 128} and set(found.stores) <= {32, 128}
+        tensors = sum(1 for value in launch.arguments.values() if isinstance(value, torch.Tensor) and value.ndim == 2)
+        assert found.loads[128] + found.stores.get(128, 0) >= tensors - (passed == "projections") * 2
+
+
+def test_the_forward_pass_moves_each_row_once() -> None:
+    """Of 8 bf16 channels a thread, a row is one access; a gain in fp32 is two."""
+    for name, reads, gains, writes in (("siamese mlp", 3, 3, 4), ("siamese attention", 3, 2, 3), ("pre-norm", 2, 1, 2)):
+        forward = inspect(next(launch for _, launch in boundary_launches(BOUNDARIES[name], 2048)))
+        assert (forward.loads[128], forward.stores[128]) == (reads + 2 * gains, writes)
+
+
+def test_the_backward_pass_moves_each_row_once() -> None:
+    """Five reads a row, twice ahead of the loop and once in it; three writes a row, and one program's three sums."""
+    *_, (_, launch) = boundary_launches(BOUNDARIES["siamese mlp"], 2048)
+    assert launch.arguments["STAGES"] == 3
+    found = inspect(launch)
+    assert (found.loads[128], found.stores[128]) == (3 * 5 + 2 * 3, 3 + 2 * 3)
+
+
+def test_layer_norm_does_not_spill_up_to_2048() -> None:
+    for streams in (torch.bfloat16, torch.float32):
+        for _, launch in boundary_launches(BOUNDARIES["siamese mlp"], 2048, streams=streams, centred=True):
+            assert inspect(launch).spilled_bytes == 0
+
+
+@pytest.mark.parametrize("dim", [2048, 8192])
+def test_the_lean_backward_pass_does_not_spill(dim: int) -> None:
+    for passed, launch in boundary_launches(BOUNDARIES["siamese mlp"], dim, streams=torch.float32, lean=True):
+        if passed != "forward":
+            assert inspect(launch).spilled_bytes == 0
+
+
+def test_programs_fill_the_device() -> None:
+    for dim in (64, 512, 2048, 4096, 8192, 16_384):
+        for passed, launch in boundary_launches(BOUNDARIES["siamese mlp"], dim):
+            warps = math.prod(launch.grid) * launch.warps
+            assert warps >= 132 * 16 * 0.98, f"{passed} at {dim}"

@@ -1,0 +1,26 @@
+"""Run the Triton kernels on the CPU, by Triton's interpreter, in a pytest of its own for each file of kernels.
+
+The interpreter is chosen before Triton is imported, for a whole process. It checks values and masks; it knows nothing
+of races and coalescing, and it truncates where a GPU rounds to bf16.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+FILES = sorted(Path(__file__).parent.glob("interpreted_*.py"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_interpreted(file: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", str(file)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-1000:]
+    assert "100%" in result.stdout
