@@ -5,14 +5,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
+TIMM := .timm/ready
 
 .PHONY: demo test check docs clean
 
 demo: $(READY)
 	$(BIN)/siamesenorm demo
 
-test: $(READY) check
+test: $(READY) $(TIMM) check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 PYTHONPATH=.timm $(BIN)/python -m pytest tests/vision
 
 check: $(READY)
 	$(BIN)/ruff check
@@ -26,8 +28,15 @@ docs: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[lab,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[lab,diffusion,dev]'
 	touch $(READY)
 
+# Beside a torch for the CPU no torchvision of the index imports, and transformers with it: timm, which needs one, and
+# torchvision live in a directory of their own, on the path of their own tests alone.
+$(TIMM): $(READY)
+	rm -rf .timm
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt --target .timm timm torchvision
+	touch $(TIMM)
+
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .timm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

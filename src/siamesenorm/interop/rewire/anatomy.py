@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from operator import attrgetter
+from typing import Any, Literal
 
 from torch import nn
 
@@ -34,9 +35,10 @@ class Anatomy:
     `final_norm` is the attribute of the module that holds the blocks (the backbone); `keeps_final_norm` leaves it in
     place after the closing. `projections` names the linear maps by the roles of this library's own ("query", "key",
     "value", "attention_output", "mlp_up", "mlp_gate", "mlp_output"), as far as they are maps of their own; `head_norms`
-    are the roles whose output the host normalises itself. `output_norms` normalise what a sublayer returns, on a block
-    without input norms: starting from scratch drops them. `pre_norm_refusal` says why the block is no Pre-Norm block.
-    `adapt_backbone` makes the backbone's other outputs (hidden states) those of a model with one stream.
+    are the roles whose output the host normalises itself; `head_dim` reads the width of a head off the attention.
+    `output_norms` normalise what a sublayer returns, on a block without input norms: starting from scratch drops them.
+    `pre_norm_refusal` says why the block is no Pre-Norm block. `check_backbone` raises UserError for a backbone whose
+    use of the blocks is not understood; `adapt_backbone` makes its other outputs (hidden states) those of one stream.
     """
 
     rewired: type[RewiredBlock]
@@ -47,8 +49,10 @@ class Anatomy:
     attention: str = "self_attn"
     projections: Mapping[str, str] = field(default_factory=dict)
     head_norms: tuple[str, ...] = ()
+    head_dim: Callable[[Any], int] = attrgetter("head_dim")
     output_norms: tuple[str, ...] = ()
     pre_norm_refusal: str | None = None
+    check_backbone: Callable[[nn.Module], None] | None = None
     adapt_backbone: Callable[[nn.Module], None] | None = None
 
     @property
@@ -96,6 +100,8 @@ def find_host(model: nn.Module, families: Mapping[str, Reading]) -> Host:
     _refuse_mixed(name, blocks)
     backbone = model.get_submodule(name.rpartition(".")[0])
     anatomy = families[qualified_name(blocks[0])](blocks[0])
+    if anatomy.check_backbone:
+        anatomy.check_backbone(backbone)
     _refuse_shared_norms(model, name, blocks, anatomy)
     return Host(name=name, backbone=backbone, blocks=blocks, anatomy=anatomy)
 
@@ -113,10 +119,11 @@ def _short(family: str) -> str:
 
 def _unknown_structure(model: nn.Module) -> str:
     """Say what the model's longest row of blocks is, which is what its owner would expect to be found."""
-    rows = [(len(stack), name, stack) for name, stack in stacks_of(model) if isinstance(stack, nn.ModuleList)]
+    rows = list(stacks_of(model))
     if not rows:
         return f"the structure of {type(model).__name__} is unknown: it has no list of blocks"
-    _, name, stack = max(rows, key=lambda row: row[0])
+    # A Sequential may be a stem or an MLP as well: it counts where it is longer than every list.
+    name, stack = max(rows, key=lambda row: (len(row[1]), isinstance(row[1], nn.ModuleList)))
     return f"the structure of {type(model).__name__} is unknown: {name}.0 is a {qualified_name(stack[0])}"
 
 

@@ -57,7 +57,7 @@ def normalise_projections(host: Host, operator: NormSpec) -> None:
     """Give queries, keys and values a norm per head, those apart that the host normalises itself."""
     anatomy = host.anatomy
     for block in host.blocks:
-        head_dim = int(block.get_submodule(anatomy.attention).head_dim)  # type: ignore[arg-type]
+        head_dim = anatomy.head_dim(block.get_submodule(anatomy.attention))
         for role in ATTENTION_ROLES:
             if role in anatomy.head_norms:
                 continue
