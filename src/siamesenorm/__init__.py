@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from siamesenorm.analysis import StreamMonitor
     from siamesenorm.interop.rewire import rewire
     from siamesenorm.interop.swap_norms import swap_norms
     from siamesenorm.models.language import (
@@ -35,6 +36,7 @@ __all__ = [
     "LanguageModelConfig",
     "Materials",
     "Norm",
+    "StreamMonitor",
     "Topology",
     "available_norms",
     "available_topologies",
@@ -55,12 +57,17 @@ _MODULES = (
     "siamesenorm.interop.rewire",
     "siamesenorm.interop.swap_norms",
 )
+_LABORATORY = {"StreamMonitor": "siamesenorm.analysis"}
+"""What needs the `lab` extra is imported for itself alone."""
 
 
 def __getattr__(name: str) -> Any:
     """Import the public names at the first use of one: the command line shows its help without loading torch."""
     if name not in __all__:
         raise AttributeError(f"module 'siamesenorm' has no attribute {name!r}")
+    if name in _LABORATORY:
+        globals()[name] = getattr(importlib.import_module(_LABORATORY[name]), name)
+        return globals()[name]
     for module in map(importlib.import_module, _MODULES):
         globals().update({public: getattr(module, public) for public in __all__ if hasattr(module, public)})
     return globals()[name]

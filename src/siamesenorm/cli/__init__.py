@@ -21,6 +21,7 @@ COMMANDS = {
     "report": "make tables, figures and a page of a sweep",
     "verdict": "say whether a loss curve was stable, spiked or diverged",
     "calibrate": "measure how often the verdict is wrong on given runs",
+    "rewire": "give an existing model in a local directory another residual topology",
     "explain": "show formula, diagram, cost and special cases of a topology",
     "bench": "measure speed and memory of boundaries, training steps, and other libraries",
     "sizes": "count parameters and FLOPs of every size",

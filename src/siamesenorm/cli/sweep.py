@@ -72,7 +72,7 @@ def run_sweep(grid: Grid, plan: RunPlan, out: Path, jobs: int, *, report: Path, 
     if jobs < 0:
         raise UserError(f"jobs is {jobs}: choose at least 1, or 0 for one a core")
     template = _template(plan)
-    jobs = jobs or _jobs_at_hand(plan.execution.device, template.execution.threads)
+    jobs = jobs or jobs_at_hand(plan.execution.device, template.execution.threads)
     with SweepConsole(out) as console:
         sweep = SweepRun(grid=grid, template=template, directory=out, jobs=jobs, observer=console, command=command)
         sweep.run()
@@ -95,7 +95,8 @@ def _template(plan: RunPlan) -> RunConfig:
     return dataclasses.replace(plan, model=model, execution=execution).resolve()
 
 
-def _jobs_at_hand(device: str, threads: int) -> int:
+def jobs_at_hand(device: str, threads: int) -> int:
+    """Return how many runs fit at a time: one a GPU, or one for every `threads` cores."""
     if not device.startswith("cpu"):
         return max(1, len(shared_gpus(device)))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

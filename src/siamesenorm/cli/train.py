@@ -10,6 +10,7 @@ from siamesenorm.training.console import ConsoleObserver
 from siamesenorm.training.exact_json import encode_json
 from siamesenorm.training.loop import Observer, train
 from siamesenorm.training.plan import RunPlan
+from siamesenorm.training.start import resolve_continued
 from siamesenorm.training.trackers import build_trackers
 
 
@@ -17,6 +18,8 @@ from siamesenorm.training.trackers import build_trackers
 class Train(RunPlan):
     """Train one language model, or go on with it where it stopped."""
 
+    start: Path | None = None
+    """Directory of a finished run whose weights to start from, converted to --model.topology and --model.norm."""
     out: Path | None = None
     """Directory of the run; runs/<id> if not given."""
     json: bool = False
@@ -28,7 +31,7 @@ Arguments = recipe_arguments(Train)
 
 def run(arguments: Train) -> None:
     """Train, showing progress, and print the verdict."""
-    config = arguments.resolve()
+    config = arguments.resolve() if arguments.start is None else resolve_continued(arguments, arguments.start)
     directory = arguments.out or Path("runs") / config.identity[:12]
     console = ConsoleObserver()
     observers: tuple[Observer, ...] = (console, *build_trackers(config, directory))

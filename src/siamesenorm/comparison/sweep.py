@@ -42,7 +42,8 @@ class Job:
     @property
     def name(self) -> str:
         """Method, learning rate and seed."""
-        return f"{self.config.model.label} @ {self.config.optimizer.learning_rate:g}, seed {self.config.seed}"
+        method = f"{self.config.model.label}{', continued' if self.config.start else ''}"
+        return f"{method} @ {self.config.optimizer.learning_rate:g}, seed {self.config.seed}"
 
     @property
     def verdict(self) -> Verdict | None:
@@ -118,36 +119,48 @@ class SweepRun:
         self.planned += jobs
         self._write_plan()
         self.observer.planned(jobs)
-        waiting = iter([job for job in jobs if job.verdict is None])
-        running: dict[Job, subprocess.Popen[bytes]] = {}
-        places: dict[Job, int] = {}
-        with _all_ended(running):
-            while True:
-                for job in itertools.islice(waiting, self.jobs - len(running)):
-                    places[job] = min(set(range(self.jobs)) - {places[other] for other in running})
-                    running[job] = _start(job, places[job])
-                if not running:
-                    return
-                time.sleep(POLL_SECONDS)
-                for job in [job for job, process in running.items() if process.poll() is not None]:
-                    self._end(job, running.pop(job))
-                self.observer.progressed(list(running))
-
-    def _end(self, job: Job, process: subprocess.Popen[bytes]) -> None:
-        error = None
-        with process:  # closes its standard input
-            process.wait()
-        if process.returncode:
-            lines = (job.directory / "log.txt").read_text(errors="replace").strip().splitlines()
-            error = lines[-1] if lines else f"exit code {process.returncode}"
-            self.failures[job.name] = error
-        self.observer.ended(job, error)
+        self.failures |= train_jobs(jobs, self.jobs, self.observer)
 
     def _write_plan(self) -> None:
         directories = [job.directory for job in self.planned]
         SweepDirectory(self.directory).write_plan(self.template, self.grid, directories, self.command)
         for job in self.planned:
             RunDirectory(job.directory).prepare(job.config)
+
+
+def train_jobs(jobs: list[Job], at_once: int, observer: SweepObserver) -> dict[str, str]:
+    """Train the jobs that are not finished, each in a process of its own; return the errors of those that failed.
+
+    The configurations of the jobs are in their directories already.
+    """
+    waiting = iter([job for job in jobs if job.verdict is None])
+    running: dict[Job, subprocess.Popen[bytes]] = {}
+    places: dict[Job, int] = {}
+    failures: dict[str, str] = {}
+    with _all_ended(running):
+        while True:
+            for job in itertools.islice(waiting, at_once - len(running)):
+                places[job] = min(set(range(at_once)) - {places[other] for other in running})
+                running[job] = _start(job, places[job])
+            if not running:
+                return failures
+            time.sleep(POLL_SECONDS)
+            for job in [job for job, process in running.items() if process.poll() is not None]:
+                error = _error_of(job, running.pop(job))
+                if error is not None:
+                    failures[job.name] = error
+                observer.ended(job, error)
+            observer.progressed(list(running))
+
+
+def _error_of(job: Job, process: subprocess.Popen[bytes]) -> str | None:
+    """Wait for the process of a job that has ended, and return the last thing it said if it failed."""
+    with process:  # closes its standard input
+        process.wait()
+    if not process.returncode:
+        return None
+    lines = (job.directory / "log.txt").read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"exit code {process.returncode}"
 
 
 def _start(job: Job, place: int) -> subprocess.Popen[bytes]:

@@ -12,7 +12,7 @@ from torch import nn
 from siamesenorm.errors import UserError
 from siamesenorm.interop.foreign_norms import Unreadable, looks_like_norm, read_norm
 from siamesenorm.norms import NORMS, Norm, NormFunction, NormSpec
-from siamesenorm.topologies.siamese_connection import FusedSiameseConnection
+from siamesenorm.topologies.fused import FusedConnection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ def _refuse_place(name: str, parent: nn.Module) -> None:
         raise Unreadable("the model itself is a norm: use build_norm")
     if isinstance(parent, nn.TransformerEncoderLayer):
         raise Unreadable("torch's TransformerEncoderLayer computes its norms itself on its fast path")
-    if isinstance(parent, FusedSiameseConnection):
+    if isinstance(parent, FusedConnection):
         raise Unreadable("a fused connection computes its norms itself: build the model with kernels='plain'")
 
 

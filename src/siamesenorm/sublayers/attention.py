@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from siamesenorm.errors import UserError, unknown
 from siamesenorm.norms import NormSpec
-from siamesenorm.sublayers.cache import AttentionCache
+from siamesenorm.sublayers.cache import KeyValueCache
 from siamesenorm.sublayers.projection import Projection
 from siamesenorm.sublayers.rotary import Rotation, rotate
 
@@ -82,23 +82,20 @@ class Attention(nn.Module):
         h: Tensor,
         rotary: Rotation | None = None,
         mask: Tensor | None = None,
-        cache: AttentionCache | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Return [batch, tokens, dim].
 
-        `rotary` holds cos and sin of all positions, cached ones included; `mask` is boolean, True where a query may
-        look, broadcastable to [batch, heads, tokens, all tokens], and replaces the causal mask.
+        `rotary` holds cos and sin of the tokens' positions: a cache keeps keys as they were rotated. `mask` is boolean,
+        True where a query may look, broadcastable to [batch, heads, tokens, all tokens], and replaces the causal mask.
         """
         query = self.query_head_norm(self._split(self.query_norm(self.query(h))))
         key = self.key_head_norm(self._split(self.key_norm(self.key(h))))
         value = self.value_head_norm(self._split(self.value(h)))
+        if rotary is not None:
+            query, key = rotate(query, rotary), rotate(key, rotary)
         if cache is not None:
             key, value = cache.update(key, value)
-        if rotary is not None:
-            cos, sin = rotary
-            new = query.shape[-2]
-            query = rotate(query, (cos[-new:], sin[-new:]))
-            key = rotate(key, rotary)
         new, total = query.shape[-2], key.shape[-2]
         if mask is None and self.shape.causal and 1 < new < total:
             # Several new tokens on a cache: PyTorch's causal mask is aligned to the first token, not to the last.

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 
+class KeyValueCache(Protocol):
+    """What an attention needs of a cache, ours or another library's."""
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the keys (rotated) and values of new tokens; return those of all tokens."""
+
+
 class AttentionCache:
-    """Past keys (normalised, before rotation) and values of one attention, [batch, kv_heads, tokens, head_dim]."""
+    """Past keys (normalised and rotated) and values of one attention, [batch, kv_heads, tokens, head_dim]."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None

@@ -9,13 +9,14 @@ Rotation = tuple[Tensor, Tensor]
 
 
 def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
-    """Return (cos, sin), each [tokens, head_dim], of the angles position * theta^(-2i / head_dim).
+    """Return (cos, sin), each [..., tokens, head_dim], of the angles position * theta^(-2i / head_dim).
 
-    `positions` is [tokens]. Angles are computed in fp32, in fp64 for fp64 models, and the result is not rounded.
+    `positions` is [..., tokens]: [batch, 1, tokens] where the rows of a batch differ, for `rotate` has heads in between.
+    Angles are computed in fp32, in fp64 for fp64 models, and the result is not rounded.
     """
     wide = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim
-    angles = torch.outer(positions.to(wide), theta**-exponents)
+    angles = positions.to(wide).unsqueeze(-1) * theta**-exponents
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 

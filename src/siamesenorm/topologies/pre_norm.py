@@ -107,7 +107,9 @@ class LayerNormScaling(PreNorm):
     has_fused_kernels: ClassVar[bool] = False
 
     def connection(self, place: Place, materials: Materials) -> Connection:
-        """Return the connection with a scaled input norm."""
+        """Return the connection with a scaled input norm; raises UserError if the sublayer has an input norm itself."""
+        if place.normalises_input:
+            raise UserError(f"{self.title} before a sublayer that normalises its own input: the scale would be lost")
         norm = Scaled(materials.build_input_norm(place), 1 / math.sqrt(place.block + 1))
         return ScaledNormConnection(materials, norm=norm)
 
@@ -123,7 +125,5 @@ class ScaledNormConnection(SingleStreamConnection):
 
     def become_pre_norm(self, norm: NormFunction | None) -> list[str]:
         """Give the norm the gain of `norm` divided by the factor."""
-        if norm is None:
-            return ["the sublayer's input is divided by sqrt(l + 1)"]
-        assert isinstance(self.norm.module, Norm)
+        assert norm is not None and isinstance(self.norm.module, Norm)
         return self.norm.module.adopt(norm.divided(float(self.norm.factor)))

@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -214,17 +214,18 @@ def _finished(root: Path) -> list[tuple[int, Path]]:
     return sorted(((int(name[1]), path) for name, path in found if name and not name[2]), reverse=True)
 
 
-def load_checkpoint(root: Path, *, allow_none: bool = False) -> Checkpoint | None:
+def load_checkpoint(root: Path, *, allow_none: bool = False, groups: Container[str] | None = None) -> Checkpoint | None:
     """Return the newest checkpoint under `root` whose files are all as its manifest says, or None without any.
 
-    What is newer and broken or unfinished is passed over and told in `skipped`. Raises `UserError` when there are
-    checkpoints and all are broken, unless `allow_none`; a first one that a killed process left unfinished is no such.
+    Of its tensors, the `groups` asked for; all without it. What is newer and broken or unfinished is passed over and
+    told in `skipped`. Raises `UserError` when there are checkpoints and all are broken, unless `allow_none`; a first
+    one that a killed process left unfinished is no such.
     """
     faults: dict[Path, str] = {}
     for step, path in _finished(root):
         fault = _fault(path, step)
         if fault is None:
-            return _read(step, path, faults)
+            return _read(step, path, faults, groups)
         faults[path] = fault
     if faults and not allow_none:
         told = "; ".join(f"{path.name}: {fault}" for path, fault in faults.items())
@@ -232,7 +233,18 @@ def load_checkpoint(root: Path, *, allow_none: bool = False) -> Checkpoint | Non
     return None
 
 
-def _read(step: int, path: Path, faults: Mapping[Path, str]) -> Checkpoint:
+def read_checkpoint(path: Path, *, groups: Container[str] | None = None) -> Checkpoint:
+    """Return the checkpoint of one directory; raises `UserError` unless it is whole. `groups` as `load_checkpoint`."""
+    name = _NAME.fullmatch(path.name)
+    if name is None or name[2] or not path.is_dir():
+        raise UserError(f"{path} is no checkpoint: name a directory such as checkpoints/step-00000100")
+    fault = _fault(path, int(name[1]))
+    if fault is not None:
+        raise UserError(f"{path} is not whole ({fault}): choose another checkpoint of the run")
+    return _read(int(name[1]), path, {}, groups)
+
+
+def _read(step: int, path: Path, faults: Mapping[Path, str], groups: Container[str] | None) -> Checkpoint:
     unfinished = {
         other: "it was never finished"
         for other in sorted(path.parent.iterdir())
@@ -241,7 +253,11 @@ def _read(step: int, path: Path, faults: Mapping[Path, str]) -> Checkpoint:
     return Checkpoint(
         step=step,
         path=path,
-        tensors={file.stem: load_file(file) for file in sorted(path.glob("*.safetensors"))},
+        tensors={
+            file.stem: load_file(file)
+            for file in sorted(path.glob("*.safetensors"))
+            if groups is None or file.stem in groups
+        },
         state=decode_json((path / "state.json").read_bytes()),
         skipped=tuple(
             f"{other} is no whole checkpoint ({fault}): going back to {path.name}"

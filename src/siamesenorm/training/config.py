@@ -106,12 +106,31 @@ class Execution:
                 raise unknown("tracker", tracker, get_args(Tracker))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The finished run whose weights another run starts from, converted to its own model.
+
+    `run` is the identity of that run. `position` counts the samples at the front of the order of the data that it has
+    seen, where both have the same order: this run goes on behind them. `path` is where its directory lies.
+    """
+
+    run: str
+    path: Path
+    position: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse a position before the first sample."""
+        if self.position < 0:
+            raise UserError(f"position is {self.position}: choose at least 0")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Everything that determines a run's numbers.
 
     `batch_tokens` is the batch of an optimizer step; `micro_batch_tokens` (0: the whole batch) is what goes through the
-    model at once, and accumulation follows from the two. `seed` sets initial weights and data order.
+    model at once, and accumulation follows from the two. `seed` sets initial weights and data order. With `start` the
+    initial weights are those of another run; optimizer and schedule begin anew.
     """
 
     model: LanguageModelConfig
@@ -129,6 +148,7 @@ class RunConfig:
     stop_early: bool = True
     optimizer: OptimizerConfig = OptimizerConfig()
     thresholds: Thresholds = Thresholds()
+    start: Start | None = None
     execution: Execution = field(default=Execution(), compare=False)
 
     def __post_init__(self) -> None:
@@ -166,10 +186,12 @@ class RunConfig:
         return (self.micro_batch_tokens or self.batch_tokens) // self.model.context
 
     def to_json(self) -> dict[str, Any]:
-        """Return the configuration as JSON values."""
+        """Return the configuration as JSON values; a run that starts from scratch has no "start"."""
         record: dict[str, Any] = {"schema": SCHEMA}
         for each in dataclasses.fields(self):
             record[each.name] = getattr(self, each.name)
+        if record.pop("start") and self.start:
+            record["start"] = {**dataclasses.asdict(self.start), "path": str(self.start.path)}
         record["model"] = self.model.to_json()
         record["data"] = {"path": str(record.pop("data_path")), "digest": record.pop("data_digest")}
         for name in ("optimizer", "thresholds", "execution"):
@@ -186,6 +208,7 @@ class RunConfig:
                 raise UserError(f"the configuration has schema {record['schema']}, this version reads {SCHEMA}")
             data = fields.pop("data")
             execution = {**fields["execution"], "trackers": tuple(fields["execution"]["trackers"])}
+            start = fields.pop("start", None)
             return cls(
                 **{
                     **fields,
@@ -194,6 +217,7 @@ class RunConfig:
                     "data_digest": data["digest"],
                     "optimizer": OptimizerConfig(**fields["optimizer"]),
                     "thresholds": Thresholds(**fields["thresholds"]),
+                    "start": start and Start(**{**start, "path": Path(start["path"])}),
                     "execution": Execution(**execution),
                 }
             )
@@ -204,9 +228,11 @@ class RunConfig:
     def identity(self) -> str:
         """SHA-256 of everything that determines the numbers: 64 hex digits.
 
-        A topology counts by its family and options: which names are registered changes no number.
+        A topology counts by its family and options: which names are registered changes no number. A start counts by
+        the identity of its run, wherever that lies.
         """
         record = self.to_json()
+        record.get("start", {}).pop("path", None)
         del record["execution"], record["data"]["path"], record["model"]["topology"]["name"]
         return hashlib.sha256(json.dumps(_spelled_alike(record), sort_keys=True).encode()).hexdigest()
 

@@ -29,6 +29,7 @@ from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks, req
 from siamesenorm.training.random_state import capture_random_state, restore_random_state
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.stability import Watch
+from siamesenorm.training.start import describe_start, inherit, require_start
 from siamesenorm.training.verdict import Verdict
 
 Record = dict[str, Any]
@@ -88,6 +89,8 @@ class TrainingLoop:
         if config.execution.threads:
             torch.set_num_threads(config.execution.threads)
         self.config, self.run_directory, self.observers, self.at_stage = config, run, observers, at_stage
+        if not run.checkpoints.exists():
+            require_start(config)
         torch.manual_seed(config.seed)
         self.task = LanguageTask(config)
         self.model: nn.Module = self.task.build_model()
@@ -115,7 +118,7 @@ class TrainingLoop:
                 self._tell(lambda observer, line=line: observer.told(line))  # type: ignore[misc]
             self.clock = time.perf_counter() - before.seconds
             if before.step == 0:
-                self._record({"kind": "model", **self._introduction()})
+                self._begin()
             step = before.step
             while step < self.config.steps and not self._gives_up():
                 step += 1
@@ -125,6 +128,16 @@ class TrainingLoop:
                 if step % self.config.execution.checkpoint_every == 0 or step == self.config.steps:
                     self._save(step)
             return self._finish(step)
+
+    def _begin(self) -> None:
+        """Write the first record; a run that starts from another one takes its weights and is evaluated as it is."""
+        if self.config.start is None:
+            return self._record({"kind": "model", **self._introduction()})
+        inheritance = inherit(self.config)
+        self.model.load_state_dict(inheritance.weights)
+        start = describe_start(self.config, inheritance)
+        self._record({"kind": "model", **self._introduction(), "start": start})
+        self._validate(0)
 
     def _introduction(self) -> Record:
         config = self.config
@@ -139,7 +152,8 @@ class TrainingLoop:
         config, begin = self.config, time.perf_counter()
         rate = config.optimizer.learning_rate * self.schedule.factor(step)
         set_learning_rate(self.optimizer, rate)
-        loss = self._accumulate((step - 1) * config.samples_per_batch)
+        seen = config.start.position if config.start else 0
+        loss = self._accumulate(seen + (step - 1) * config.samples_per_batch)
         limit = config.optimizer.clip or math.inf
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         self.optimizer.step()

@@ -15,7 +15,7 @@ from siamesenorm.models.language import LanguageModelConfig, language_model_conf
 from siamesenorm.models.sizes import SIZES, size_fields
 from siamesenorm.norms import available_norms
 from siamesenorm.sublayers.mlp import Activation
-from siamesenorm.topologies import AttentionNorm, available_topologies
+from siamesenorm.topologies import AttentionNorm, Kernels, available_topologies
 from siamesenorm.training.config import Execution, OptimizerConfig, Precision, RunConfig
 
 # The help of a command lists what the registries hold.
@@ -67,8 +67,8 @@ class ModelPlan:
     """Whether attention stays inside a document of a packed sequence."""
     residual_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the residual streams."""
-    kernels: Literal["plain", "fused"] = "plain"
-    """Plain PyTorch at the boundaries, or fused operators."""
+    kernels: Kernels = "plain"
+    """Boundaries between sublayers: plain PyTorch, fused operators, or auto: fused where that is faster."""
 
     def resolve(self, vocabulary: int, compute_dtype: str) -> LanguageModelConfig:
         """Return the model's configuration; raises UserError for what cannot be built."""
