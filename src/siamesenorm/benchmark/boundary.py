@@ -27,12 +27,13 @@ from siamesenorm.benchmark.timing import (
     ratio,
     resolve_device,
     rounded,
+    share_of_copy_rate,
 )
+from siamesenorm.errors import UserError
 from siamesenorm.norms import NormSpec
-from siamesenorm.topologies import Connection, Materials, Streams, Topology, build_topology, transformer_places
+from siamesenorm.topologies import Connection, Kernels, Materials, Streams, Topology, build_topology, transformer_places
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-COPIED_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class BoundarySettings:
     stream_dtypes: tuple[str, ...] = ("bfloat16", "float32")
     output_dtype: str = "bfloat16"
     norm: str = "rmsnorm"
-    candidates: tuple[str, ...] = ("plain", "compiled", "fused")
+    candidates: tuple[str, ...] = ("plain", "compiled", "fused", "lean")
     rounds: int = 30
 
 
@@ -133,19 +134,21 @@ def measure_boundary(
     boundaries: dict[str, Boundary] = {}
     missing = []
     for candidate in settings.candidates:
-        if candidate == "fused" and not topology.has_fused_kernels:
-            missing.append(f"{name}: has no fused boundary")
+        try:
+            refuse_missing_kernels(name, candidate)
+        except UserError as reason:
+            missing.append(str(reason))
             continue
         materials = Materials(
             dim=dim,
             norm=NormSpec.parse(settings.norm),
             residual_dtype=DTYPES[dtype],
             compute_dtype=DTYPES[settings.output_dtype],
-            kernels="fused" if candidate == "fused" else "plain",
+            kernels=kernels_of(candidate),
         )
         boundaries[candidate] = boundary = Boundary.build(topology, materials, settings.tokens, device)
         forwards[candidate] = compiled_forward(boundary) if candidate == "compiled" else boundary.forward
-    actions = {"copy": copy_action(COPIED_BYTES, device)}
+    actions = {"copy": copy_action(device)}
     for candidate, boundary in boundaries.items():
         actions.update(passes(candidate, boundary, forwards[candidate]))
     flush = CacheFlush(device) if device.type == "cuda" else None
@@ -156,6 +159,19 @@ def measure_boundary(
         for candidate, boundary in boundaries.items()
     ]
     return rows, missing
+
+
+def kernels_of(candidate: str) -> Kernels:
+    """Return the kernels that a candidate is built with."""
+    return "fused" if candidate == "fused" else "lean" if candidate == "lean" else "plain"
+
+
+def refuse_missing_kernels(topology: str, candidate: str) -> None:
+    """Raise UserError for a candidate whose kernels the topology does not have."""
+    resolved = build_topology(topology)
+    has = {"fused": resolved.has_fused_kernels, "lean": resolved.has_lean_kernels}
+    if not has.get(candidate, True):
+        raise UserError(f"{topology}: has no {candidate} boundary")
 
 
 def compiled_forward(boundary: Boundary) -> Callable[[], tuple[Tensor, ...]]:
@@ -189,10 +205,7 @@ def describe(
     for direction, traffic in zip(("forward", "backward"), boundary.traffic(), strict=True):
         seconds = timings[f"{candidate} {direction}"]
         record[f"{direction}_ms"] = Spread.of([1e3 * one for one in seconds])
-        shares = [
-            (traffic / one) / (2 * COPIED_BYTES / copy) for one, copy in zip(seconds, timings["copy"], strict=True)
-        ]
-        record[f"{direction}_share_of_copy_rate"] = Spread.of(shares)
+        record[f"{direction}_share_of_copy_rate"] = share_of_copy_rate(traffic, seconds, timings["copy"])
     if "compiled forward" in timings:
         both = {
             name: [f + b for f, b in zip(timings[f"{name} forward"], timings[f"{name} backward"], strict=True)]

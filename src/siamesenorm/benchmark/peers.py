@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from siamesenorm.benchmark.results import Results, Row
 from siamesenorm.benchmark.saved_bytes import kept_for_backward
-from siamesenorm.benchmark.step import allow_many_graphs
-from siamesenorm.benchmark.timing import Spread, measure, ratio, resolve_device, rounded
+from siamesenorm.benchmark.timing import Spread, allow_many_graphs, measure, ratio, resolve_device, rounded
 from siamesenorm.models.block import TransformerBlock
 from siamesenorm.models.initialisation import initialise
 from siamesenorm.norms import build_norm

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from siamesenorm.benchmark.boundary import kernels_of, refuse_missing_kernels
 from siamesenorm.benchmark.results import Results, Row
 from siamesenorm.benchmark.saved_bytes import kept_for_backward
-from siamesenorm.benchmark.timing import Spread, measure, ratio, resolve_device, rounded
+from siamesenorm.benchmark.timing import Spread, allow_many_graphs, measure, ratio, resolve_device, rounded
 from siamesenorm.errors import UserError
 from siamesenorm.models.language import LanguageModel, build_language_model
 from siamesenorm.topologies import build_topology
@@ -27,8 +27,8 @@ REFERENCE = "pre"
 class StepSettings:
     """The model (width, depth, heads, MLP, vocabulary), the batch, and what is compared with what.
 
-    A candidate is "plain", "compiled" (by block) or "fused" (by block, around fused boundaries). Every candidate of a
-    topology is divided by the same candidate of Pre-Norm. `precision` "bfloat16" is autocast with streams of
+    A candidate is "plain", "compiled" (by block), "fused" or "lean" (by block, around such boundaries). Every candidate
+    of a topology is divided by the same candidate of Pre-Norm. `precision` "bfloat16" is autocast with streams of
     `residual_dtype`.
     """
 
@@ -70,8 +70,7 @@ class TrainingStep:
     def build(cls, topology: str, candidate: str, settings: StepSettings, device: torch.device) -> TrainingStep:
         """Build the model; raises UserError for a candidate that the topology does not have."""
         resolved = build_topology(topology)
-        if candidate == "fused" and not resolved.has_fused_kernels:
-            raise UserError(f"{topology}: has no fused boundary")
+        refuse_missing_kernels(topology, candidate)
         model = build_language_model(
             "mini",
             topology=resolved,
@@ -79,7 +78,7 @@ class TrainingStep:
             vocabulary=settings.vocabulary, context=settings.context, residual_dtype=settings.residual_dtype,
             attention_norm="auto" if resolved.attention_norm != "auto" else settings.attention_norm,
             compute_dtype=settings.precision if settings.residual_dtype != "inherit" else "inherit",
-            kernels="fused" if candidate == "fused" else "plain",
+            kernels=kernels_of(candidate),
             device=device,
         )  # fmt: skip
         if candidate != "plain":
@@ -123,13 +122,6 @@ def measure_steps(settings: StepSettings, device_name: str = "auto") -> Results:
                 missing.append(f"{candidate}, {reason}")
         rows.extend(compare(candidate, steps, settings, device))
     return Results(benchmark="step", device=str(device), settings=vars(settings), rows=rows, not_measured=missing)
-
-
-@contextmanager
-def allow_many_graphs() -> Iterator[None]:
-    """Let the compiler keep a graph for each topology: they share the code of the block, which it counts by."""
-    with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):
-        yield
 
 
 def compare(candidate: str, steps: dict[str, TrainingStep], settings: StepSettings, device: torch.device) -> list[Row]:

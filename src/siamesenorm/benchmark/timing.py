@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from siamesenorm.errors import UserError
 Action = Callable[[], object]
 Timings = dict[str, list[float]]
 """Seconds of every candidate, one a round."""
+COPIED_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,13 @@ def ratio(timings: Timings, name: str, reference: str) -> Spread:
     return Spread.of([one / other for one, other in pairs])
 
 
+@contextmanager
+def allow_many_graphs() -> Iterator[None]:
+    """Let the compiler keep a graph for each topology: they share the code of the block, which it counts by."""
+    with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):
+        yield
+
+
 class CacheFlush:
     """Overwrite more memory than the last cache holds, so that every candidate reads from memory."""
 
@@ -97,11 +106,17 @@ class CacheFlush:
         self.memory.zero_()
 
 
-def copy_action(size: int, device: torch.device) -> Action:
-    """Return a copy of `size` bytes, which moves twice as many: the yardstick of memory traffic."""
-    source = torch.empty(size, dtype=torch.int8, device=device).random_()
+def copy_action(device: torch.device) -> Action:
+    """Return a copy of `COPIED_BYTES`, which moves twice as many: the yardstick of memory traffic."""
+    source = torch.empty(COPIED_BYTES, dtype=torch.int8, device=device).random_()
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
+
+
+def share_of_copy_rate(traffic: float, seconds: list[float], copies: list[float]) -> Spread:
+    """Return the rate at which `traffic` bytes moved, as a share of that of the copies of the same rounds."""
+    copied = 2 * COPIED_BYTES
+    return Spread.of([traffic / one * copy / copied for one, copy in zip(seconds, copies, strict=True)])
 
 
 def resolve_device(name: str) -> torch.device:
