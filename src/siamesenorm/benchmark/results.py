@@ -59,4 +59,6 @@ def _cell(value: Any) -> str:
         return "-"
     if isinstance(value, dict):
         return f"{value['median']:.3g} [{value['low']:.3g}, {value['high']:.3g}]"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,55 @@
+"""The performance page's tables are those of its committed results, and nothing is claimed of a GPU that was not run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from siamesenorm.benchmark.pages import TABLE, fill_tables
+from siamesenorm.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/performance.md"
+RESULTS = sorted([*ROOT.glob("benchmarks/performance/*.json"), *ROOT.glob("benchmarks/gpu/*.json")])
+
+
+def test_the_tables_are_those_of_the_results() -> None:
+    page = PAGE.read_text()
+    assert len(TABLE.findall(page)) >= 6
+    assert fill_tables(page, PAGE.parent) == page, "python -m siamesenorm.benchmark.pages docs/performance.md"
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_results_name_their_environment(path: Path) -> None:
+    record = json.loads(path.read_text())
+    assert record["environment"]["torch"] and record["environment"]["commit"]
+    assert record["rows"] or record["not_measured"]
+
+
+def test_no_kernel_spills() -> None:
+    rows = json.loads((ROOT / "benchmarks/performance/registers.json").read_text())["rows"]
+    assert {row["dim"] for row in rows if row["streams"] == "bfloat16"} >= {1024, 2048, 4096}
+    assert all(row["spilled_bytes"] == 0 for row in rows)
+
+
+def test_the_fused_boundary_keeps_two_tensors_and_three_scalars_at_most() -> None:
+    rows = json.loads((ROOT / "benchmarks/performance/boundary.json").read_text())["rows"]
+    fused = [row for row in rows if row["candidate"] == "fused"]
+    lean = [row for row in rows if row["candidate"] == "lean"]
+    assert {row["topology"] for row in fused} >= {"pre", "post", "residual", "siamese", "siamese-post-pre"}
+    assert all(row["kept_tensors"] <= 2 and row["kept_scalars_a_token"] < 3.01 for row in fused)
+    assert lean and all(row["kept_tensors"] <= 1 for row in lean)
+
+
+def test_a_table_is_filled_from_the_rows_that_the_condition_chooses(tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text(json.dumps({"rows": [{"a": 1, "b_c": "x"}, {"a": 2, "b_c": "y"}]}))
+    page = "before\n<!-- table r.json: a, b_c where b_c=y -->\nold\n<!-- end -->\nafter\n"
+    filled = (
+        "before\n<!-- table r.json: a, b_c where b_c=y -->\n| a | b c |\n|---|---|\n| 2 | y |\n<!-- end -->\nafter\n"
+    )
+    assert fill_tables(page, tmp_path) == filled
+    assert fill_tables(filled, tmp_path) == filled
+    with pytest.raises(UserError, match="no row of r.json has 'd'"):
+        fill_tables("<!-- table r.json: d -->\n<!-- end -->", tmp_path)
