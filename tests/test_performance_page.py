@@ -1,4 +1,4 @@
-"""The performance page's tables are those of its committed results, and nothing is claimed of a GPU that was not run."""
+"""The performance page's tables are those of its committed results, and nothing is claimed of a GPU."""
 
 from __future__ import annotations
 

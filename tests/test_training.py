@@ -20,10 +20,11 @@ from siamesenorm.data.storage import StoppedError, exclusive
 from siamesenorm.errors import UserError
 from siamesenorm.training import run_directory, worker
 from siamesenorm.training.accounting import count_flops, count_parameters
-from siamesenorm.training.config import RunConfig
+from siamesenorm.training.compiler import require_compiler
+from siamesenorm.training.config import Execution, RunConfig
 from siamesenorm.training.exact_json import decode_json
 from siamesenorm.training.loop import TrainingLoop, train
-from siamesenorm.training.parallel import require_compiler
+from siamesenorm.training.plan import RunPlan
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.trackers import build_trackers
 from siamesenorm.training.verdict import Verdict
@@ -425,7 +426,7 @@ def test_compiling_without_a_compiler_is_refused_before_anything_is_written(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     config = tiny_run(data, compile=True)
-    assert_refused(r"needs a C\+\+ compiler, and c\+\+, g\+\+, .* leave out --compile", config, tmp_path / "run")
+    assert_refused(r"needs a C\+\+ compiler, and c\+\+, g\+\+, .* --compile off", config, tmp_path / "run")
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     assert_refused("no-such-compiler", config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -544,3 +545,16 @@ def test_a_tracker_that_is_not_installed_is_told(data: Path, tmp_path: Path, mon
     with pytest.raises(UserError, match=r"wandb is not installed: pip install 'siamesenorm\[track\]'"):
         build_trackers(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_long_runs_on_a_cpu_are_compiled_and_short_ones_not(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("siamesenorm.training.plan.compiler_for_cpu", lambda: "c++")
+    short = RunPlan(data=data, steps=10, batch_tokens=2048)
+    long = dataclasses.replace(short, steps=1_000_000)
+    assert not short.resolve().compile
+    assert long.resolve().compile
+    assert dataclasses.replace(short, compile="on").resolve().compile
+    assert not dataclasses.replace(long, compile="off").resolve().compile
+    assert not dataclasses.replace(long, execution=Execution(device="cuda")).resolve().compile
+    monkeypatch.setattr("siamesenorm.training.plan.compiler_for_cpu", lambda: None)
+    assert not long.resolve().compile

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.training.checkpoint import Stage, load_checkpoint, save_checkpoint
+from siamesenorm.training.compiler import require_compiler
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.language import LanguageTask
 from siamesenorm.training.metrics import MetricsLog, read_metrics
 from siamesenorm.training.optimizer import build_optimizer, set_learning_rate
 from siamesenorm.training.optimizer_state import optimizer_tensors, restore_optimizer
-from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks, require_compiler
+from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks
 from siamesenorm.training.random_state import capture_random_state, restore_random_state
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.stability import Watch

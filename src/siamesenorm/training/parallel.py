@@ -7,9 +7,6 @@ A block's connections are inside it, so norms and gates travel with it.
 
 from __future__ import annotations
 
-import os
-import shlex
-import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -18,8 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-
-from siamesenorm.errors import UserError
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
@@ -43,16 +38,6 @@ def compile_blocks(model: nn.Module, *, backend: str | Callable[..., Any] = "ind
     """
     for block in _blocks(model):
         block.compile(fullgraph=True, dynamic=False, backend=backend)
-
-
-def require_compiler(device: str) -> None:
-    """Raise `UserError` where blocks are to be compiled for a CPU and there is no C++ compiler."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
-    if device.startswith("cpu") and not any(shutil.which(shlex.split(name)[0]) for name in names):
-        raise UserError(
-            f"compiling for a CPU needs a C++ compiler, and {', '.join(names)} cannot be found: name one in CXX, or "
-            "leave out --compile"
-        )
 
 
 def shard(

@@ -16,6 +16,7 @@ from siamesenorm.models.sizes import SIZES, size_fields
 from siamesenorm.norms import available_norms
 from siamesenorm.sublayers.mlp import Activation
 from siamesenorm.topologies import AttentionNorm, Kernels, available_topologies
+from siamesenorm.training.compiler import compiler_for_cpu
 from siamesenorm.training.config import Execution, OptimizerConfig, Precision, RunConfig
 
 # The help of a command lists what the registries hold.
@@ -85,6 +86,11 @@ class ModelPlan:
         )
 
 
+COMPILING_PAYS = 5e13
+"""Operations of training from which compiling saves more than it costs: 8 % of a step of width 512 (performance page)
+against 30 to 140 s for the first call, at some 1e11 operations a second."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
     """A run as a person asks for it."""
@@ -105,8 +111,8 @@ class RunPlan:
     """Seed of the initial weights and of the order of the data."""
     precision: Precision = "float32"
     """Precision of the sublayers; bfloat16 keeps fp32 weights."""
-    compile: bool = False
-    """Compile the blocks (needs a C++ compiler on a CPU)."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the blocks; auto does on a CPU with a C++ compiler, for runs so long that it pays."""
     checkpoint_activations: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
     validation_every: int = 100
@@ -124,7 +130,12 @@ class RunPlan:
         model = self.model.resolve(data.vocabulary, self.precision)
         data.require_vocabulary(model.vocabulary)
         fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(RunPlan) if each.name != "data"}
+        fields["compile"] = self.compile == "on" or (self.compile == "auto" and self._pays_to_compile(model))
         return RunConfig(**{**fields, "model": model, "data_path": data.path.resolve(), "data_digest": data.digest})
+
+    def _pays_to_compile(self, model: LanguageModelConfig) -> bool:
+        operations = 6 * model.depth * model.dim * (4 * model.dim + 3 * model.hidden) * self.steps * self.batch_tokens
+        return self.execution.device == "cpu" and operations >= COMPILING_PAYS and compiler_for_cpu() is not None
 
 
 def presets(data: Path) -> dict[str, RunPlan]:
@@ -139,7 +150,7 @@ def presets(data: Path) -> dict[str, RunPlan]:
             batch_tokens=512 * 2048,
             micro_batch_tokens=16 * 2048,
             precision="bfloat16",
-            compile=True,
+            compile="on",
             validation_every=1000,
             validation_tokens=2**21,
             execution=Execution(device="cuda", checkpoint_every=1000),
