@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from siamesenorm import LanguageModel, Materials, available_topologies, build_language_model, build_topology
@@ -155,11 +155,17 @@ def test_kernels_that_do_not_exist_are_refused() -> None:
             build()
 
 
-@pytest.mark.parametrize("kernels", ["fused", "auto"])
+@pytest.mark.parametrize("kernels", ["fused", "lean", "auto"])
 def test_norms_of_fused_connections_are_not_swapped(kernels: str) -> None:
-    model = tiny_model("pre", kernels=kernels)
-    report = swap_norms(model, "dyt", where="blocks.1.*connection.norm")
-    assert not report.replaced and len(report.refused) == 2
+    """The operator computes them, whatever module would stand there."""
+    (_, place), *_ = transformer_places(1)
+    connection = build_topology("siamese").connection(place, Materials(dim=8, kernels=kernels))
+    report = swap_norms(nn.ModuleDict({"connection": connection}), "layernorm")
+    assert not report.replaced
+    assert [name for name, _ in report.refused] == [
+        f"connection.{n}" for n in ("settle", "identity_norm", "input_norm")
+    ]
+    assert all("kernels='plain'" in reason for _, reason in report.refused)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # PyTorch's compiler asks for it, and hides this

@@ -62,6 +62,13 @@ def test_layer_norm_does_not_spill_up_to_2048() -> None:
             assert inspect(launch).spilled_bytes == 0
 
 
+def test_one_token() -> None:
+    """As in generation: Triton makes a constant of a number of rows that is 1."""
+    for dim in (256, 8192):
+        for _, launch in boundary_launches(BOUNDARIES["siamese mlp"], dim, tokens=1):
+            assert inspect(launch).spilled_bytes == 0
+
+
 @pytest.mark.parametrize("dim", [2048, 8192])
 def test_the_lean_backward_pass_does_not_spill(dim: int) -> None:
     for passed, launch in boundary_launches(BOUNDARIES["siamese mlp"], dim, streams=torch.float32, lean=True):

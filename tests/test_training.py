@@ -425,7 +425,7 @@ def test_compiling_without_a_compiler_is_refused_before_anything_is_written(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    config = tiny_run(data, compile=True)
+    config = tiny_run(data, compile="on")
     assert_refused(r"needs a C\+\+ compiler, and c\+\+, g\+\+, .* --compile off", config, tmp_path / "run")
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     assert_refused("no-such-compiler", config, tmp_path / "run")

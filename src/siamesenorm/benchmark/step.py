@@ -18,7 +18,8 @@ from siamesenorm.errors import UserError
 from siamesenorm.models.language import LanguageModel, build_language_model
 from siamesenorm.topologies import build_topology
 from siamesenorm.training.accounting import count_parameters
-from siamesenorm.training.parallel import compile_blocks, require_compiler
+from siamesenorm.training.compiler import require_compiler
+from siamesenorm.training.parallel import compile_blocks
 
 REFERENCE = "pre"
 

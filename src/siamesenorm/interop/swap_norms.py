@@ -11,6 +11,8 @@ from torch import nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.interop.foreign_norms import Unreadable, looks_like_norm, read_norm
+from siamesenorm.interop.rewire.native import on_the_residual_path, swapped_config
+from siamesenorm.models.language import LanguageModel
 from siamesenorm.norms import NORMS, Norm, NormFunction, NormSpec
 from siamesenorm.topologies.fused import FusedConnection
 
@@ -63,12 +65,17 @@ def swap_norms(model: nn.Module, norm: str | NormSpec, where: Callable[[str], bo
     them the function, where the new formula allows it: RMSNorm -> SeeDNorm keeps it, LayerNorm -> RMSNorm does not. An
     `eps` given in `norm` wins. The parameters are new: build the optimizer afterwards.
 
-    `where` selects by qualified name: a predicate or a glob pattern ("*.input_layernorm").
-    Raises UserError for an unknown norm or option, or a pattern that selects nothing; the model is then untouched.
+    `where` selects by qualified name: a predicate or a glob pattern ("*.input_layernorm"). A `LanguageModel` of this
+    library has one operator on its residual path and RMSNorm or LayerNorm in its attention: the former is replaced as a
+    whole, and the model's configuration says so.
+
+    Raises UserError for an unknown norm or option, a pattern that selects nothing, and a `LanguageModel` that no
+    configuration would describe afterwards; the model is then untouched.
     """
     specification = NormSpec.parse(norm) if isinstance(norm, str) else norm
     names = _names_of_norms(model)
-    selects = _selection(where, names)
+    swapped = swapped_config(model.config, specification) if isinstance(model, LanguageModel) else None
+    selects = _selection_in_native(model, where) if isinstance(model, LanguageModel) else _selection(where, names)
     parents = dict(model.named_modules(remove_duplicate=False))
     replaced, kept, refused = [], [], []
     planned: list[tuple[nn.Module, str, Norm]] = []
@@ -92,6 +99,10 @@ def swap_norms(model: nn.Module, norm: str | NormSpec, where: Callable[[str], bo
         replaced.append(
             Replacement(name=name, was=type(module).__name__, now=type(new).__name__, differences=tuple(differences))
         )
+    if isinstance(model, LanguageModel) and swapped is not None:
+        if refused:
+            raise UserError(f"{refused[0][0]} cannot be replaced, and the model has one operator: {refused[0][1]}")
+        model.config = swapped
     for parent, key, new in planned:
         setattr(parent, key, new)
     return SwapReport(replaced=tuple(replaced), kept=tuple(kept), refused=tuple(refused))
@@ -110,6 +121,12 @@ def _selection(where: Callable[[str], bool] | str | None, names: Iterable[str]) 
     if not chosen:
         raise UserError(f"where={where!r} selects no norm: the model has {', '.join(list(names)[:4]) or 'none'}, ...")
     return chosen.__contains__
+
+
+def _selection_in_native(model: LanguageModel, where: Callable[[str], bool] | str | None) -> Callable[[str], bool]:
+    if where is not None:
+        raise UserError(f"where={where!r}: a model of this library has one operator on its residual path: leave it out")
+    return on_the_residual_path(model).__contains__
 
 
 def _refuse_shared(name: str, module: nn.Module, names: dict[str, nn.Module]) -> None:

@@ -12,7 +12,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
-from siamesenorm.kernels import boundary_triton
+from siamesenorm.kernels import boundary_backward_triton, boundary_triton
 from siamesenorm.kernels.boundary_plain import Backward, Carried, Constants, Forward, Gains, shares_gradient
 from siamesenorm.kernels.launch import Launch, Processor
 
@@ -194,26 +194,21 @@ def plan_backward(
         "carried_next": result.rest if carried else None,
         "partials": result.gains,
     }
-    means = Launch(
-        kernel=boundary_triton.boundary_projections,
-        grid=(rows,),
-        arguments={name: part for name, part in sources.items() if name != "input_bias"},
-        warps=walk.tile.warps,
-    )
-    gradients = Launch(
-        kernel=boundary_triton.boundary_backward,
-        grid=(walk.programs, walk.parts),
-        arguments={
-            **sources,
-            **constants._asdict(),
-            "grad_identity_next": _contiguous(grad_identity),
-            **results,
-            "ROWS": walk.tile.rows,
-            "STAGES": walk.stages,
-        },
-        warps=walk.tile.warps,
-    )
-    return result, [means, gradients] if walk.parts > 1 else [gradients]
+    arguments = {
+        **sources,
+        **constants._asdict(),
+        "grad_identity_next": _contiguous(grad_identity),
+        **results,
+        "ROWS": walk.tile.rows,
+        "STAGES": walk.stages,
+    }
+    grid, warps = (walk.programs, walk.parts), walk.tile.warps
+    kernel, first = boundary_backward_triton.boundary_backward, boundary_backward_triton.boundary_projections
+    launches = [Launch(kernel=kernel, grid=grid, arguments=arguments, warps=warps)]
+    if walk.parts > 1:
+        needed = {name: part for name, part in sources.items() if name != "input_bias"}
+        launches.insert(0, Launch(kernel=first, grid=(rows,), arguments=needed, warps=warps))
+    return result, launches
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

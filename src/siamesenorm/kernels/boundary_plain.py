@@ -231,12 +231,12 @@ def backward(
     sums["gate"] = d_total * settled
     d_bounded = times(d_total, gains.gate)
     if grad_settled is not None:
-        d_bounded = d_bounded + grad_settled.to(wide)
+        d_bounded = d_bounded + grad_settled.contiguous().to(wide)
     if gains.settle_gain is not None:
         sums.update(settle_gain=d_bounded * x_hat, settle_bias=d_bounded)
         d_bounded = row.pull_back(times(d_bounded, gains.settle_gain), x_hat, x_inverse)
 
-    d_identity = None if grad_identity is None else grad_identity.to(wide)
+    d_identity = None if grad_identity is None else grad_identity.contiguous().to(wide)
     if gains.identity_gain is not None:
         sums.update(identity_gain=d_total * y_hat, identity_bias=d_total)
         through = row.pull_back(times(d_total, gains.identity_gain), y_hat, y_inverse)
@@ -248,14 +248,14 @@ def backward(
     if d_identity is None or gains.identity_gain is None:
         d_identity = kept.new_empty(0)
     shared = shares_gradient(grad_identity, grad_h, kept, constants, gains)
-    learned = [name for name, gain in gains._asdict().items() if gain is not None]
     d_bounded = times(d_bounded, constants.skip)
+    learned = [
+        sums[name].reshape(-1, kept.shape[-1]).sum(0) for name, gain in gains._asdict().items() if gain is not None
+    ]
     return Backward(
         d_bounded.to(kept.dtype, copy=d_bounded is grad_h),
         d_identity.to(kept.dtype),
         kept.new_empty(0) if shared else d_output.to(grad_h.dtype, copy=d_output is grad_h),
-        torch.stack([sums[name].flatten(0, -2).sum(0) for name in learned])
-        if learned
-        else kept.new_empty((0, kept.shape[-1]), dtype=wide),
+        torch.stack(learned) if learned else kept.new_empty((0, kept.shape[-1]), dtype=wide),
         rest.to(kept.dtype),
     )

@@ -78,7 +78,10 @@ def inspect(launch: Launch, capability: int = 90) -> Inspection:
 def _type_of(value: Any) -> str:
     if isinstance(value, Tensor):
         return "*" + TYPES[value.dtype]
-    return {int: "i32", float: "fp32"}.get(type(value), "constexpr")
+    # Triton compiles a kernel of its own for a number that is 1.
+    return (
+        "constexpr" if type(value) is int and value == 1 else {int: "i32", float: "fp32"}.get(type(value), "constexpr")
+    )
 
 
 def _disassemble(cubin: bytes) -> tuple[dict[str, int], str]:

@@ -59,7 +59,7 @@ class FusedConnection(Connection):
 
     fused_norms: FusedNorms | None
 
-    def settle_on_operator(self, materials: Materials, *norms: nn.Module | None) -> None:
+    def decide_on_operator(self, materials: Materials, *norms: nn.Module | None) -> None:
         """Decide, given the norms of the read, whether the operator can do it; raises UserError if it must and cannot.
 
         A read without norms has nothing to fuse.
@@ -119,7 +119,7 @@ class FusedSingleStreamConnection(PendingSingleStreamConnection, FusedConnection
             self.arrival = None
         else:
             self.constant("arrival", arrival)
-        self.settle_on_operator(materials, settle, norm)
+        self.decide_on_operator(materials, settle, norm)
 
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
         """Complete the pending write and read."""

@@ -172,7 +172,7 @@ class FusedDualConnection(PendingDualConnection, FusedConnection):
 
     def __init__(self, materials: Materials, *, settle: nn.Module | None, dual_scale: float) -> None:
         super().__init__(materials, settle=settle, dual_scale=dual_scale)
-        self.settle_on_operator(materials, settle)
+        self.decide_on_operator(materials, settle)
 
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
         """Complete the pending write and return the settled bounded stream."""

@@ -143,7 +143,7 @@ class FusedSiameseConnection(PendingSiameseConnection, FusedConnection):
             materials, scale=scale, identity_norm=identity_norm, settle=settle, input_norm=input_norm, gate=gate
         )
         self.constant("arrival", arrival)
-        self.settle_on_operator(materials, identity_norm, settle, input_norm)
+        self.decide_on_operator(materials, identity_norm, settle, input_norm)
 
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
         """Complete the pending write and read."""

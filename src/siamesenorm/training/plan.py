@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from typing_extensions import Doc
 
 from siamesenorm.data import PreparedData
+from siamesenorm.errors import unknown
 from siamesenorm.models.initialisation import Initialisation
 from siamesenorm.models.language import LanguageModelConfig, language_model_config
 from siamesenorm.models.sizes import SIZES, size_fields
@@ -86,6 +87,7 @@ class ModelPlan:
         )
 
 
+Compile = Literal["auto", "on", "off"]
 COMPILING_PAYS = 5e13
 """Operations of training from which compiling saves more than it costs: 8 % of a step of width 512 (performance page)
 against 30 to 140 s for the first call, at some 1e11 operations a second."""
@@ -111,7 +113,7 @@ class RunPlan:
     """Seed of the initial weights and of the order of the data."""
     precision: Precision = "float32"
     """Precision of the sublayers; bfloat16 keeps fp32 weights."""
-    compile: Literal["auto", "on", "off"] = "auto"
+    compile: Compile = "auto"
     """Compile the blocks; auto does on a CPU with a C++ compiler, for runs so long that it pays."""
     checkpoint_activations: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
@@ -126,6 +128,8 @@ class RunPlan:
 
     def resolve(self) -> RunConfig:
         """Return the run's configuration; raises UserError for data that are not there and for what cannot be run."""
+        if self.compile not in get_args(Compile):
+            raise unknown("compile", str(self.compile), get_args(Compile))
         data = PreparedData.open(self.data)
         model = self.model.resolve(data.vocabulary, self.precision)
         data.require_vocabulary(model.vocabulary)

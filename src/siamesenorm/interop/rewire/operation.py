@@ -21,8 +21,10 @@ from siamesenorm.interop.rewire.attention_norms import (
 )
 from siamesenorm.interop.rewire.block import RewiredBlock, RewiredClosing, rewired_class
 from siamesenorm.interop.rewire.families import FAMILIES
-from siamesenorm.interop.rewire.report import NormFate, RewireReport
+from siamesenorm.interop.rewire.native import rewire_native
+from siamesenorm.interop.rewire.report import NormFate, RewireReport, describe_gain
 from siamesenorm.interop.surgery import record_step
+from siamesenorm.models.language import LanguageModel
 from siamesenorm.norms import NORMS, Norm, NormFunction, NormSpec
 from siamesenorm.topologies import (
     Connection,
@@ -43,7 +45,8 @@ def rewire(
 
     Knows the blocks of Hugging Face's Llama, Qwen3, Mistral, Gemma 2 and 3, GPT-2, GPT-NeoX, OLMo, OLMoE and OLMo 2,
     timm's ViT and DeiT, and diffusers' DiT. Attention, MLP, cache, the names of their weights, checkpointing and hooks
-    stay; blocks hand on the streams packed, [batch, tokens, streams, dim].
+    stay; blocks hand on the streams packed, [batch, tokens, streams, dim]. A `LanguageModel` of this library is
+    rewired too, with its configuration, and packs nothing.
 
     `preserve=True` keeps the function: exactly where the topology allows it, else up to the eps of a norm of a norm
     (SiameseNorm with normalised input), as the report says; the attention is not touched. `preserve=False` leaves the
@@ -55,6 +58,8 @@ def rewire(
     that is not understood, a model that was rewired before, a norm shared between sublayers, and a topology that cannot
     keep the function.
     """
+    if isinstance(model, LanguageModel):
+        return rewire_native(model, topology, preserve=preserve, norm=norm)
     host = find_host(model, FAMILIES)
     wanted = build_topology(topology) if isinstance(topology, str) else topology
     resolved = resolve(wanted, host, preserve=preserve)
@@ -305,13 +310,3 @@ def fates_of_norms(model: nn.Module, host: Host, parts: Parts, *, preserve: bool
 def _new_norms(prefix: str, part: nn.Module) -> list[NormFate]:
     norms = [(name, module) for name, module in part.named_modules() if isinstance(module, Norm)]
     return [NormFate(name=f"{prefix}.{name}", outcome="new", detail=describe_gain(norm)) for name, norm in norms]
-
-
-def describe_gain(norm: Norm) -> str:
-    """Return an operator and where its gain stands: zero, one, or carried over."""
-    function = norm.function()
-    if function.gain is None or function.gain.is_meta:
-        return type(norm).__name__
-    gain = function.gain.detach().double() + function.offset
-    state = "zero" if not gain.any() else "one" if bool((gain == 1).all()) else "carried over"
-    return f"{type(norm).__name__}, gain {state}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from siamesenorm.norms import Norm
 from siamesenorm.topologies import Topology, topology_name
 
 
@@ -49,3 +50,13 @@ class RewireReport:
         if self.differences is None:
             return "starting from scratch, function not kept"
         return "function kept" + ("" if self.exact else f", but for: {'; '.join(self.differences)}")
+
+
+def describe_gain(norm: Norm) -> str:
+    """Return an operator and where its gain stands: zero, one, or carried over."""
+    function = norm.function()
+    if function.gain is None or function.gain.is_meta:
+        return type(norm).__name__
+    gain = function.gain.detach().double() + function.offset
+    state = "zero" if not gain.any() else "one" if bool((gain == 1).all()) else "carried over"
+    return f"{type(norm).__name__}, gain {state}"
