@@ -549,7 +549,7 @@ def test_a_tracker_that_is_not_installed_is_told(data: Path, tmp_path: Path, mon
 
 def test_long_runs_on_a_cpu_are_compiled_and_short_ones_not(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("siamesenorm.training.plan.compiler_for_cpu", lambda: "c++")
-    short = RunPlan(data=data, steps=10, batch_tokens=2048)
+    short = RunPlan(data=data, steps=100, batch_tokens=2048)
     long = dataclasses.replace(short, steps=1_000_000)
     assert not short.resolve().compile
     assert long.resolve().compile
