@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from siamesenorm.errors import UserError
 from siamesenorm.interop.foreign_norms import Unreadable, looks_like_norm, read_norm
 from siamesenorm.interop.rewire.native import on_the_residual_path, swapped_config
+from siamesenorm.interop.surgery import record_step, refuse_unsavable
 from siamesenorm.models.language import LanguageModel
 from siamesenorm.norms import NORMS, Norm, NormFunction, NormSpec
 from siamesenorm.topologies.fused import FusedConnection
@@ -67,45 +69,92 @@ def swap_norms(model: nn.Module, norm: str | NormSpec, where: Callable[[str], bo
 
     `where` selects by qualified name: a predicate or a glob pattern ("*.input_layernorm"). A `LanguageModel` of this
     library has one operator on its residual path and RMSNorm or LayerNorm in its attention: the former is replaced as a
-    whole, and the model's configuration says so.
+    whole, and the model's configuration says so. A Hugging Face or diffusers model gets a class and a copy of its
+    configuration that save it as what it is.
 
-    Raises UserError for an unknown norm or option, a pattern that selects nothing, and a `LanguageModel` that no
-    configuration would describe afterwards; the model is then untouched.
+    Raises UserError for an unknown norm or option, a pattern that selects nothing, and a model that no configuration
+    would describe afterwards; the model is then untouched.
     """
     specification = NormSpec.parse(norm) if isinstance(norm, str) else norm
+    refuse_unsavable(model, "swap the norms of")
     names = _names_of_norms(model)
-    swapped = swapped_config(model.config, specification) if isinstance(model, LanguageModel) else None
-    selects = _selection_in_native(model, where) if isinstance(model, LanguageModel) else _selection(where, names)
-    parents = dict(model.named_modules(remove_duplicate=False))
-    replaced, kept, refused = [], [], []
-    planned: list[tuple[nn.Module, str, Norm]] = []
+    if isinstance(model, LanguageModel):
+        swapped = swapped_config(model.config, specification)
+        plan = _plan(model, names, specification, _selection_in_native(model, where))
+        if plan.refused:
+            name, reason = plan.refused[0]
+            raise UserError(f"{name} cannot be replaced, and the model has one operator: {reason}")
+        model.config = swapped
+    else:
+        plan = _plan(model, names, specification, _selection(where, names))
+    for name, new in plan.new.items():
+        _put(model, name, new)
+    if plan.new and not isinstance(model, LanguageModel):
+        step = {"operation": "swap_norms", "norm": specification.to_json(), "names": list(plan.new)}
+        record_step(model, step)
+    return SwapReport(replaced=tuple(plan.replaced), kept=tuple(plan.kept), refused=tuple(plan.refused))
+
+
+def replay(model: nn.Module, record: Mapping[str, Any]) -> None:
+    """Repeat on a freshly built model the structural part of a swap, for weights to be loaded into.
+
+    The model may be the same backbone with another head, or none: norms of the head that was are left out.
+    """
+    specification, prefix = NormSpec.from_json(record["norm"]), f"{getattr(model, 'base_model_prefix', '')}."
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for recorded in record["names"]:
+        bare = recorded.removeprefix(prefix)
+        name = next((known for known in (recorded, bare, prefix + bare) if known in modules), None)
+        if name is None:
+            if recorded != bare:
+                raise UserError(f"{type(model).__name__} has no {recorded}, whose norm was replaced in what was saved")
+            continue
+        try:
+            new, _ = _replacement(modules[name], read_norm(modules[name]), specification, model)
+        except Unreadable as reason:
+            raise UserError(f"{name} is no norm that can be replaced: {reason}") from reason
+        _put(model, name, new)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """The new norms by name, and what the report will say; nothing is in the model yet."""
+
+    new: dict[str, Norm] = field(default_factory=dict)
+    replaced: list[Replacement] = field(default_factory=list)
+    kept: list[tuple[str, str]] = field(default_factory=list)
+    refused: list[tuple[str, str]] = field(default_factory=list)
+
+
+def _plan(
+    model: nn.Module, names: dict[str, nn.Module], specification: NormSpec, selects: Callable[[str], bool]
+) -> _Plan:
+    parents, plan = dict(model.named_modules(remove_duplicate=False)), _Plan()
     for name, module in names.items():
         if not selects(name):
-            kept.append((name, "not selected"))
+            plan.kept.append((name, "not selected"))
             continue
-        parent, key = parents[name.rpartition(".")[0]], name.rpartition(".")[2]
         try:
             _refuse_shared(name, module, names)
-            _refuse_place(name, parent)
+            _refuse_place(name, parents[name.rpartition(".")[0]])
             function = read_norm(module)
         except Unreadable as reason:
-            refused.append((name, str(reason)))
+            plan.refused.append((name, str(reason)))
             continue
         if _is_already(module, specification):
-            kept.append((name, f"is {specification} already"))
+            plan.kept.append((name, f"is {specification} already"))
             continue
         new, differences = _replacement(module, function, specification, model)
-        planned.append((parent, key, new))
-        replaced.append(
+        plan.new[name] = new
+        plan.replaced.append(
             Replacement(name=name, was=type(module).__name__, now=type(new).__name__, differences=tuple(differences))
         )
-    if isinstance(model, LanguageModel) and swapped is not None:
-        if refused:
-            raise UserError(f"{refused[0][0]} cannot be replaced, and the model has one operator: {refused[0][1]}")
-        model.config = swapped
-    for parent, key, new in planned:
-        setattr(parent, key, new)
-    return SwapReport(replaced=tuple(replaced), kept=tuple(kept), refused=tuple(refused))
+    return plan
+
+
+def _put(model: nn.Module, name: str, new: nn.Module) -> None:
+    parent, _, key = name.rpartition(".")
+    setattr(model.get_submodule(parent), key, new)
 
 
 def _names_of_norms(model: nn.Module) -> dict[str, nn.Module]:

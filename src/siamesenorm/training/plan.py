@@ -128,10 +128,13 @@ class RunPlan:
 
     def resolve(self) -> RunConfig:
         """Return the run's configuration; raises UserError for data that are not there and for what cannot be run."""
+        data = PreparedData.open(self.data)
+        return self.of_model(data, self.model.resolve(data.vocabulary, self.precision))
+
+    def of_model(self, data: PreparedData, model: LanguageModelConfig) -> RunConfig:
+        """Return the run of a model on data; raises UserError for data that do not fit and for what cannot be run."""
         if self.compile not in get_args(Compile):
             raise unknown("compile", str(self.compile), get_args(Compile))
-        data = PreparedData.open(self.data)
-        model = self.model.resolve(data.vocabulary, self.precision)
         data.require_vocabulary(model.vocabulary)
         fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(RunPlan) if each.name != "data"}
         fields["compile"] = self.compile == "on" or (self.compile == "auto" and self._pays_to_compile(model))

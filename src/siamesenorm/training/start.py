@@ -49,12 +49,9 @@ def resolve_continued(plan: RunPlan, directory: Path) -> RunConfig:
     source that is not finished or cannot become that model, and for a plan that asks for another size.
     """
     data, source = PreparedData.open(plan.data), _finished_run(directory)
-    data.require_vocabulary(source.model.vocabulary)
     model = continued_model(source.model, plan.model, compute_dtype=plan.precision)
     start = start_behind(source, directory, data_digest=data.digest, seed=plan.seed, context=model.context)
-    fields = {each.name: getattr(plan, each.name) for each in dataclasses.fields(RunPlan)}
-    del fields["data"], fields["model"]
-    return RunConfig(**fields, model=model, data_path=data.path.resolve(), data_digest=data.digest, start=start)
+    return dataclasses.replace(plan.of_model(data, model), start=start)
 
 
 def continued_model(source: LanguageModelConfig, plan: ModelPlan, *, compute_dtype: str) -> LanguageModelConfig:

@@ -1,8 +1,8 @@
-"""What rewire knows of a family of blocks, and how it finds them in a model."""
+"""What rewire knows of a family of blocks: where they meet the residual path, and in which models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal
@@ -10,8 +10,8 @@ from typing import Any, Literal
 from torch import nn
 
 from siamesenorm.errors import UserError
+from siamesenorm.interop.derived_class import original_class
 from siamesenorm.interop.rewire.block import RewiredBlock
-from siamesenorm.topologies import Connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,91 +70,44 @@ class Host:
     blocks: nn.ModuleList | nn.Sequential
     anatomy: Anatomy
 
+    @property
+    def final_norm(self) -> str:
+        """The qualified name of the final norm."""
+        return qualify(self.name.rpartition(".")[0], self.anatomy.final_norm)
+
+    def norms_of_slots(self) -> list[str]:
+        """Return the qualified names of all input norms, taken over or kept."""
+        return [
+            f"{self.name}.{index}.{norm}"
+            for index in range(len(self.blocks))
+            for slot in self.anatomy.slots
+            for norm in (*filter(None, (slot.norm,)), *slot.kept)
+        ]
+
 
 Reading = Callable[[nn.Module], Anatomy]
 """Return the anatomy of a block; raises UserError for a variant that is not understood."""
 
 
+def qualify(prefix: str, name: str) -> str:
+    """Return the name of a part of the module `prefix`, which is empty for the model itself."""
+    return f"{prefix}.{name}" if prefix else name
+
+
 def qualified_name(module: nn.Module) -> str:
-    """Return the full name of a module's class."""
-    return f"{type(module).__module__}.{type(module).__qualname__}"
+    """Return the full name of a module's class, or of the host's if it was derived from that."""
+    kind = original_class(type(module))
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def find_host(model: nn.Module, families: Mapping[str, Reading]) -> Host:
-    """Return the one stack of known blocks of a model.
+def inside(backbone: str, block: str) -> Callable[[nn.Module], None]:
+    """Return the check that blocks stand in a backbone of the one class whose loop over them is known."""
 
-    Raises UserError, naming the module, for a model that was rewired before, has no known blocks, several stacks of
-    them, mixed or shared blocks.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, (RewiredBlock, Connection)):
-            raise UserError(f"{name or 'the model'} is a {type(module).__name__}: the model has been rewired already")
-    stacks = {
-        name: stack for name, stack in stacks_of(model) if any(qualified_name(block) in families for block in stack)
-    }
-    if not stacks:
-        raise UserError(f"{_unknown_structure(model)}; rewire knows {', '.join(sorted(_short(f) for f in families))}")
-    if len(stacks) > 1:
-        raise UserError(f"the model has {len(stacks)} stacks of blocks, {', '.join(stacks)}: rewire one backbone alone")
-    [(name, blocks)] = stacks.items()
-    _refuse_mixed(name, blocks)
-    backbone = model.get_submodule(name.rpartition(".")[0])
-    anatomy = families[qualified_name(blocks[0])](blocks[0])
-    if anatomy.check_backbone:
-        anatomy.check_backbone(backbone)
-    _refuse_shared_norms(model, name, blocks, anatomy)
-    return Host(name=name, backbone=backbone, blocks=blocks, anatomy=anatomy)
-
-
-def stacks_of(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:
-    """Yield the names and modules of everything that holds modules in a row."""
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module):
-            yield name, module
-
-
-def _short(family: str) -> str:
-    return family.rpartition(".")[2]
-
-
-def _unknown_structure(model: nn.Module) -> str:
-    """Say what the model's longest row of blocks is, which is what its owner would expect to be found."""
-    rows = list(stacks_of(model))
-    if not rows:
-        return f"the structure of {type(model).__name__} is unknown: it has no list of blocks"
-    # A Sequential may be a stem or an MLP as well: it counts where it is longer than every list.
-    name, stack = max(rows, key=lambda row: (len(row[1]), isinstance(row[1], nn.ModuleList)))
-    return f"the structure of {type(model).__name__} is unknown: {name}.0 is a {qualified_name(stack[0])}"
-
-
-def _refuse_mixed(name: str, blocks: nn.ModuleList | nn.Sequential) -> None:
-    seen: dict[int, int] = {}
-    for index, block in enumerate(blocks):
-        if type(block) is not type(blocks[0]):
+    def check(module: nn.Module) -> None:
+        if qualified_name(module) != backbone:
             raise UserError(
-                f"{name}.{index} is a {type(block).__name__} among {type(blocks[0]).__name__}s: rewire wants blocks of "
-                "one class"
+                f"{block}s in a {qualified_name(module)}, which may use them in any way: rewire knows them in a "
+                f"{backbone}"
             )
-        if id(block) in seen:
-            raise UserError(f"{name}.{index} is {name}.{seen[id(block)]} again: shared blocks cannot be rewired")
-        seen[id(block)] = index
 
-
-def _refuse_shared_norms(model: nn.Module, name: str, blocks: nn.ModuleList | nn.Sequential, anatomy: Anatomy) -> None:
-    """Refuse a norm on the residual path that stands under two names, as a module or through its parameters."""
-    backbone = name.rpartition(".")[0]
-    paths = [
-        f"{name}.{index}.{norm}"
-        for index in range(len(blocks))
-        for slot in anatomy.slots
-        for norm in (*filter(None, (slot.norm,)), *slot.kept)
-    ]
-    paths.append(f"{backbone}.{anatomy.final_norm}".lstrip("."))
-    owners: dict[int, str] = {}
-    for other, module in model.named_modules(remove_duplicate=False):
-        # An absent dropout or norm may be one Identity everywhere: only what has parameters can be shared.
-        own = [id(parameter) for parameter in module.parameters(recurse=False)]
-        for key in [id(module), *own] if own else []:
-            first = owners.setdefault(key, other)
-            if first != other and (other in paths or first in paths):
-                raise UserError(f"{other} shares its norm with {first}: give each sublayer its own norm first")
+    return check

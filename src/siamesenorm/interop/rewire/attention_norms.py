@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.interop.rewire.anatomy import Host
-from siamesenorm.interop.rewire.block import rewired_class
+from siamesenorm.interop.rewire.parts import like
 from siamesenorm.norms import Norm, NormFunction, NormSpec
 from siamesenorm.topologies import Topology, topology_name
 
@@ -15,14 +15,20 @@ ATTENTION_ROLES = ("query", "key", "value")
 SCALED_ROLES = (*ATTENTION_ROLES, "attention_output", "mlp_up", "mlp_gate", "mlp_output")
 
 
-class NormedProjection(nn.Linear):
-    """Mixed in before a projection's class: each head of its output [..., heads * head_dim] is normalised."""
+class NormedProjection(nn.Module):
+    """A projection, and a norm of each head of its output [..., heads * head_dim].
 
-    head_norm: Norm
+    No `nn.Linear` itself: what adds to or replaces a linear map (LoRA, quantisation) would pass over the norm.
+    """
+
+    def __init__(self, projection: nn.Module, head_norm: Norm) -> None:
+        super().__init__()
+        self.projection = projection
+        self.head_norm = head_norm
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the projection with every head normalised."""
-        heads = super().forward(x).unflatten(-1, (-1, self.head_norm.dim))
+        heads = self.projection(x).unflatten(-1, (-1, self.head_norm.dim))
         normalised: Tensor = self.head_norm(heads).flatten(-2)
         return normalised
 
@@ -59,13 +65,11 @@ def normalise_projections(host: Host, operator: NormSpec) -> None:
     for block in host.blocks:
         head_dim = anatomy.head_dim(block.get_submodule(anatomy.attention))
         for role in ATTENTION_ROLES:
-            if role in anatomy.head_norms:
-                continue
-            projection = block.get_submodule(anatomy.projections[role])
-            assert isinstance(projection, nn.Linear)
-            norm = operator.build(head_dim).to(projection.weight)
-            projection.__class__ = rewired_class(NormedProjection, type(projection))
-            projection.head_norm = norm
+            if role not in anatomy.head_norms:
+                path = anatomy.projections[role]
+                projection = block.get_submodule(path)
+                norm = operator.build(head_dim).to(**like(projection))
+                block.set_submodule(path, NormedProjection(projection, norm).train(projection.training))
 
 
 @torch.no_grad()

@@ -7,9 +7,6 @@ host's loop over its blocks runs as it was written.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 from torch import Tensor, nn
 
 from siamesenorm.topologies import Closing, Opening, Streams, Topology
@@ -41,17 +38,9 @@ class RewiredClosing(nn.Module):
         super().__init__()
         self.topology = topology
         self.closing = closing
-        self.final_norm = final_norm or nn.Identity()
+        self.final_norm = nn.Identity() if final_norm is None else final_norm
 
     def forward(self, packed: Tensor) -> Tensor:
         """Return what the host's head sees."""
         closed: Tensor = self.final_norm(self.closing(self.topology.unpack(packed)))
         return closed
-
-
-@cache
-def rewired_class(mixin: type, host: type) -> type:
-    """Return the subclass of a host's class in which `mixin` comes first; one for each pair."""
-    # The name keeps the host's: libraries look for it (no-split modules, LoRA's targets, device maps).
-    members: dict[str, Any] = {"__doc__": mixin.__doc__, "__module__": mixin.__module__}
-    return type(f"Rewired{host.__name__}", (mixin, host), members)

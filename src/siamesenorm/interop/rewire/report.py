@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from torch import nn
+
+from siamesenorm.interop.foreign_norms import looks_like_norm
+from siamesenorm.interop.rewire.anatomy import Host
+from siamesenorm.interop.rewire.parts import Parts
 from siamesenorm.norms import Norm
 from siamesenorm.topologies import Topology, topology_name
 
@@ -60,3 +66,43 @@ def describe_gain(norm: Norm) -> str:
     gain = function.gain.detach().double() + function.offset
     state = "zero" if not gain.any() else "one" if bool((gain == 1).all()) else "carried over"
     return f"{type(norm).__name__}, gain {state}"
+
+
+def fates_of_norms(model: nn.Module, host: Host, parts: Parts, *, preserve: bool) -> tuple[NormFate, ...]:
+    """Say of every norm of the host, and of every new one, what becomes of it; the host is not rewired yet."""
+    anatomy = host.anatomy
+    outcomes = dict(_outcomes(host, preserve=preserve))
+    fates = []
+    for name, module in model.named_modules():
+        if looks_like_norm(module):
+            part = "part of the sublayer" if name.startswith(f"{host.name}.") else "not on the residual path"
+            outcome, detail = outcomes.get(name, ("kept", part))
+            fates.append(NormFate(name=name, outcome=outcome, detail=detail))
+    for index, connections in enumerate(parts.connections):
+        for slot, connection in zip(anatomy.slots, connections, strict=True):
+            fates.extend(_new_norms(f"{host.name}.{index}.{slot.connection}", connection))
+    return (*fates, *_new_norms(f"{host.final_norm}.closing", parts.closing))
+
+
+def _outcomes(host: Host, *, preserve: bool) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield what becomes of the norms that the anatomy names."""
+    anatomy = host.anatomy
+
+    def goes_to(place: str) -> tuple[str, str]:
+        moved = ("moved", f"its gain and bias go to the last norm {place}")
+        return moved if preserve else ("dropped", f"new norms {place} start at their initial values")
+
+    for index in range(len(host.blocks)):
+        for slot in anatomy.slots:
+            if slot.norm:
+                yield f"{host.name}.{index}.{slot.norm}", goes_to("before the sublayer")
+            for path in slot.kept:
+                yield f"{host.name}.{index}.{path}", ("kept", "the sublayer normalises its own input with it")
+        for path in anatomy.output_norms:
+            yield f"{host.name}.{index}.{path}", ("dropped", "the topology decides where outputs are normalised")
+    yield host.final_norm, ("kept", "after the closing") if anatomy.keeps_final_norm else goes_to("of the closing")
+
+
+def _new_norms(prefix: str, part: nn.Module) -> list[NormFate]:
+    norms = [(name, module) for name, module in part.named_modules() if isinstance(module, Norm)]
+    return [NormFate(name=f"{prefix}.{name}", outcome="new", detail=describe_gain(norm)) for name, norm in norms]

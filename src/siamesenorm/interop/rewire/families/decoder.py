@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from siamesenorm.interop.rewire.anatomy import Anatomy, Reading, Slot
+from siamesenorm.interop.rewire.anatomy import Anatomy, Reading, Slot, inside
 from siamesenorm.interop.rewire.block import RewiredBlock
 from siamesenorm.interop.rewire.hidden_states import close_hidden_states
 from siamesenorm.topologies import Connection
@@ -31,10 +31,11 @@ class DecoderBlock(RewiredBlock):
     self_attn: nn.Module
     mlp: nn.Module
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    # Further arguments are the attention's, by name: their order is another in every family.
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """Return the packed streams after both sublayers."""
         h, streams = self.attention_connection.read(self.enter(hidden_states))
-        output, _ = self.self_attn(h, *args, **kwargs)
+        output, _ = self.self_attn(h, **kwargs)
         streams = self.attention_connection.write(streams, self.finish_attention(output))
         h, streams = self.mlp_connection.read(streams)
         return self.leave(self.mlp_connection.write(streams, self.finish_mlp(self.mlp(h))))
@@ -95,19 +96,20 @@ OLMO2 = replace(
 )
 
 
-def _always(anatomy: Anatomy) -> Reading:
-    return lambda block: anatomy
+def _decoder(module: str, block: str, backbone: str, anatomy: Anatomy) -> dict[str, Reading]:
+    """Return the entry of a family: its blocks, in the one backbone whose loop over them is known."""
+    package = f"transformers.models.{module}.modeling_{module}"
+    whole = replace(anatomy, check_backbone=inside(f"{package}.{backbone}", block))
+    return {f"{package}.{block}": lambda found: whole}
 
 
 BLOCKS: dict[str, Reading] = {
-    "transformers.models.llama.modeling_llama.LlamaDecoderLayer": _always(LLAMA),
-    "transformers.models.mistral.modeling_mistral.MistralDecoderLayer": _always(LLAMA),
-    "transformers.models.olmo.modeling_olmo.OlmoDecoderLayer": _always(LLAMA),
-    "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer": _always(QK_NORMED),
-    "transformers.models.olmoe.modeling_olmoe.OlmoeDecoderLayer": _always(MIXTURE),
-    "transformers.models.gemma2.modeling_gemma2.Gemma2DecoderLayer": _always(GEMMA),
-    "transformers.models.gemma3.modeling_gemma3.Gemma3DecoderLayer": _always(
-        replace(GEMMA, head_norms=("query", "key"))
-    ),
-    "transformers.models.olmo2.modeling_olmo2.Olmo2DecoderLayer": _always(OLMO2),
+    **_decoder("llama", "LlamaDecoderLayer", "LlamaModel", LLAMA),
+    **_decoder("mistral", "MistralDecoderLayer", "MistralModel", LLAMA),
+    **_decoder("olmo", "OlmoDecoderLayer", "OlmoModel", LLAMA),
+    **_decoder("qwen3", "Qwen3DecoderLayer", "Qwen3Model", QK_NORMED),
+    **_decoder("olmoe", "OlmoeDecoderLayer", "OlmoeModel", MIXTURE),
+    **_decoder("gemma2", "Gemma2DecoderLayer", "Gemma2Model", GEMMA),
+    **_decoder("gemma3", "Gemma3DecoderLayer", "Gemma3TextModel", replace(GEMMA, head_norms=("query", "key"))),
+    **_decoder("olmo2", "Olmo2DecoderLayer", "Olmo2Model", OLMO2),
 }

@@ -7,10 +7,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.rewire.anatomy import Anatomy, Reading, Slot
+from siamesenorm.interop.rewire.anatomy import Anatomy, Reading, Slot, inside
 from siamesenorm.interop.rewire.block import RewiredBlock
 from siamesenorm.interop.rewire.hidden_states import close_hidden_states
 from siamesenorm.topologies import Connection
+
+PACKAGE = "transformers.models.gpt2.modeling_gpt2"
 
 
 class GPT2Block(RewiredBlock):
@@ -52,6 +54,7 @@ ANATOMY = Anatomy(
     final_norm="ln_f",
     attention="attn",
     projections={"attention_output": "attn.c_proj", "mlp_up": "mlp.c_fc", "mlp_output": "mlp.c_proj"},
+    check_backbone=inside(f"{PACKAGE}.GPT2Model", "GPT2Block"),
     adapt_backbone=close_hidden_states,
 )
 
@@ -63,4 +66,4 @@ def read_block(block: nn.Module) -> Anatomy:
     return ANATOMY
 
 
-BLOCKS: dict[str, Reading] = {"transformers.models.gpt2.modeling_gpt2.GPT2Block": read_block}
+BLOCKS: dict[str, Reading] = {f"{PACKAGE}.GPT2Block": read_block}

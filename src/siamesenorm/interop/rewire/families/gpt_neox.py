@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from siamesenorm.interop.rewire.anatomy import Anatomy, Reading, Slot
+from siamesenorm.interop.rewire.anatomy import Anatomy, Reading, Slot, inside
 from siamesenorm.interop.rewire.block import RewiredBlock
 from siamesenorm.interop.rewire.hidden_states import close_hidden_states
 from siamesenorm.topologies import Connection
 
+PACKAGE = "transformers.models.gpt_neox.modeling_gpt_neox"
 PROJECTIONS = {
     "attention_output": "attention.dense",
     "mlp_up": "mlp.dense_h_to_4h",
@@ -26,9 +27,9 @@ class NeoXBlock(RewiredBlock):
     post_attention_dropout: nn.Module
     post_mlp_dropout: nn.Module
 
-    def attend(self, h: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def attend(self, h: Tensor, **kwargs: Any) -> Tensor:
         """Return the attention's output after dropout."""
-        output, _ = self.attention(h, *args, **kwargs)
+        output, _ = self.attention(h, **kwargs)
         dropped: Tensor = self.post_attention_dropout(output)
         return dropped
 
@@ -40,10 +41,10 @@ class ParallelBlock(NeoXBlock):
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """Return the packed streams after the sublayer Attention(N1(h)) + MLP(N2(h))."""
         h, streams = self.connection.read(self.enter(hidden_states))
-        attention = self.attend(self.input_layernorm(h), *args, **kwargs)
+        attention = self.attend(self.input_layernorm(h), **kwargs)
         mlp = self.post_mlp_dropout(self.mlp(self.post_attention_layernorm(h)))
         return self.leave(self.connection.write(streams, mlp + attention))
 
@@ -54,10 +55,10 @@ class SequentialBlock(NeoXBlock):
     attention_connection: Connection
     mlp_connection: Connection
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """Return the packed streams after both sublayers."""
         h, streams = self.attention_connection.read(self.enter(hidden_states))
-        streams = self.attention_connection.write(streams, self.attend(h, *args, **kwargs))
+        streams = self.attention_connection.write(streams, self.attend(h, **kwargs))
         h, streams = self.mlp_connection.read(streams)
         return self.leave(self.mlp_connection.write(streams, self.post_mlp_dropout(self.mlp(h))))
 
@@ -68,6 +69,7 @@ PARALLEL = Anatomy(
     final_norm="final_layer_norm",
     attention="attention",
     projections=PROJECTIONS,
+    check_backbone=inside(f"{PACKAGE}.GPTNeoXModel", "GPTNeoXLayer"),
     adapt_backbone=close_hidden_states,
 )
 SEQUENTIAL = Anatomy(
@@ -79,6 +81,7 @@ SEQUENTIAL = Anatomy(
     final_norm="final_layer_norm",
     attention="attention",
     projections=PROJECTIONS,
+    check_backbone=inside(f"{PACKAGE}.GPTNeoXModel", "GPTNeoXLayer"),
     adapt_backbone=close_hidden_states,
 )
 
@@ -88,4 +91,4 @@ def read_block(block: nn.Module) -> Anatomy:
     return PARALLEL if block.use_parallel_residual else SEQUENTIAL
 
 
-BLOCKS: dict[str, Reading] = {"transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXLayer": read_block}
+BLOCKS: dict[str, Reading] = {f"{PACKAGE}.GPTNeoXLayer": read_block}

@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
+from siamesenorm.interop.derived_class import derive
 from siamesenorm.interop.rewire.anatomy import Anatomy, Reading, Slot, qualified_name
-from siamesenorm.interop.rewire.block import RewiredBlock, rewired_class
+from siamesenorm.interop.rewire.block import RewiredBlock
 from siamesenorm.norms.declared import declared_parameters
 from siamesenorm.topologies import Connection
 
@@ -84,7 +85,7 @@ def check_backbone(backbone: nn.Module) -> None:
 
 def close_intermediates(backbone: nn.Module) -> None:
     """Give a backbone the class whose intermediate features are closed."""
-    backbone.__class__ = rewired_class(ClosedIntermediates, type(backbone))
+    backbone.__class__ = derive(ClosedIntermediates, type(backbone))
 
 
 ANATOMY = Anatomy(

@@ -1,0 +1,231 @@
+"""Rewire every known family of Hugging Face's decoders, timm's ViT and DeiT, and DiT, and say what was kept.
+
+Models are built from their own configuration classes with random weights, norms included; nothing is downloaded. Run
+`python benchmarks/rewire_table.py OUT.json [FAMILY ...]`; `PYTHONPATH=.timm` and the families vit, deit, deit-distilled
+measure timm's. Rows of families that are not asked for stay in the file.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import tempfile
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import siamesenorm
+from siamesenorm.errors import UserError
+from siamesenorm.training.environment import describe_environment
+
+TOPOLOGIES = ("siamese-post-pre:normalized_input=false", "siamese-post-pre", "siamese", "dhc-2")
+TIMM = {
+    "vit": ("vit_tiny_patch16_224", 0.1),
+    "deit": ("deit_tiny_patch16_224", None),
+    "deit-distilled": ("deit_tiny_distilled_patch16_224", None),
+}
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 97,
+    "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How to build a model, call it, save it, and where LoRA goes."""
+
+    build: Callable[[], nn.Module]
+    call: Callable[[nn.Module], Tensor]
+    save: Callable[[nn.Module, str], object]
+    lora: tuple[str, ...]
+    generates: bool = True
+
+
+def decoders() -> dict[str, Family]:
+    """Return the families of Hugging Face decoders."""
+    import transformers as hf
+
+    grouped = {**SMALL, "num_key_value_heads": 2}
+    gpt2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 97, "n_positions": 64, "bos_token_id": 1}
+    configs: dict[str, Callable[[], Any]] = {
+        "Llama": lambda: hf.LlamaConfig(**grouped),
+        "Qwen3": lambda: hf.Qwen3Config(**grouped, head_dim=8),
+        "Mistral": lambda: hf.MistralConfig(**grouped),
+        "Gemma 2": lambda: hf.Gemma2Config(**grouped, head_dim=8),
+        "Gemma 3": lambda: hf.Gemma3TextConfig(**grouped, head_dim=8),
+        "GPT-2": lambda: hf.GPT2Config(**gpt2, eos_token_id=2, pad_token_id=0),
+        "GPT-NeoX": lambda: hf.GPTNeoXConfig(**SMALL),
+        "GPT-NeoX, sequential": lambda: hf.GPTNeoXConfig(**SMALL, use_parallel_residual=False),
+        "OLMo": lambda: hf.OlmoConfig(**grouped),
+        "OLMoE": lambda: hf.OlmoeConfig(**grouped, num_experts=4, num_experts_per_tok=2),
+        "OLMo 2": lambda: hf.Olmo2Config(**grouped),
+    }
+    targets = {"GPT-2": ("c_attn",), "GPT-NeoX": ("query_key_value",), "GPT-NeoX, sequential": ("query_key_value",)}
+    tokens = torch.arange(3, 25).reshape(2, 11)
+    return {
+        name: Family(
+            build=lambda config=config: hf.AutoModelForCausalLM.from_config(config()),
+            call=lambda model: model(tokens.to(next(model.parameters()).device)).logits,
+            save=lambda model, directory: model.save_pretrained(directory),
+            lora=targets.get(name, ("q_proj", "v_proj")),
+        )
+        for name, config in configs.items()
+    }
+
+
+def diffusion() -> dict[str, Family]:
+    """Return diffusers' DiT."""
+    from diffusers import DiTTransformer2DModel
+
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.randn(2, 4, 4, 4, generator=generator)
+    steps, labels = torch.tensor([3, 700]), torch.tensor([1, 9])
+    return {
+        "DiT": Family(
+            build=lambda: DiTTransformer2DModel(
+                num_attention_heads=2, attention_head_dim=8, out_channels=8, num_layers=3, sample_size=4,
+                num_embeds_ada_norm=10,
+            ),
+            call=lambda model: model(latents, timestep=steps, class_labels=labels).sample,
+            save=lambda model, directory: model.save_pretrained(directory),
+            lora=("to_q", "to_v"),
+            generates=False,
+        )
+    }  # fmt: skip
+
+
+def vision() -> dict[str, Family]:
+    """Return timm's ViT and DeiT; beside a torch for the CPU, torchvision needs one module that it cannot import."""
+    sys.modules.setdefault("torchvision._meta_registrations", types.ModuleType("torchvision._meta_registrations"))
+    import timm
+
+    from siamesenorm.interop.timm import save_pretrained
+
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+    def build(name: str, layer_scale: float | None) -> nn.Module:
+        return timm.create_model(
+            name, img_size=32, depth=3, embed_dim=24, num_heads=2, num_classes=5, init_values=layer_scale
+        )
+
+    return {
+        name: Family(
+            build=lambda entry=entry: build(*entry), call=lambda model: model(images), save=save_pretrained,
+            lora=("qkv", "fc1"), generates=False,
+        )
+        for name, entry in TIMM.items()
+    }  # fmt: skip
+
+
+def perturbed(model: nn.Module) -> nn.Module:
+    """Move every parameter away from its initial value, norms' gains too."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+def measure(name: str, family: Family, topology: str) -> dict[str, Any]:
+    """Return one row of the table."""
+    torch.manual_seed(0)
+    model = perturbed(family.build())
+    with torch.no_grad():
+        before = family.call(model)
+    generated = greedy(model) if family.generates else None
+    row: dict[str, Any] = {"family": name, "topology": topology}
+    try:
+        report = siamesenorm.rewire(model, topology)
+    except UserError as reason:
+        return {**row, "outcome": f"refused: {reason}"}
+    with torch.no_grad():
+        difference = float((family.call(model) - before).abs().max())
+    row |= {
+        "outcome": "exact" if report.exact else "up to eps",
+        "largest_difference": difference,
+        "largest_output": float(before.abs().max()),
+    }
+    if generated is not None:
+        row["same_generation"] = bool(torch.equal(greedy(model), generated))
+    row["zeroed_gains_with_gradient"] = awake(family, model)
+    row["reload_bit_equal"] = reloads(family, model)
+    row["lora_starts_equal"] = attaches(family, model)
+    row["compiled_step_equal"] = compiles(family, model)
+    return row
+
+
+def greedy(model: nn.Module) -> Tensor:
+    """Return twelve tokens generated with a cache."""
+    tokens = torch.arange(3, 15).reshape(2, 6)
+    out: Tensor = model.generate(tokens, max_new_tokens=12, min_new_tokens=12, do_sample=False, use_cache=True)
+    return out
+
+
+def awake(family: Family, model: nn.Module) -> str:
+    """Return how many of the parameters that are zero receive a gradient that is not."""
+    model.zero_grad()
+    family.call(model).square().mean().backward()
+    zeroed = [parameter for parameter in model.parameters() if not parameter.any()]
+    alive = sum(parameter.grad is not None and bool(parameter.grad.any()) for parameter in zeroed)
+    model.zero_grad()
+    return f"{alive} of {len(zeroed)}"
+
+
+def reloads(family: Family, model: nn.Module) -> bool:
+    """Return whether the saved and loaded model gives the same bits."""
+    with tempfile.TemporaryDirectory() as directory, torch.no_grad():
+        family.save(model, directory)
+        loaded = siamesenorm.from_pretrained(directory).eval()
+        return torch.equal(family.call(loaded), family.call(model))
+
+
+def attaches(family: Family, model: nn.Module) -> bool:
+    """Return whether LoRA attaches, and the model with fresh adapters computes what it did."""
+    import peft
+
+    adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(target_modules=list(family.lora)))
+    with torch.no_grad():
+        return torch.equal(family.call(adapted), family.call(model))
+
+
+def compiles(family: Family, model: nn.Module) -> bool:
+    """Return whether one step of SGD under torch.compile moves the parameters as one in eager mode does, to 1e-5."""
+    torch._dynamo.reset()
+    eager, compiled = copy.deepcopy(model), copy.deepcopy(model)
+    for candidate, forward in ((eager, eager), (compiled, torch.compile(compiled))):
+        optimizer = torch.optim.SGD(candidate.parameters(), lr=1e-2)
+        family.call(forward).square().mean().backward()
+        optimizer.step()
+    pairs = zip(eager.parameters(), compiled.parameters(), strict=True)
+    return all(torch.allclose(one, other, atol=1e-5) for one, other in pairs)
+
+
+def main() -> None:
+    """Measure the families named on the command line, or all that this session can import."""
+    path, asked = Path(sys.argv[1]), sys.argv[2:]
+    warnings.filterwarnings("ignore")
+    families = vision() if set(asked) & set(TIMM) else {**decoders(), **diffusion()}
+    chosen = {name: family for name, family in families.items() if not asked or name in asked}
+    rows = []
+    for name, family in chosen.items():
+        for topology in TOPOLOGIES:
+            rows.append(measure(name, family, topology))
+            print(json.dumps(rows[-1]), flush=True)
+    kept = json.loads(path.read_text())["rows"] if path.exists() else []
+    record = {
+        "benchmark": "rewire",
+        "environment": describe_environment("cpu"),
+        "rows": [row for row in kept if row["family"] not in chosen] + rows,
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""`StreamMonitor` in the loops of others: the Trainer of Hugging Face, and Lightning.
+
+`StreamMonitorCallback` and `LightningStreamMonitor` get their library's base class at their first use, so that neither
+library is needed for the other's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+import warnings
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from siamesenorm.analysis.stream_monitor import StreamMonitor
+
+
+class HuggingFaceEvents:
+    """A callback of Hugging Face's `Trainer`: `Trainer(..., callbacks=[StreamMonitorCallback(monitor)])`.
+
+    The monitor is made of the model that the trainer gets; optimizer, length of the run and warm-up come from the
+    trainer. The loss is what the trainer logs, the mean since its last log: `logging_steps=1` makes the verdict as
+    sharp as it gets, and `logging_nan_inf_filter=False` lets it see losses that are not finite (a warning says so).
+    `stop_when_lost` ends a run that cannot be saved.
+    """
+
+    def __init__(self, monitor: StreamMonitor, *, stop_when_lost: bool = False) -> None:
+        self.monitor, self.stop_when_lost = monitor, stop_when_lost
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any) -> None:
+        """Attach the monitor, after the step of the checkpoint where there is one."""
+        if args.logging_nan_inf_filter:
+            warnings.warn(
+                "the Trainer hides losses that are not finite from its log, and so from the monitor's verdict: set "
+                "logging_nan_inf_filter=False",
+                stacklevel=2,
+            )
+        self.monitor.expect(steps_total=state.max_steps, warmup_steps=args.get_warmup_steps(state.max_steps))
+        self.monitor.attach(*([] if optimizer is None else [optimizer]), after=state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Take in a step."""
+        self.monitor.step(step=state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
+        """Take in the loss: of the log's entries, only those of training are called so."""
+        if not logs or "loss" not in logs:
+            return
+        self.monitor.observe_loss(
+            logs["loss"],
+            step=state.global_step,
+            gradient_norm=logs.get("grad_norm"),
+            learning_rate=logs.get("learning_rate"),
+        )
+        if self.stop_when_lost and self.monitor.should_stop:
+            control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Leave the model as it was."""
+        self.monitor.close()
+
+
+class LightningEvents:
+    """A callback of Lightning: `Trainer(..., callbacks=[LightningStreamMonitor(monitor)])`.
+
+    The monitor is made of the LightningModule, or of the network in it; optimizers and the length of the run come from
+    the trainer. The loss is what `training_step` returns, averaged over micro-batches. `stop_when_lost` ends a run that
+    cannot be saved.
+    """
+
+    def __init__(self, monitor: StreamMonitor, *, stop_when_lost: bool = False) -> None:
+        self.monitor, self.stop_when_lost = monitor, stop_when_lost
+        self._losses: list[Tensor] = []
+        self._step = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach the monitor, after the step of the checkpoint where there is one."""
+        steps = trainer.estimated_stepping_batches
+        self.monitor.expect(steps_total=int(steps) if math.isfinite(steps) and steps > 0 else None)
+        self.monitor.attach(*trainer.optimizers, after=trainer.global_step)
+        self._step, self._losses = trainer.global_step, []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Take in a micro-batch, and a step after its last one."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor):
+            # Automatic optimization has divided the loss by the number of micro-batches.
+            parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            self._losses.append(loss.detach() * parts)
+        if trainer.global_step == self._step:
+            return
+        mean = sum(self._losses) / len(self._losses) if self._losses else None
+        self._step, self._losses = trainer.global_step, []
+        self.monitor.step(mean, step=self._step)
+        if self.stop_when_lost and self.monitor.should_stop:
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leave the model as it was."""
+        self.monitor.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the model as it was, and keep the losses that led there."""
+        self.monitor.close()
+
+
+@cache
+def __getattr__(name: str) -> Any:
+    """Make a callback's class; raises ModuleNotFoundError where its library is not installed."""
+    if name == "StreamMonitorCallback":
+        events: type = HuggingFaceEvents
+        base: type = importlib.import_module("transformers").TrainerCallback
+    elif name == "LightningStreamMonitor":
+        events = LightningEvents
+        base = _lightning().Callback
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return type(name, (events, base), {"__doc__": events.__doc__, "__module__": __name__})
+
+
+def _lightning() -> Any:
+    """Return Lightning under the name by which the caller knows it: the two names have different classes."""
+    if "lightning" not in sys.modules and "pytorch_lightning" in sys.modules:
+        return sys.modules["pytorch_lightning"]
+    return importlib.import_module("lightning.pytorch")

@@ -1,0 +1,101 @@
+"""The configuration of a native model as transformers holds it: the same fields, by their own and the usual names."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from transformers import PreTrainedConfig
+
+from siamesenorm.interop.remote_code import AUTO_MAP, MODEL_TYPE, REMOTE_CODE, REMOTE_CODE_FILE
+from siamesenorm.models.language import LanguageModelConfig
+from siamesenorm.norms import NormSpec
+from siamesenorm.topologies import build_topology, topology_from_json
+
+FIELDS = tuple(field.name for field in dataclasses.fields(LanguageModelConfig))
+
+
+class SiameseNormConfig(PreTrainedConfig):
+    """A `LanguageModelConfig` for transformers: its fields, resolved, and those of `PreTrainedConfig`.
+
+    `topology` and `norm` are texts ("dhc-2:streams=4"), what their `to_json` gives, or the objects; they are kept as
+    JSON. `seed` is that of the weights that a new model draws. Raises UserError for a model that cannot be built.
+    """
+
+    model_type = MODEL_TYPE
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    attribute_map: ClassVar[dict[str, str]] = {
+        "hidden_size": "dim",
+        "num_hidden_layers": "depth",
+        "num_attention_heads": "heads",
+        "num_key_value_heads": "kv_heads",
+        "intermediate_size": "hidden",
+        "vocab_size": "vocabulary",
+        "max_position_embeddings": "context",
+        "tie_word_embeddings": "tied",
+    }
+    # Declared, or transformers takes them for parameters of generation.
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+    seed: int = 0
+
+    def __init__(
+        self,
+        *,
+        use_cache: bool = True,
+        bos_token_id: int | None = None,
+        eos_token_id: int | None = None,
+        pad_token_id: int | None = None,
+        seed: int = 0,
+        **fields: Any,
+    ) -> None:
+        fields = {self.attribute_map.get(name, name): value for name, value in fields.items()}
+        self._take(_native({name: fields.pop(name) for name in FIELDS if name in fields}))
+        self.use_cache, self.seed = use_cache, seed
+        self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
+        super().__init__(**{**fields, "auto_map": dict(AUTO_MAP)})
+
+    @classmethod
+    def from_native(cls, config: LanguageModelConfig, **options: Any) -> Self:
+        """Return the configuration of a native model; `options` are the other arguments of the class."""
+        return cls(**{name: getattr(config, name) for name in FIELDS}, **options)
+
+    def to_native(self) -> LanguageModelConfig:
+        """Return the configuration of the native model; raises UserError for one that cannot be built."""
+        return _native({name: getattr(self, name) for name in FIELDS})
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **options: Any
+    ) -> None:
+        """Write config.json and the file of code that it names."""
+        directory = Path(save_directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / REMOTE_CODE_FILE).write_text(REMOTE_CODE)
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **options)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Do nothing: `save_pretrained` writes the file of code, where transformers would copy this one."""
+
+    def _take(self, config: LanguageModelConfig) -> None:
+        record = config.to_json()
+        for name in FIELDS:
+            setattr(self, name, record[name])
+
+
+def _native(fields: dict[str, Any]) -> LanguageModelConfig:
+    """Return the native configuration of fields in any of the forms that a person or a file gives."""
+    topology, norm = fields.get("topology"), fields.get("norm")
+    if isinstance(topology, str):
+        fields["topology"] = build_topology(topology)
+    elif isinstance(topology, dict):
+        fields["topology"] = topology_from_json(topology)
+    if isinstance(norm, str):
+        fields["norm"] = NormSpec.parse(norm)
+    elif isinstance(norm, dict):
+        fields["norm"] = NormSpec.from_json(norm)
+    return LanguageModelConfig(**fields)

@@ -1,0 +1,275 @@
+"""Native language models as models of transformers, which hold the native one: same modules, same names of parameters.
+
+What is here translates: position ids, padding and caches of transformers into what native blocks take, streams and
+losses into its outputs. A model computes in the dtype of its parameters, whatever the run computed in; its streams keep
+their `residual_dtype`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from siamesenorm.errors import UserError
+from siamesenorm.interop.huggingface.attention import LayerCache, attention_mask_for, steps_of
+from siamesenorm.interop.huggingface.configuration import SiameseNormConfig
+from siamesenorm.interop.huggingface.recorder import Recorder, StreamsOfBlock
+from siamesenorm.models.block import add_losses
+from siamesenorm.models.language import LanguageModel
+from siamesenorm.norms import Declared
+from siamesenorm.sublayers.cache import KeyValueCache
+from siamesenorm.sublayers.modulated import Losses
+from siamesenorm.sublayers.rotary import Rotation
+from siamesenorm.topologies import Streams
+from siamesenorm.topologies.topology import Reader
+
+
+@dataclass
+class ModelOutput(BaseModelOutputWithPast):
+    """What blocks and closing give; `streams` has, for every block, the streams after it by name."""
+
+    streams: tuple[StreamsOfBlock, ...] | None = None
+    losses: Losses | None = None
+
+
+@dataclass
+class CausalLMOutput(CausalLMOutputWithPast):
+    """Loss, logits, cache; `hidden_states` are closed states, `streams` the streams after every block by name."""
+
+    streams: tuple[StreamsOfBlock, ...] | None = None
+
+
+class SiameseNormPreTrainedModel(PreTrainedModel):
+    """What both models share: the native model, as `model`, and the way through its blocks."""
+
+    config_class = SiameseNormConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    gradient_checkpointing = False
+    _gradient_checkpointing_func: Callable[..., Any]
+    _no_split_modules = ["TransformerBlock"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+    has_head: ClassVar[bool] = True
+
+    def __init__(self, config: SiameseNormConfig) -> None:
+        super().__init__(config)
+        self.model = LanguageModel(config.to_native())
+        if not self.has_head:
+            self.model.head = None
+        self._compute_in_dtype_of_parameters()
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding."""
+        embedding: nn.Module = self.model.embedding
+        return embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Exchange the embedding."""
+        self.model.embedding = value
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Return the head; None where it is the embedding, and where there is none."""
+        head: nn.Module | None = self.model.head
+        return head
+
+    def set_output_embeddings(self, value: Any) -> None:
+        """Exchange the head."""
+        self.model.head = value
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Draw the weights that no checkpoint gave, as the native model draws them; give constants their values."""
+        parameters = dict(self.model.named_parameters())
+        given = {name: p for name, p in parameters.items() if getattr(p, "_is_hf_initialized", False)}
+        if len(given) < len(parameters):
+            kept = {name: parameter.clone() for name, parameter in given.items()}
+            self.model.reset_parameters(self.config.seed)
+            for name, values in kept.items():
+                parameters[name].copy_(values)
+        for module in self.model.modules():
+            if isinstance(module, Declared):
+                module.refill_constants()
+
+    def run_blocks(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        past_key_values: Cache | None,
+        inputs_embeds: Tensor | None,
+        use_cache: bool | None,
+        recorder: Recorder,
+    ) -> tuple[Streams, Losses, Cache | None]:
+        """Return the streams after the last block, the losses of the sublayers, and the cache."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise UserError("a model takes either input_ids or inputs_embeds: give one of them")
+        embedding = self.model.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        cache = self._cache(past_key_values, use_cache)
+        steps = steps_of(embedding, cache)
+        rotary = self.model.rotary(steps if position_ids is None else position_ids.unsqueeze(1))
+        # Positions without a mask and a past are, as elsewhere in transformers, those of packed documents.
+        packed = position_ids if attention_mask is None and past_key_values is None else None
+        mask = attention_mask_for(steps, attention_mask, packed, cache)
+        recorder.embedded(embedding)
+        streams: Streams = self.model.open(embedding)
+        losses: Losses = {}
+        for index, block in enumerate(self.model.blocks):
+            layer = None if cache is None else LayerCache(cache, index)
+            streams, more = self._run_block(block, streams, rotary, mask, layer)
+            losses = add_losses(losses, more)
+            recorder.after_block(streams)
+        return streams, losses, cache
+
+    @property
+    def _recomputes(self) -> bool:
+        """Whether blocks are computed again in the backward pass that is to come."""
+        return self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+
+    def _cache(self, given: Cache | None, wanted: bool | None) -> Cache | None:
+        if self._recomputes:
+            if given is not None:
+                raise UserError(
+                    "a cache under gradient checkpointing, which computes its keys twice: give up one of them"
+                )
+            return None
+        wanted = (self.config.use_cache and not self.training) if wanted is None else wanted
+        return DynamicCache(config=self.config) if given is None and wanted else given
+
+    def _run_block(
+        self, block: nn.Module, streams: Streams, rotary: Rotation, mask: Tensor | None, cache: KeyValueCache | None
+    ) -> tuple[Streams, Losses]:
+        """Run a block, in the backward pass once more under gradient checkpointing."""
+        if not self._recomputes:
+            result: tuple[Streams, Losses] = block(streams, rotary, mask, cache)
+            return result
+        names: list[str] = []
+
+        def flat(*streams: Tensor) -> tuple[Tensor, ...]:
+            # Reentrant checkpointing sees gradients only of tensors that are arguments and results themselves.
+            streams, losses = block(streams, rotary, mask)
+            names[:] = losses
+            return *streams, *losses.values()
+
+        results = self._gradient_checkpointing_func(flat, *streams)
+        count = len(results) - len(names)
+        return results[:count], dict(zip(names, results[count:], strict=True))
+
+    def _recorder(self, output_hidden_states: Any, output_streams: bool, unknown: dict[str, Any]) -> Recorder:
+        if unknown.get("output_attentions"):
+            raise UserError("attention weights are never computed (fused attention): leave out output_attentions")
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        return Recorder(self.model, hidden_states=wanted is not None and wanted is not False, streams=output_streams)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._compute_in_dtype_of_parameters()
+        return self
+
+    def _compute_in_dtype_of_parameters(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, Reader):
+                module.compute_dtype = self.model.embedding.weight.dtype
+
+
+class SiameseNormModel(SiameseNormPreTrainedModel):
+    """The model without its head: `last_hidden_state` is what the head would see."""
+
+    has_head = False
+    _keys_to_ignore_on_load_unexpected = [r"^model\.head\."]
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_streams: bool = False,
+        **kwargs: Any,
+    ) -> ModelOutput:
+        """Return the closed state [batch, tokens, dim] of input_ids [batch, tokens], left or right padded.
+
+        `output_hidden_states` adds the embedding and the closed state after every block, `output_streams` the streams
+        after every block by name.
+        """
+        recorder = self._recorder(output_hidden_states, output_streams, kwargs)
+        streams, losses, cache = self.run_blocks(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, recorder
+        )
+        return ModelOutput(
+            last_hidden_state=self.model.closing(streams),
+            past_key_values=cache,
+            hidden_states=recorder.hidden_states,
+            streams=recorder.streams,
+            losses=losses or None,
+        )
+
+
+class SiameseNormForCausalLM(SiameseNormPreTrainedModel, GenerationMixin):
+    """The language model; a native one is held as it is by `from_native`."""
+
+    @classmethod
+    def from_native(cls, native: LanguageModel, **options: Any) -> Self:
+        """Return the model that holds `native` itself, no copy; `options` are those of `SiameseNormConfig`.
+
+        The native model computes in the dtype of its parameters from then on.
+        """
+        with torch.device("meta"):  # where nothing is drawn
+            held = cls(SiameseNormConfig.from_native(native.config, **options))
+        held.model = native
+        held.config.dtype = native.embedding.weight.dtype
+        held._compute_in_dtype_of_parameters()
+        held.train(native.training)
+        return held
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        output_streams: bool = False,
+        **kwargs: Any,
+    ) -> CausalLMOutput:
+        """Return the logits [batch, tokens, vocabulary] of input_ids [batch, tokens], left or right padded.
+
+        With `labels` (input_ids themselves: they are shifted here; -100 is left out), `loss` is their mean
+        cross-entropy plus the losses of the sublayers. `logits_to_keep` is the number of last tokens with logits, or
+        their places; `output_hidden_states` and `output_streams` are those of `SiameseNormModel`.
+        """
+        recorder = self._recorder(output_hidden_states, output_streams, kwargs)
+        streams, losses, cache = self.run_blocks(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, recorder
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.model.logits(self.model.closing(tuple(stream[:, kept] for stream in streams)))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
+            loss = loss + sum(losses.values())
+        return CausalLMOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=cache,
+            hidden_states=recorder.hidden_states,
+            streams=recorder.streams,
+        )

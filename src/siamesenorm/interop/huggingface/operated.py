@@ -1,0 +1,185 @@
+"""Operated models of Hugging Face: each gets a class of its own, "SiameseNorm" before its host's name.
+
+The class builds the host and repeats on it the steps that its configuration holds; then weights are loaded into it. So
+saving and loading are the library's own, in safetensors alone. `register` makes the classes known to the Auto classes;
+importing this package does so for the families that `rewire` knows.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+from siamesenorm.errors import UserError
+from siamesenorm.interop.derived_class import made, original_class, without
+from siamesenorm.interop.huggingface.operated_configuration import (
+    PREFIX,
+    TYPE_PREFIX,
+    OperatedConfig,
+    host_classes,
+    operated_config,
+)
+from siamesenorm.interop.rewire.block import RewiredBlock
+from siamesenorm.interop.rewire.families import FAMILIES
+from siamesenorm.interop.rewire.hidden_states import keep_recording
+from siamesenorm.interop.surgery import Step, replay_steps
+from siamesenorm.norms import Declared
+from siamesenorm.norms.declared import assign
+
+REWIRED = "Rewired"
+"""Stands before the name of a backbone inside an operated model."""
+
+
+class OperatedModel:
+    """Mixed in before a host's class: a configuration with steps builds the operated model."""
+
+    config: Any
+
+    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+        """Build the host and repeat the steps on it; raises UserError for a configuration that holds none."""
+        steps, host = getattr(config, "siamesenorm", ()), original_class(type(self))
+        if not steps:
+            raise UserError(f"a {type(self).__name__} needs the steps that made it: its configuration holds none")
+        self.__class__ = host  # type: ignore[assignment]
+        host.__init__(self, config, *args, **options)  # type: ignore[misc]
+        replay_steps(self, steps)  # type: ignore[arg-type]
+        _settle(self)
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Initialise what no checkpoint gave: new parameters at their declared values, and all constants."""
+        super().initialize_weights()  # type: ignore[misc]
+        for module in self.modules():  # type: ignore[attr-defined]
+            if isinstance(module, Declared):
+                for name, declaration in module.declarations.items():
+                    parameter = module.get_parameter(name)
+                    if not getattr(parameter, "_is_hf_initialized", False):
+                        initial = torch.tensor(declaration.initial, dtype=parameter.dtype, device=parameter.device)
+                        assign(parameter, initial)
+                module.refill_constants()
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Do nothing: saving writes the file of code, where transformers would copy this one."""
+
+
+def operated_class(host: type) -> type[Any]:
+    """Return the class of operated models whose host is of class `host`."""
+    host = without(OperatedModel, host)
+    original: Any = original_class(host)
+    members = {
+        "__doc__": f"An operated {original.__name__}.",
+        "__module__": __name__,
+        "config_class": operated_config(original.config_class),
+        "_auto_class": None,
+    }
+    return made(OperatedModel, host, f"{PREFIX}{original.__name__}", members, (operated_class, (host,)))
+
+
+def register(host: type) -> None:
+    """Make operated models known to the Auto classes that know configurations of class `host`."""
+    config, original = operated_config(host), original_class(host)
+    AutoConfig.register(config.model_type, config, exist_ok=True)
+    host_type = original.model_type  # type: ignore[attr-defined]
+    for auto, kind in host_classes(original).items():
+        auto.register(config, operated_class(kind), exist_ok=True)
+        # By this list of names the Trainer knows which models shift their labels, and pipelines which ones they take.
+        auto._model_mapping._model_mapping[config.model_type] = operated_class(kind).__name__
+    if host_type in TOKENIZER_MAPPING_NAMES:
+        TOKENIZER_MAPPING_NAMES[config.model_type] = TOKENIZER_MAPPING_NAMES[host_type]
+
+
+def register_families() -> None:
+    """Register the hosts that `rewire` knows."""
+    for module in sorted({block.rpartition(".")[0] for block in FAMILIES if block.startswith("transformers.")}):
+        with suppress(ModuleNotFoundError):  # a family that this version of transformers lacks has no models either
+            kinds = vars(importlib.import_module(module)).values()
+            hosts = {kind.config_class: None for kind in kinds if isinstance(kind, type) and kind.__module__ == module
+                     and issubclass(kind, PreTrainedModel)}  # fmt: skip
+            for host in filter(None, hosts):
+                register(host)
+
+
+def adopt(model: nn.Module, steps: Sequence[Step]) -> None:
+    """Give an operated model the class that saves and loads it, and a configuration of its own with the steps.
+
+    The old configuration, which other models may share, is left as it is; so is its `name_or_path`, for what is there
+    is not this model.
+    """
+    assert isinstance(model, PreTrainedModel)
+    register(type(model.config))
+    copies: dict[int, Any] = {}
+    config = copy.deepcopy(model.config, copies)
+    config.__class__ = operated_config(type(config))
+    config.siamesenorm = copy.deepcopy(list(steps))
+    config.name_or_path = ""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig) and id(value) in copies:
+                vars(module)[name] = copies[id(value)]
+    model.name_or_path = ""
+    for module in model.modules():
+        if isinstance(module, Declared):
+            for parameter in module.parameters(recurse=False):
+                parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    _settle(model)
+
+
+def _settle(model: Any) -> None:
+    """Give a model that was operated on its class, and tell transformers what its parts are called now."""
+    model.__class__ = operated_class(type(model))
+    keep_recording(model)
+    rewired = {type(module).__name__ for module in model.modules() if isinstance(module, RewiredBlock)}
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module._no_split_modules = {*(module._no_split_modules or ()), *rewired}
+    # Conversions between the names of a checkpoint and those of the host: files of this model have its own names.
+    vars(model).pop("_weight_conversions", None)
+
+
+def load(path: str | Path, **options: Any) -> nn.Module:
+    """Return the operated model that `save_pretrained` wrote to a directory.
+
+    `options` are those of transformers' `from_pretrained`. Raises UserError for a directory that holds none, or not all
+    of its weights.
+    """
+    record = json.loads((Path(path) / "config.json").read_bytes())
+    architecture = (record.get("architectures") or ["model of no named architecture"])[0]
+    host = getattr(transformers, architecture.removeprefix(PREFIX).removeprefix(REWIRED), None)
+    if not (isinstance(host, type) and issubclass(host, PreTrainedModel)):
+        raise UserError(
+            f"{path} is a {architecture}, whose host is none of transformers {transformers.__version__}: load it with "
+            "operated_class(host).from_pretrained of siamesenorm.interop.huggingface"
+        )
+    register(host.config_class)  # type: ignore[arg-type]
+    model, found = operated_class(host).from_pretrained(
+        path, **{"dtype": "auto", "use_safetensors": True, "local_files_only": True, **options}, output_loading_info=True
+    )
+    if found["missing_keys"]:
+        absent = sorted(found["missing_keys"])
+        raise UserError(f"{path} lacks {len(absent)} weights, such as {absent[0]}: save the model again")
+    loaded: nn.Module = model
+    return loaded
+
+
+def __getattr__(name: str) -> Any:
+    """Return the class of operated models or configurations by its name: that is how remote code asks for it."""
+    host = getattr(transformers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
+    if isinstance(host, type) and issubclass(host, PreTrainedConfig):
+        register(host)
+        return operated_config(host)
+    if isinstance(host, type) and issubclass(host, PreTrainedModel):
+        register(host.config_class)  # type: ignore[arg-type]
+        return operated_class(host)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,146 @@
+"""The card of a trained model, written from the record of its run: no number in it comes from anywhere else."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from siamesenorm.data.manifest import Manifest
+from siamesenorm.errors import UserError
+from siamesenorm.topologies import topology_name
+from siamesenorm.training.config import RunConfig
+from siamesenorm.training.exact_json import decode_json
+from siamesenorm.training.metrics import read_metrics
+from siamesenorm.training.run_directory import RunDirectory
+
+LOADING = """\
+## Loading
+
+```python
+import siamesenorm.interop.huggingface  # registers the classes; or pass trust_remote_code=True instead
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("PATH")
+tokenizer = AutoTokenizer.from_pretrained("PATH")
+```
+
+As a native model, without transformers: `siamesenorm.interop.export.load_native("PATH")`. From the command line:
+`siamesenorm generate PATH --prompt "..."`. Both need the package siamesenorm."""
+
+
+def model_card(run: RunDirectory, config: RunConfig, step: int, manifest: Manifest) -> str:
+    """Return the card of the checkpoint at `step` as Markdown; raises UserError where the record cannot be read."""
+    records = [record for record in read_metrics(run.metrics_file) if record.get("step", 0) <= step]
+    introduction = next((record for record in records if record["kind"] == "model"), None)
+    if introduction is None:
+        raise UserError(f"{run.metrics_file} does not say what was trained: restore the run's record")
+    name = topology_name(config.model.topology)
+    parts = [
+        f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- siamesenorm\n- {name}\n---",
+        f"# {introduction['label']}, {_count(introduction['parameters'])} parameters",
+        f"A decoder-only language model with the residual topology `{name}` ({config.model.topology.heading}, "
+        f"{config.model.topology.paper}) and the norm `{config.model.norm}`. This card was written by "
+        "`siamesenorm export` from the record of the run.",
+        "## Model",
+        _table(_model_facts(config, introduction)),
+        "## Training",
+        _table(_training_facts(run, config, step, manifest)),
+        "## Result",
+        _table(_result_facts(run, config, step, records)),
+        LOADING,
+        "## Limits",
+        _limits(config, manifest),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _model_facts(config: RunConfig, introduction: dict[str, Any]) -> dict[str, str]:
+    model = config.model
+    return {
+        "Topology": f"`{topology_name(model.topology)}`, streams: {', '.join(model.topology.stream_names)}",
+        "Norm": f"`{model.norm}`; attention norm `{introduction['attention_norm']}`",
+        "Shape": f"{model.depth} blocks of width {model.dim}, {model.heads} heads, MLP {model.hidden} "
+        f"({model.activation})",
+        "Parameters": f"{introduction['parameters']:,}, of which {introduction['non_embedding_parameters']:,} outside "
+        "the embedding",
+        "Context": f"{model.context} tokens",
+        "Vocabulary": f"{model.vocabulary:,}, {'tied' if model.tied else 'untied'} head",
+    }
+
+
+def _training_facts(run: RunDirectory, config: RunConfig, step: int, manifest: Manifest) -> dict[str, str]:
+    split, optimizer, seen = manifest.splits["train"], config.optimizer, step * config.batch_tokens
+    return {
+        "Data": f"{Path(manifest.source).name}, {split.tokens:,} tokens in {split.documents:,} documents, "
+        f"digest `{manifest.digest[:12]}`",
+        "Tokenizer": f"{manifest.tokenizer.name}, {manifest.tokenizer.vocabulary:,} ids",
+        "Tokens seen": f"{seen:,}, {seen / split.tokens:.2f} times the data",
+        "Steps": f"{step:,} of {config.steps:,}, {config.batch_tokens:,} tokens each",
+        "Optimizer": f"AdamW, peak learning rate {optimizer.learning_rate:g}, {optimizer.shape} after "
+        f"{optimizer.warmup_steps:,} steps of warm-up, weight decay {optimizer.weight_decay:g}",
+        "Precision": f"{config.precision}, streams in {config.model.residual_dtype}",
+        "Seed": str(config.seed),
+        "Run": f"`{config.identity[:12]}`{_environment(run)}",
+    }
+
+
+def _environment(run: RunDirectory) -> str:
+    try:
+        found = decode_json(run.environment_file.read_bytes())
+        return f", siamesenorm {found['siamesenorm']}, torch {found['torch']}, on {found['device']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _result_facts(run: RunDirectory, config: RunConfig, step: int, records: list[dict[str, Any]]) -> dict[str, str]:
+    facts = {}
+    losses = [record["loss"] for record in records if record["kind"] == "train"]
+    last = losses[-max(1, len(losses) // 10) :]
+    if last:
+        facts["Training loss"] = f"{sum(last) / len(last):.4f} nats a token, mean of the last {len(last)} steps"
+    held_out = [record for record in records if record["kind"] == "validation"]
+    if held_out:
+        newest = held_out[-1]
+        facts["Held-out loss"] = (
+            f"{newest['loss']:.4f} nats a token (perplexity {_perplexity(newest['loss'])}), step {newest['step']:,}, "
+            f"over {newest['tokens']:,} tokens"
+        )
+    verdict = run.read_verdict()
+    facts["Verdict"] = "none: the run is not finished" if verdict is None else verdict.sentence()
+    if verdict is not None and step < verdict.steps:
+        facts["Verdict"] += f" (on the whole run; these weights are those of step {step:,})"
+    return facts
+
+
+def _limits(config: RunConfig, manifest: Manifest) -> str:
+    lines = [
+        "* A base model: it continues text, follows no instructions, and was neither filtered nor aligned.",
+        f"* It has seen {Path(manifest.source).name} and nothing else, {config.model.context} tokens at a time.",
+        "* Its code is the package siamesenorm: engines that serve models by code of their own cannot run it.",
+        "* Attention is PyTorch's scaled_dot_product_attention; attention weights cannot be put out.",
+    ]
+    if config.precision != "float32":
+        lines.append(
+            f"* Trained in {config.precision} by autocast over fp32 weights, which are stored: it computes in the "
+            "dtype in which it is loaded, and its losses differ from those above by rounding."
+        )
+    return "\n".join(lines)
+
+
+def _table(facts: dict[str, str]) -> str:
+    return "\n".join(
+        ["| | |", "|---|---|", *(f"| {name} | {value.replace('|', '/')} |" for name, value in facts.items())]
+    )
+
+
+def _count(number: int) -> str:
+    """Return a count with three digits and a unit: 1.08 M."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
+
+
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(loss):.2f}" if loss < 100 else "beyond e^100"

@@ -1,0 +1,109 @@
+"""Find the blocks in a model, and refuse every model whose residual path is not surely understood."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from siamesenorm.errors import UserError
+from siamesenorm.interop.rewire.anatomy import Anatomy, Host, Reading, qualified_name
+from siamesenorm.interop.rewire.block import RewiredBlock
+from siamesenorm.topologies import Connection
+
+
+def find_host(model: nn.Module, families: Mapping[str, Reading]) -> Host:
+    """Return the one stack of known blocks of a model.
+
+    Raises UserError, naming the module, for a model that was rewired before, has no known blocks, several stacks of
+    them, mixed, shared or patched blocks, and norms that sublayers share.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, (RewiredBlock, Connection)):
+            raise UserError(f"{name or 'the model'} is a {type(module).__name__}: the model has been rewired already")
+    stacks = {
+        name: stack for name, stack in stacks_of(model) if any(qualified_name(block) in families for block in stack)
+    }
+    if not stacks:
+        raise UserError(f"{_unknown_structure(model)}; rewire knows {', '.join(sorted(_short(f) for f in families))}")
+    if len(stacks) > 1:
+        raise UserError(f"the model has {len(stacks)} stacks of blocks, {', '.join(stacks)}: rewire one backbone alone")
+    [(name, blocks)] = stacks.items()
+    _refuse_mixed(name, blocks)
+    backbone = model.get_submodule(name.rpartition(".")[0])
+    anatomy = families[qualified_name(blocks[0])](blocks[0])
+    _refuse_other_variants(name, blocks, anatomy, families)
+    if anatomy.check_backbone:
+        anatomy.check_backbone(backbone)
+    host = Host(name=name, backbone=backbone, blocks=blocks, anatomy=anatomy)
+    _refuse_patched(host)
+    _refuse_shared_norms(model, host)
+    return host
+
+
+def stacks_of(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:
+    """Yield the names and modules of everything that holds modules in a row."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module):
+            yield name, module
+
+
+def _short(family: str) -> str:
+    return family.rpartition(".")[2]
+
+
+def _unknown_structure(model: nn.Module) -> str:
+    """Say what the model's longest row of blocks is, which is what its owner would expect to be found."""
+    rows = list(stacks_of(model))
+    if not rows:
+        return f"the structure of {type(model).__name__} is unknown: it has no list of blocks"
+    # A Sequential may be a stem or an MLP as well: it counts where it is longer than every list.
+    name, stack = max(rows, key=lambda row: (len(row[1]), isinstance(row[1], nn.ModuleList)))
+    return f"the structure of {type(model).__name__} is unknown: {name}.0 is a {qualified_name(stack[0])}"
+
+
+def _refuse_mixed(name: str, blocks: nn.ModuleList | nn.Sequential) -> None:
+    seen: dict[int, int] = {}
+    for index, block in enumerate(blocks):
+        if type(block) is not type(blocks[0]):
+            raise UserError(
+                f"{name}.{index} is a {type(block).__name__} among {type(blocks[0]).__name__}s: rewire wants blocks of "
+                "one class"
+            )
+        if id(block) in seen:
+            raise UserError(f"{name}.{index} is {name}.{seen[id(block)]} again: shared blocks cannot be rewired")
+        seen[id(block)] = index
+
+
+def _refuse_other_variants(
+    name: str, blocks: nn.ModuleList | nn.Sequential, anatomy: Anatomy, families: Mapping[str, Reading]
+) -> None:
+    """Refuse blocks of one class that do not all meet the residual path in the same way."""
+    for index, block in enumerate(blocks):
+        if families[qualified_name(block)](block) is not anatomy:
+            raise UserError(f"{name}.{index} is built otherwise than {name}.0: rewire wants blocks of one kind")
+
+
+def _refuse_patched(host: Host) -> None:
+    """Refuse a forward that was replaced on an instance: it would go on running in place of the new one."""
+    prefix = host.name.rpartition(".")[0]
+    blocks = [(f"{host.name}.{index}", block) for index, block in enumerate(host.blocks)]
+    for name, module in [(prefix or "the model", host.backbone), *blocks]:
+        if "forward" in vars(module):
+            raise UserError(
+                f"{name} has had its forward replaced (by a device map of accelerate, or a patch): rewire the model "
+                "before that"
+            )
+
+
+def _refuse_shared_norms(model: nn.Module, host: Host) -> None:
+    """Refuse a norm on the residual path that stands under two names, as a module or through its parameters."""
+    paths = {*host.norms_of_slots(), host.final_norm}
+    owners: dict[int, str] = {}
+    for other, module in model.named_modules(remove_duplicate=False):
+        # An absent dropout or norm may be one Identity everywhere: only what has parameters can be shared.
+        own = [id(parameter) for parameter in module.parameters(recurse=False)]
+        for key in [id(module), *own] if own else []:
+            first = owners.setdefault(key, other)
+            if first != other and (other in paths or first in paths):
+                raise UserError(f"{other} shares its norm with {first}: give each sublayer its own norm first")

@@ -1,0 +1,209 @@
+"""Give a trained language model another residual path, in place, where its function can be kept.
+
+Attention, MLP, embedding and head stay as they are; the connections, the opening and the closing are exchanged. The new
+parts take over the gains and biases of the Pre-Norm model's norms (`become_pre_norm` of the topologies).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from siamesenorm.errors import UserError
+from siamesenorm.models.block import TransformerBlock
+from siamesenorm.models.language import LanguageModel, LanguageModelConfig
+from siamesenorm.norms import NORMS, Norm, NormFunction, NormSpec
+from siamesenorm.topologies import Topology, build_topology, topology_name, transformer_places
+from siamesenorm.topologies.pre_norm import PreNorm
+from siamesenorm.topologies.upcycling import EPS_TWICE, SCALED
+
+FREE = ("context", "dropout", "document_mask", "residual_dtype", "compute_dtype", "kernels")
+"""Fields of a configuration that change neither the weights nor, but for rounding, what they compute on a token."""
+PATH = ("topology", "norm")
+"""Fields of the residual path, which a conversion exchanges."""
+MOVABLE = ("rmsnorm", "layernorm", "scalenorm")
+"""Operators whose parameters are a gain and a bias, so that another place can take them over."""
+
+
+def converted_config(
+    source: LanguageModelConfig,
+    topology: str | Topology | None = None,
+    norm: str | NormSpec | None = None,
+    **changes: Any,
+) -> LanguageModelConfig:
+    """Return the configuration that a trained model of `source` has with another topology, operator, or both.
+
+    The topology gets the options that it needs to start where the model is; the attention norm stays; an operator
+    given as text inherits eps and offset. `changes` are fields in `FREE`. Raises UserError, with the remedy, where
+    the model's function cannot be kept.
+    """
+    for name in changes:
+        if name not in FREE:
+            raise UserError(f"{name} belongs to the weights, which stay: leave it out")
+    wanted = build_topology(topology) if isinstance(topology, str) else topology or source.topology
+    operator = inherited_operator(source.norm, norm) if isinstance(norm, str) else norm or source.norm
+    fields = {**changes, "attention_norm": source.attention_shape.attention_norm}
+    if (wanted, operator) == (source.topology, source.norm):
+        return dataclasses.replace(source, **fields)
+    _refuse_source(source)
+    resolved = wanted.preserving()
+    _refuse_attention(resolved, source)
+    target = dataclasses.replace(source, topology=resolved, norm=operator, **fields)
+    _refuse_operator(source, target)
+    return target
+
+
+def require_convertible(source: LanguageModelConfig, target: LanguageModelConfig) -> None:
+    """Raise UserError unless a trained model of `source` can become one of `target`."""
+    free = {name: getattr(target, name) for name in FREE}
+    reached = converted_config(source, target.topology, target.norm, **free)
+    for field in dataclasses.fields(LanguageModelConfig):
+        there, here = reached.to_json()[field.name], target.to_json()[field.name]
+        if there != here:
+            raise UserError(f"{field.name} of a model that is converted is {there}, not {here}: leave it out")
+
+
+@torch.no_grad()
+def convert(model: LanguageModel, target: LanguageModelConfig) -> tuple[str, ...]:
+    """Give `model`, in place, the residual path of `target`, and return what its function differs in, each way once.
+
+    Nothing, where the function is the same up to rounding. Raises UserError, with the model untouched, where it cannot
+    be kept. The new parts have parameters of their own: build the optimizer afterwards.
+    """
+    source = model.config
+    require_convertible(source, target)
+    if all(getattr(source, name) == getattr(target, name) for name in (*PATH, *FREE)):
+        model.config = target
+        return ()
+    path = ResidualPath.build(target, model.embedding.weight)
+    if all(getattr(source, name) == getattr(target, name) for name in PATH):
+        path.load(model)
+        differences: dict[str, None] = {}
+    else:
+        differences = path.become_pre_norm(model)
+    path.install(model)
+    model.dropout.p = target.dropout
+    for block in _blocks(model):
+        block.dropout.p = target.dropout
+    model.config = target
+    return tuple(differences)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ResidualPath:
+    """The modules of a language model's residual path, outside of it."""
+
+    opening: nn.Module
+    connections: tuple[tuple[nn.Module, nn.Module], ...]
+    closing: nn.Module
+
+    @classmethod
+    def build(cls, config: LanguageModelConfig, like: torch.Tensor) -> ResidualPath:
+        """Build a fresh path with the device and the dtype of a weight of the model."""
+        materials, places = config.materials(), transformer_places(config.depth)
+        path = cls(
+            opening=config.topology.opening(materials),
+            connections=tuple(
+                (config.topology.connection(attention, materials), config.topology.connection(mlp, materials))
+                for attention, mlp in places
+            ),
+            closing=config.topology.closing(places[-1][-1], materials),
+        )
+        for part in (path.opening, *chain(*path.connections), path.closing):
+            part.to(device=like.device, dtype=like.dtype)
+        return path
+
+    @classmethod
+    def of(cls, model: LanguageModel) -> ResidualPath:
+        """Return the path that a model has."""
+        return cls(
+            opening=model.opening,
+            connections=tuple((block.attention_connection, block.mlp_connection) for block in _blocks(model)),
+            closing=model.closing,
+        )
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """All modules in the order of the forward pass."""
+        return (self.opening, *chain(*self.connections), self.closing)
+
+    def load(self, model: LanguageModel) -> None:
+        """Take over the parameters of a path of the same topology and operator."""
+        for part, old in zip(self.parts, ResidualPath.of(model).parts, strict=True):
+            part.load_state_dict(old.state_dict())
+
+    def become_pre_norm(self, model: LanguageModel) -> dict[str, None]:
+        """Set the path to where it computes what a Pre-Norm model does; return the differences as keys."""
+        _, *old = ResidualPath.of(model).parts
+        self.opening.become_pre_norm()  # type: ignore[operator]
+        found: dict[str, None] = {}
+        for part, norm in zip(self.parts[1:], map(_norm_of, old), strict=True):
+            found.update(dict.fromkeys(part.become_pre_norm(norm)))  # type: ignore[operator]
+        return found
+
+    def install(self, model: LanguageModel) -> None:
+        """Put the path into a model in place of its own."""
+        for part, old in zip(self.parts, ResidualPath.of(model).parts, strict=True):
+            part.train(old.training)
+        model.opening, model.closing = self.opening, self.closing  # type: ignore[assignment]
+        for block, (attention, mlp) in zip(_blocks(model), self.connections, strict=True):
+            block.attention_connection, block.mlp_connection = attention, mlp  # type: ignore[assignment]
+
+
+def _blocks(model: LanguageModel) -> list[TransformerBlock]:
+    return [block for block in model.blocks if isinstance(block, TransformerBlock)]
+
+
+def _norm_of(part: nn.Module) -> NormFunction:
+    """Return the function of the one norm of a Pre-Norm connection or closing."""
+    assert isinstance(part.norm, Norm)
+    return part.norm.function()
+
+
+def inherited_operator(own: NormSpec, chosen: str | NormSpec) -> NormSpec:
+    """Return the chosen operator with the eps and the offset of the model's own, unless it has some of its own."""
+    spec = NormSpec.parse(chosen) if isinstance(chosen, str) else chosen
+    named, known = dict(spec.options), spec.to_json()
+    of_own = {name: value for name, value in own.to_json().items() if name in ("eps", "offset")}
+    return spec.with_options(**{name: value for name, value in of_own.items() if name in known and name not in named})
+
+
+def _refuse_source(source: LanguageModelConfig) -> None:
+    name = topology_name(source.topology)
+    if type(source.topology) is not PreNorm or source.topology.embedding_norm:
+        raise UserError(f"only pre can be given another residual path, not a model of {name}: name that to keep it")
+    if source.norm.name not in MOVABLE:
+        raise UserError(
+            f"norm {source.norm} has parameters that only it can hold, and no other place for them: convert a model of "
+            f"{', '.join(MOVABLE)}"
+        )
+
+
+def _refuse_attention(topology: Topology, source: LanguageModelConfig) -> None:
+    needed, has = topology.attention_norm, source.attention_shape.attention_norm
+    if needed not in ("auto", has):
+        raise UserError(
+            f"topology {topology_name(topology)} needs attention norm {needed!r}, and the model has {has!r}, which a "
+            f"conversion leaves alone: use siamese-post-pre, or a Pre-Norm model with attention norm {needed!r}"
+        )
+
+
+def _refuse_operator(source: LanguageModelConfig, target: LanguageModelConfig) -> None:
+    """Refuse an operator that does not hold the old one's functions, or that changes the attention's norms."""
+    old, new = (config.norm.build(config.dim) for config in (source, target))
+    for parameter in old.parameters():  # an arbitrary function of the kind
+        nn.init.constant_(parameter, 0.5)
+    lost = [difference for difference in new.adopt(old.function()) if difference not in (EPS_TWICE, SCALED)]
+    if not lost and NORMS[target.norm.name].scales_embedding != NORMS[source.norm.name].scales_embedding:
+        lost = ["the embedding is scaled"]
+    if lost:
+        raise UserError(
+            f"norm {target.norm} cannot keep the function of {source.norm} ({'; '.join(lost)}): leave norm out, or "
+            "convert rmsnorm to seednorm"
+        )
+    if target.attention_shape != source.attention_shape:
+        raise UserError(f"norm {target.norm} changes the attention's norms: keep the options of {source.norm}")

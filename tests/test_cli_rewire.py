@@ -1,0 +1,316 @@
+"""`siamesenorm rewire`: a directory becomes another one, whole or not at all, and every refusal is one line."""
+
+from __future__ import annotations
+
+import copy
+import json
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import siamesenorm
+from siamesenorm.cli import main
+
+transformers = pytest.importorskip("transformers")
+diffusers = pytest.importorskip("diffusers")
+
+LLAMA: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32,
+}  # fmt: skip
+DIT: dict[str, Any] = {
+    "num_attention_heads": 2, "attention_head_dim": 8, "out_channels": 8, "num_layers": 2, "sample_size": 4,
+    "num_embeds_ada_norm": 10,
+}  # fmt: skip
+TOKENS = torch.randint(32, (2, 7), generator=torch.Generator().manual_seed(0))
+LATENTS = torch.randn(2, 4, 4, 4, generator=torch.Generator().manual_seed(1))
+CONDITION = {"timestep": torch.tensor([3, 700]), "class_labels": torch.tensor([1, 9])}
+
+
+def moved(model: Any) -> Any:
+    """Move all parameters at random: at the initial values much is zero or one."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return moved(transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)))
+
+
+@pytest.fixture
+def llama_directory(llama: Any, tmp_path: Path) -> Path:
+    llama.save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+@pytest.fixture
+def dit_directory(tmp_path: Path) -> Path:
+    moved(diffusers.DiTTransformer2DModel(**DIT)).save_pretrained(tmp_path / "dit")
+    return tmp_path / "dit"
+
+
+def output(capsys: pytest.CaptureFixture[str], directory: Path, *options: str) -> str:
+    """Rewire to the directory `out` beside `directory` and return what is printed."""
+    capsys.readouterr()
+    assert main(["rewire", str(directory), "--out", str(directory.parent / "out"), *options]) == 0, capsys.readouterr()
+    return capsys.readouterr().out
+
+
+def refusal(capsys: pytest.CaptureFixture[str], directory: Path | str, out: Path, *options: str) -> str:
+    """Return the one line with which the command refuses, and see that it wrote nothing."""
+    capsys.readouterr()
+    before = sorted(out.parent.rglob("*"))
+    assert main(["rewire", str(directory), "--out", str(out), *options]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and sorted(out.parent.rglob("*")) == before
+    line = said.err.splitlines()[-1]
+    assert line.startswith("siamesenorm: ")
+    return line.removeprefix("siamesenorm: ")
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model(TOKENS).logits
+
+
+@torch.no_grad()
+def denoised(model: Any) -> torch.Tensor:
+    return model(LATENTS, **CONDITION).sample
+
+
+# --- what it writes --------------------------------------------------------------------------------------------------
+
+
+def test_a_llama_keeps_its_function(llama: Any, llama_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = output(capsys, llama_directory, "--topology", "siamese")
+    assert said.startswith("model.layers rewired to siamese: function kept, but for: normalised twice")
+    assert "model.layers.1.input_layernorm" in said
+    loaded = siamesenorm.from_pretrained(llama_directory.parent / "out")
+    torch.testing.assert_close(logits(loaded), logits(llama), rtol=0, atol=1e-4)
+    assert "siamese" in json.loads((llama_directory.parent / "out/config.json").read_text())["model_type"]
+
+
+def test_a_dit_keeps_its_function(dit_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = denoised(diffusers.DiTTransformer2DModel.from_pretrained(dit_directory))
+    output(capsys, dit_directory, "--topology", "siamese-post-pre:normalized_input=false")
+    loaded = siamesenorm.from_pretrained(dit_directory.parent / "out")
+    torch.testing.assert_close(denoised(loaded), before, rtol=0, atol=1e-4)
+
+
+def test_the_command_does_what_the_function_does(
+    llama: Any, llama_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output(capsys, llama_directory, "--topology", "siamese-post-pre", "--norm", "seednorm")
+    expected = copy.deepcopy(llama)
+    siamesenorm.rewire(expected, "siamese-post-pre", norm="seednorm")
+    written = siamesenorm.from_pretrained(llama_directory.parent / "out").state_dict()
+    assert written.keys() == expected.state_dict().keys()
+    assert all(torch.equal(value, expected.state_dict()[name]) for name, value in written.items())
+
+
+def test_the_report_for_machines(llama_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = json.loads(output(capsys, llama_directory, "--topology", "dhc-2:streams=3", "--json"))
+    assert report["topology"]["name"] == "dhc-2" and report["topology"]["streams"] == 3
+    assert (report["function_kept"], report["exact"], report["blocks"]) == (True, False, "model.layers")
+    moved_norms = [norm["name"] for norm in report["norms"] if norm["outcome"] == "moved"]
+    assert len(moved_norms) == 2 * LLAMA["num_hidden_layers"] + 1
+    assert report["out"] == str(llama_directory.parent / "out")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weights_stay_in_their_dtype(
+    dtype: torch.dtype, llama: Any, dit_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy.deepcopy(llama).to(dtype).save_pretrained(tmp_path / "llama")
+    diffusers.DiTTransformer2DModel.from_pretrained(dit_directory).to(dtype).save_pretrained(dit_directory)
+    for directory in (tmp_path / "llama", dit_directory):
+        output(capsys, directory, "--topology", "siamese")
+        loaded = siamesenorm.from_pretrained(tmp_path / "out")
+        assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_tokenizer_and_licence_come_along_and_other_files_stay(
+    llama_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "tokenizer.model", "LICENSE", "README.md"):
+        (llama_directory / name).write_text(name)
+    output(capsys, llama_directory, "--topology", "pre")
+    out = llama_directory.parent / "out"
+    kept = {file.name for file in out.iterdir() if file.read_bytes() == file.name.encode()}
+    assert kept == {"tokenizer.json", "tokenizer_config.json", "merges.txt", "tokenizer.model", "LICENSE"}
+    assert (out / "generation_config.json").is_file() and not (out / "README.md").exists()
+
+
+def test_an_empty_directory_may_be_named(llama_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (llama_directory.parent / "out").mkdir()
+    output(capsys, llama_directory, "--topology", "siamese")
+    assert siamesenorm.from_pretrained(llama_directory.parent / "out")
+
+
+def test_from_scratch_the_attention_gets_its_norm(llama_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = json.loads(output(capsys, llama_directory, "--topology", "siamese", "--scratch", "--json"))
+    assert report["function_kept"] is False
+    loaded = siamesenorm.from_pretrained(llama_directory.parent / "out")
+    gains = {name: value for name, value in loaded.named_parameters() if name.endswith("gain")}
+    assert any("v_proj" in name for name in gains) and all((gain == 1).all() for gain in gains.values())
+
+
+def test_from_scratch_a_configuration_is_enough(llama_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (llama_directory / "model.safetensors").unlink()
+    drawn = []
+    for seed in ("1", "1", "2"):
+        output(capsys, llama_directory, "--topology", "post", "--scratch", "--seed", seed)
+        drawn.append(logits(siamesenorm.from_pretrained(llama_directory.parent / "out")))
+        shutil.rmtree(llama_directory.parent / "out")
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+
+
+# --- what it refuses -------------------------------------------------------------------------------------------------
+
+
+def test_a_name_of_the_hub_is_not_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = refusal(capsys, "meta-llama/Llama-3.2-1B", tmp_path / "out", "--topology", "siamese")
+    assert "nothing is downloaded" in line and "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B" in line
+
+
+def spoil_configuration(directory: Path, **fields: Any) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def only(directory: Path, name: str) -> None:
+    """Leave nothing in a directory but one new file."""
+    shutil.rmtree(directory)
+    directory.mkdir()
+    (directory / name).write_text("{}")
+
+
+def pickle_weights(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+
+
+def lose_a_weight(directory: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(directory / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (shutil.rmtree, "does not exist"),
+    "empty": (lambda directory: only(directory, "notes.txt"), "has no config.json"),
+    "damaged configuration": (lambda directory: (directory / "config.json").write_text("{"), "cannot be read"),
+    "no configuration of a model": (lambda directory: only(directory, "config.json"), "model_type (transformers)"),
+    "list": (lambda directory: (directory / "config.json").write_text("[]"), "model_type (transformers)"),
+    "pipeline": (lambda directory: only(directory, "model_index.json"), "llama/transformer"),
+    "adapter": (lambda directory: only(directory, "adapter_config.json"), "merge it into its model first"),
+    "GGUF": (lambda directory: only(directory, "model-q4.gguf"), "GGUF"),
+    "quantised": (
+        lambda directory: spoil_configuration(directory, quantization_config={"quant_method": "gptq", "bits": 4}),
+        "quantised weights (gptq)",
+    ),
+    "pickles": (pickle_weights, "pickles, which can run code"),
+    "no weights": (lambda directory: (directory / "model.safetensors").unlink(), "no safetensors weights"),
+    "a weight short": (lose_a_weight, "lacks 1 weights, such as model.layers.1.mlp.up_proj.weight"),
+    "damaged weights": (
+        lambda directory: (directory / "model.safetensors").write_bytes(b"weights"),
+        "cannot be loaded",
+    ),
+    "unknown type": (lambda directory: spoil_configuration(directory, model_type="lama"), "model type `lama`"),
+    "unknown class": (
+        lambda directory: spoil_configuration(directory, architectures=["LamaForCausalLM"]),
+        "is a LamaForCausalLM, unknown to transformers",
+    ),
+    "code of its own": (
+        lambda directory: spoil_configuration(directory, architectures=["MyForCausalLM"], auto_map={}),
+        "load it in Python",
+    ),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED)
+def test_a_directory_that_cannot_be_rewired_is_refused(
+    spoil: str, llama_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage, words = SPOILED[spoil]
+    damage(llama_directory)
+    line = refusal(capsys, llama_directory, llama_directory.parent / "out", "--topology", "siamese")
+    assert words in line and str(llama_directory) in line
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--topology", "siamse"], "unknown topology 'siamse': did you mean siamese"),
+        (["--topology", "dhc-2:streems=4"], "did you mean streams"),
+        (["--topology", "siamese", "--norm", "rmsnrom"], "did you mean rmsnorm?"),
+        (["--topology", "siamese", "--norm", "layernorm"], "layernorm"),
+        (["--topology", "post"], "use --scratch to start from scratch"),
+        ([], "missing --topology"),
+    ],
+)
+def test_a_bad_request_is_refused(
+    options: list[str], words: str, llama_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in refusal(capsys, llama_directory, llama_directory.parent / "out", *options)
+
+
+def test_an_unsupported_architecture_is_refused_with_its_blocks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = transformers.BertConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
+    )
+    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
+    line = refusal(capsys, tmp_path / "bert", tmp_path / "out", "--topology", "siamese")
+    assert "encoder.layer.0 is a transformers.models.bert.modeling_bert.BertLayer" in line
+
+
+def test_a_rewired_model_is_refused(
+    llama_directory: Path, dit_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for directory in (llama_directory, dit_directory):
+        output(capsys, directory, "--topology", "siamese")
+        line = refusal(capsys, tmp_path / "out", tmp_path / "again", "--topology", "pre")
+        assert line == f"{tmp_path / 'out'} was rewired already, to siamese: rewire the original"
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_nothing_is_written_over(llama_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for out in (llama_directory, llama_directory / "config.json", llama_directory / "config.json/out"):
+        line = refusal(capsys, llama_directory, out, "--topology", "siamese")
+        assert line.startswith(f"--out {out}")
+
+
+def test_a_full_disk_leaves_nothing(
+    llama_directory: Path, dit_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for directory in (llama_directory, dit_directory):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
+        try:
+            line = refusal(capsys, directory, tmp_path / "out", "--topology", "siamese")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert "no room left to write" in line
+
+
+def test_a_library_that_is_not_there_is_named(
+    llama_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    line = refusal(capsys, llama_directory, llama_directory.parent / "out", "--topology", "siamese")
+    assert "is a model of transformers" in line and "pip install 'siamesenorm[hf]'" in line
