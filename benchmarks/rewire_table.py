@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 import siamesenorm
 from siamesenorm.errors import UserError
+from siamesenorm.norms import Norm
 from siamesenorm.training.environment import describe_environment
 
-TOPOLOGIES = ("siamese-post-pre:normalized_input=false", "siamese-post-pre", "siamese", "dhc-2")
+TOPOLOGIES = ("siamese-post-pre:normalized_input=false", "siamese-post-pre", "siamese")
 TIMM = {
     "vit": ("vit_tiny_patch16_224", 0.1),
     "deit": ("deit_tiny_patch16_224", None),
@@ -169,10 +170,14 @@ def greedy(model: nn.Module) -> Tensor:
 
 
 def awake(family: Family, model: nn.Module) -> str:
-    """Return how many of the parameters that are zero receive a gradient that is not."""
+    """Return how many of the zeroed gains, gates and biases receive a gradient that is not zero."""
     model.zero_grad()
     family.call(model).square().mean().backward()
     zeroed = [parameter for parameter in model.parameters() if not parameter.any()]
+    for norm in model.modules():
+        # A gain that is stored as 1 + w is zero at w = -1.
+        if isinstance(norm, Norm) and norm.function().offset and (norm.gain == -norm.function().offset).all():
+            zeroed.append(norm.gain)
     alive = sum(parameter.grad is not None and bool(parameter.grad.any()) for parameter in zeroed)
     model.zero_grad()
     return f"{alive} of {len(zeroed)}"

@@ -1,4 +1,4 @@
-"""Train a small SiameseNorm model, export it for Hugging Face, and generate with transformers: one model on both sides."""
+"""Train a small SiameseNorm model, export it for Hugging Face, and generate with transformers: one model both times."""
 
 import sys
 from pathlib import Path
@@ -35,7 +35,9 @@ def compare(directory):
 
 with TemporaryDirectory() as directory:
     Path(directory, "sums.txt").write_text(SUMS)
-    run(f"prepare --source {directory}/sums.txt --documents paragraphs --validation-fraction 0.1 --out {directory}/data")
+    run(
+        f"prepare --source {directory}/sums.txt --out {directory}/data --documents paragraphs --validation-fraction 0.1"
+    )
     run(
         f"train mini --data {directory}/data --out {directory}/run --model.size nano --model.depth 2 --steps 60 "
         "--batch-tokens 512 --optimizer.warmup-steps 6 --optimizer.learning-rate 1e-2 --compile off"

@@ -100,7 +100,6 @@ def train(
     monitor = StreamMonitor(model, *optimizers, **options) if monitored else None
     data, losses = iter(batches(steps * micro_batches)), []
     for _ in range(steps):
-        optimizer.zero_grad()
         total = torch.zeros(())
         for _ in range(micro_batches):
             loss = cross_entropy(model, next(data)) / micro_batches
@@ -108,8 +107,11 @@ def train(
             total += loss.detach()
         optimizer.step()
         losses.append(float(total))
+        if give_optimizer:
+            optimizer.zero_grad()  # what the optimizer saw is known
         if monitor:
             monitor.step(total)
+        optimizer.zero_grad()
     if monitor is None:
         return losses, []
     monitor.close()
@@ -364,6 +366,7 @@ def test_several_optimizers_and_one_with_a_closure() -> None:
         cross_entropy(model, batches(1)[0]).backward()
         for optimizer in optimizers:
             optimizer.step()
+            optimizer.zero_grad()
         monitor.step()
     assert monitor.records[1] == expected
 
@@ -763,6 +766,34 @@ def test_the_trainer_hides_broken_losses_unless_told_not_to(trainer: Callable[..
     monitor = run(hidden=False)
     assert monitor.verdict().reason == "not finite"
     assert monitor.verdict().steps == 3, "a tenth of the run"
+
+
+@third_party
+@pytest.mark.parametrize("topology", ["siamese", "residual"])
+def test_a_rewired_models_streams_are_those_it_packs(topology: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    from siamesenorm.interop.rewire import record_streams
+
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=DIM, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
+            num_key_value_heads=2,
+        )
+    )  # fmt: skip
+    siamesenorm.rewire(model, topology, preserve=False)
+    with record_streams(model) as found, torch.no_grad():
+        model(batches(1)[0][:, :-1])
+    (line,) = of_kind("streams", train(model, 1)[1])
+    slots = [f"model.layers.{block}.{slot}" for block in range(3) for slot in ("attention", "mlp")]
+    assert list(line["sublayers"]) == slots and list(line["blocks"]) == [*(s[:-10] for s in slots[::2]), "other"]
+    assert {name: entry["rms"] for name, entry in line["end"].items()} == {
+        name: near(rms(x)) for name, x in found[-1].items()
+    }
+    untouched = line["end"].keys() - {"bounded"}  # no norm settles it before the next block
+    for block, streams in enumerate(found[:-1], start=1):
+        entries = line["sublayers"][f"model.layers.{block}.attention"]["streams"]
+        assert all(entries[name]["rms"] == near(rms(streams[name])) for name in untouched)
 
 
 class LightningTrainer:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from siamesenorm.analysis import StreamMonitor
+    from siamesenorm.interop.loading import from_pretrained
     from siamesenorm.interop.rewire import rewire
     from siamesenorm.interop.swap_norms import swap_norms
     from siamesenorm.models.language import (
@@ -43,6 +44,7 @@ __all__ = [
     "build_language_model",
     "build_norm",
     "build_topology",
+    "from_pretrained",
     "language_model_config",
     "register_topology",
     "rewire",
@@ -54,6 +56,7 @@ _MODULES = (
     "siamesenorm.models.language",
     "siamesenorm.norms",
     "siamesenorm.topologies",
+    "siamesenorm.interop.loading",
     "siamesenorm.interop.rewire",
     "siamesenorm.interop.swap_norms",
 )

@@ -252,8 +252,9 @@ class StreamMonitor:
             rate = optimizer.param_groups[0]["lr"]
             self._learning_rate = rate.detach().clone() if isinstance(rate, Tensor) else rate
         if self._measured is not None:
-            closure = arguments[0] if arguments else named.get("closure")
-            self._measured.before_update(gradients_are_there=closure is None)
+            # Among the arguments is the optimizer itself.
+            closure = any(callable(given) for given in (*arguments, *named.values()) if given is not optimizer)
+            self._measured.before_update(gradients_are_there=not closure)
 
     def _record_measured(self, step: int, measured: MeasuredStep) -> None:
         self._measured = None

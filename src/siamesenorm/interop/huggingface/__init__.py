@@ -1,5 +1,4 @@
-"""Native and operated models in Hugging Face transformers; importing this package registers them with its Auto classes.
-"""
+"""Native and operated models in Hugging Face transformers; importing this package registers them with its Auto classes."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 

@@ -25,8 +25,6 @@ from siamesenorm.errors import UserError
 from siamesenorm.interop.derived_class import made, original_class, without
 from siamesenorm.interop.huggingface.operated_configuration import (
     PREFIX,
-    TYPE_PREFIX,
-    OperatedConfig,
     host_classes,
     operated_config,
 )
@@ -51,7 +49,7 @@ class OperatedModel:
         steps, host = getattr(config, "siamesenorm", ()), original_class(type(self))
         if not steps:
             raise UserError(f"a {type(self).__name__} needs the steps that made it: its configuration holds none")
-        self.__class__ = host  # type: ignore[assignment]
+        self.__class__ = host
         host.__init__(self, config, *args, **options)  # type: ignore[misc]
         replay_steps(self, steps)  # type: ignore[arg-type]
         _settle(self)
@@ -164,7 +162,9 @@ def load(path: str | Path, **options: Any) -> nn.Module:
         )
     register(host.config_class)  # type: ignore[arg-type]
     model, found = operated_class(host).from_pretrained(
-        path, **{"dtype": "auto", "use_safetensors": True, "local_files_only": True, **options}, output_loading_info=True
+        path,
+        **{"dtype": "auto", "use_safetensors": True, "local_files_only": True, **options},
+        output_loading_info=True,
     )
     if found["missing_keys"]:
         absent = sorted(found["missing_keys"])

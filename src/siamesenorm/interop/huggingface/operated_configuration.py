@@ -81,7 +81,7 @@ def operated_config(host: type) -> type[Any]:
 
 def host_classes(config: type) -> dict[type[Any], type[Any]]:
     """Return the host's class for each Auto class that knows the host's class of configurations."""
-    found = {}
+    found: dict[type[Any], type[Any]] = {}
     for auto in vars(modeling_auto).values():
         if isinstance(auto, type) and issubclass(auto, _BaseAutoModelClass) and auto._model_mapping is not None:
             known = auto._model_mapping.get(config, None)
