@@ -7,7 +7,7 @@ BIN := .venv/bin
 READY := .venv/ready
 TIMM := .timm/ready
 
-.PHONY: demo test check docs clean
+.PHONY: demo test check docs rewire-table clean
 
 demo: $(READY)
 	$(BIN)/siamesenorm demo
@@ -23,6 +23,11 @@ check: $(READY)
 
 docs: $(READY)
 	$(BIN)/siamesenorm explain --markdown > docs/topologies.md
+
+rewire-table: $(READY) $(TIMM)
+	$(BIN)/python benchmarks/rewire_table.py benchmarks/rewire.json
+	PYTHONPATH=.timm $(BIN)/python benchmarks/rewire_table.py benchmarks/rewire.json vit deit deit-distilled
+	$(BIN)/python -m siamesenorm.benchmark.pages docs/rewire.md
 
 # The constraints come first: without them an index may bring a torch with gigabytes of CUDA.
 $(READY): pyproject.toml constraints.txt

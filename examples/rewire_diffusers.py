@@ -9,8 +9,7 @@ from tempfile import TemporaryDirectory
 import torch
 from diffusers import DiTTransformer2DModel
 
-from siamesenorm import rewire
-from siamesenorm.interop import diffusers as siamese_diffusers
+from siamesenorm import from_pretrained, rewire
 
 torch.manual_seed(0)
 model = DiTTransformer2DModel(
@@ -35,7 +34,7 @@ print(f"largest difference after rewiring, relative to the largest output: {diff
 
 with TemporaryDirectory() as directory:
     model.save_pretrained(directory)
-    loaded = siamese_diffusers.load(directory)
+    loaded = from_pretrained(directory)
 same = torch.equal(denoise(loaded), after)
 print(f"saved, and loaded as {type(loaded).__name__}: {'bit-equal' if same else 'not the same'}")
 sys.exit(not (difference < 1e-4 and same))

@@ -142,7 +142,7 @@ def test_an_interruption_is_one_line(
     ("arguments", "message"),
     [
         ("trian", "unknown command 'trian': did you mean train"),
-        ("--verbose", "unknown command '--verbose': choose from calibrate, demo"),
+        ("--verbose", "unknown command '--verbose': choose from bench, calibrate, demo"),
         ("train", "no recipe given: choose from mini, paper"),
         ("train min --data DATA", "unknown recipe 'min': did you mean mini"),
         ("train --data DATA", "no recipe before --data: choose from mini, paper"),

@@ -116,6 +116,16 @@ def test_the_command_does_what_the_function_does(
     assert all(torch.equal(value, expected.state_dict()[name]) for name, value in written.items())
 
 
+def test_a_model_with_swapped_norms_is_rewired(llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    swapped = copy.deepcopy(llama)
+    siamesenorm.swap_norms(swapped, "seednorm")
+    swapped.save_pretrained(tmp_path / "swapped")
+    output(capsys, tmp_path / "swapped", "--topology", "dhc-2")
+    loaded = siamesenorm.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logits(loaded), logits(llama), rtol=0, atol=1e-4)
+    assert "SeeDNorm" in {type(module).__name__ for module in loaded.modules()}
+
+
 def test_the_report_for_machines(llama_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(output(capsys, llama_directory, "--topology", "dhc-2:streams=3", "--json"))
     assert report["topology"]["name"] == "dhc-2" and report["topology"]["streams"] == 3
@@ -314,3 +324,57 @@ def test_a_library_that_is_not_there_is_named(
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     line = refusal(capsys, llama_directory, llama_directory.parent / "out", "--topology", "siamese")
     assert "is a model of transformers" in line and "pip install 'siamesenorm[hf]'" in line
+
+
+# --- models of this library ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of a Pre-Norm model on bytes, with its checkpoint and its data."""
+    root = tmp_path_factory.mktemp("native")
+    (root / "text.txt").write_text("\n\n".join(f"{number} is {number}." for number in range(300)))
+    prepare = ["prepare", "--source", str(root / "text.txt"), "--documents", "paragraphs", "--out", str(root / "data")]
+    assert main([*prepare, "--validation-fraction", "0.2"]) == 0
+    model = ["--model.size", "nano", "--model.depth", "2", "--model.dim", "16", "--model.hidden", "16"]
+    train = ["train", "mini", "--data", str(root / "data"), "--out", str(root / "run"), "--model.topology", "pre"]
+    train += [*model, "--steps", "4", "--batch-tokens", "256", "--optimizer.warmup-steps", "1", "--compile", "off"]
+    assert main(train) == 0
+    return root / "run"
+
+
+def exported(run: Path, directory: Path, form: str) -> Path:
+    assert main(["export", str(run), "--out", str(directory), "--format", form]) == 0
+    return directory
+
+
+@pytest.mark.parametrize("form", ["run", "checkpoint", "huggingface", "native"])
+def test_a_model_of_this_library_is_written_for_hugging_face(
+    form: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (newest,) = (run / "checkpoints").iterdir()
+    sources = {"run": run, "checkpoint": newest}
+    source = sources.get(form) or exported(run, tmp_path / "exported", form)
+    out = tmp_path / "out"
+    topology = "siamese-post-pre:normalized_input=false"
+    assert main(["rewire", str(source), "--topology", topology, "--out", str(out)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"written: {out}"
+    native, model = siamesenorm.from_pretrained(run), transformers.AutoModelForCausalLM.from_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    ids = tokenizer("12 is 12.", return_tensors="pt").input_ids
+    assert ids.tolist() == [list(b"12 is 12.")]
+    assert model.config.topology["name"] == "siamese-post-pre"
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, native(ids).logits, rtol=0, atol=1e-5)
+
+
+def test_what_a_model_of_this_library_cannot_become(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests = {
+        "needs attention norm 'qkv-head'": ["--topology", "siamese"],
+        "--scratch on a model of this library": ["--topology", "post", "--scratch"],
+        "name their place with --data": ["--topology", "dhc-2", "--data", str(tmp_path)],
+    }
+    for words, options in requests.items():
+        assert words in refusal(capsys, run, tmp_path / "out", *options)

@@ -22,7 +22,7 @@ from siamesenorm.topologies import Closing, Connection
 
 REPOSITORY = Path(__file__).parents[1]
 EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
-NEEDS: dict[str, str] = {}
+NEEDS = {"rewire_timm.py": "timm"}
 """The library without which an example cannot run."""
 DIM, DEPTH, EPS = 16, 3, 1e-3
 """An eps that an equality notices."""

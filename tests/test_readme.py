@@ -51,8 +51,21 @@ def test_the_watch_of_the_verdict_page_says_its_word(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.startswith("stable: ")
 
 
+def test_the_rewired_model_of_the_readme_keeps_its_function() -> None:
+    pytest.importorskip("transformers")
+    names = run_example(*[example for example in EXAMPLES if example[0] == "README.md"][1])
+    assert names["report"].function_kept and names["norms"].function_kept and names["norms"].replaced
+
+
+def test_the_optimizer_of_the_page_of_limits_spares_gains(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    names = run_example(*next(example for example in EXAMPLES if example[0] == "what-will-not-work.md"))
+    assert any("gate" in name for name in names["spared"])
+    assert any("settle" in name for name in names["spared"])
+
+
 def test_every_example_of_the_pages_is_run_above() -> None:
-    assert [page for page, _ in EXAMPLES] == ["README.md", "verdict.md"]
+    assert [page for page, _ in EXAMPLES] == ["README.md", "README.md", "verdict.md", "what-will-not-work.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -16,7 +16,8 @@ from typing_extensions import Doc
 
 from siamesenorm.errors import UserError
 from siamesenorm.interop.export import new_directory
-from siamesenorm.interop.local_directory import LocalModel, open_model
+from siamesenorm.interop.local_directory import LocalModel
+from siamesenorm.interop.local_native import open_model
 from siamesenorm.interop.rewire import RewireReport, rewire
 from siamesenorm.norms import NormSpec, available_norms
 from siamesenorm.topologies import available_topologies, build_topology, topology_to_json
@@ -25,14 +26,14 @@ from siamesenorm.training.exact_json import encode_json
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Give a model in a local directory (transformers, diffusers, timm) another residual topology.
+    """Give a model in a local directory another residual topology: of transformers, diffusers or timm, or a run's.
 
     The function is kept, exactly or up to the eps of a norm of a norm; the report says which, and what became of every
     norm. The weights that are written are safetensors, and no other code takes the model for what it was.
     """
 
     model: Annotated[Path, tyro.conf.Positional]
-    """Directory of the model: config.json and safetensors weights."""
+    """Directory of the model, with config.json and safetensors weights; or a run, a checkpoint, an exported model."""
     topology: Annotated[str, Doc(f"Topology, with options if any: {', '.join(available_topologies())}.")]
     out: Path
     """Directory to write, new or empty."""
@@ -44,6 +45,8 @@ class Arguments:
     without weights then gives a model with new ones."""
     seed: int = 0
     """Seed of those new weights."""
+    data: Path | None = None
+    """Prepared data of a run, where they were moved: the tokenizer is there."""
     json: bool = False
     """Print the report as JSON."""
 
@@ -53,7 +56,7 @@ def run(arguments: Arguments) -> None:
     build_topology(arguments.topology)
     if arguments.norm is not None:
         NormSpec.parse(arguments.norm)
-    source = open_model(arguments.model)
+    source = open_model(arguments.model, data=arguments.data)
     refuse_rewired(source)
     refuse_occupied(arguments.out)
     model = load(source, arguments)

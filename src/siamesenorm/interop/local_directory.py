@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from siamesenorm.errors import UserError
+from siamesenorm.interop.loading import from_pretrained
 from siamesenorm.interop.surgery import Step
 
 COMPANIONS = (
@@ -67,6 +68,8 @@ class LocalModel:
         if not self.weights:
             raise UserError(f"{self.directory} has no safetensors weights: {_remedy_for_weights(self.directory)}")
         library = imported(self)
+        if self.steps:  # norms were swapped before: the library alone would not know the model
+            return from_pretrained(self.directory)
         with told_in_one_line(self.directory):
             return self._load(library).eval()
 
@@ -191,8 +194,20 @@ class TimmModel(LocalModel):
 KINDS = (TransformersModel, DiffusersModel, TimmModel)
 
 
-def open_model(directory: Path) -> LocalModel:
-    """Return the model that a directory holds; raises UserError, with the remedy, for everything else."""
+def model_of_library(directory: Path, config: dict[str, Any]) -> LocalModel:
+    """Return the model of a library that a directory holds; raises UserError, with the remedy, for everything else."""
+    kinds = [kind for kind in KINDS if isinstance(config.get(kind.mark), str)]
+    if not kinds:
+        marks = ", ".join(f"{kind.mark} ({kind.library})" for kind in KINDS)
+        raise UserError(f"{directory} holds no model that can be rewired: config.json has none of {marks}")
+    if quantised := config.get("quantization_config"):
+        method = quantised.get("quant_method", "unnamed method") if isinstance(quantised, dict) else quantised
+        raise UserError(f"{directory} holds quantised weights ({method}): rewire the model that they were made from")
+    return kinds[0](directory=directory, config=config)
+
+
+def read_configuration(directory: Path) -> dict[str, Any]:
+    """Return what config.json of a directory holds; raises UserError, with the remedy, where there is none."""
     if not directory.is_dir():
         raise UserError(_absent(directory))
     path = directory / "config.json"
@@ -202,14 +217,7 @@ def open_model(directory: Path) -> LocalModel:
         config = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    kinds = [kind for kind in KINDS if isinstance(config, dict) and isinstance(config.get(kind.mark), str)]
-    if not kinds:
-        marks = ", ".join(f"{kind.mark} ({kind.library})" for kind in KINDS)
-        raise UserError(f"{path} is of no model that can be rewired here: it has none of {marks}")
-    if quantised := config.get("quantization_config"):
-        method = quantised.get("quant_method", "unnamed method") if isinstance(quantised, dict) else quantised
-        raise UserError(f"{directory} holds quantised weights ({method}): rewire the model that they were made from")
-    return kinds[0](directory=directory, config=config)
+    return config if isinstance(config, dict) else {}
 
 
 def imported(model: LocalModel) -> Any:

@@ -1,4 +1,4 @@
-"""Native and operated models in Hugging Face transformers; importing this package registers them with its Auto classes."""
+"""Models in Hugging Face transformers, native and operated: importing this package makes their classes known."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 

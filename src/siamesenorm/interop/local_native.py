@@ -1,0 +1,69 @@
+"""A model of this library in a local directory: a run, one of its checkpoints, or an exported model, to be rewired.
+
+What is written is the exported form, for Hugging Face; the model card of a run stays behind, for it tells of another
+model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from siamesenorm.interop.loading import NATIVE_TYPE
+from siamesenorm.interop.local_directory import (
+    LocalModel,
+    imported,
+    model_of_library,
+    progress_on_terminals_alone,
+    read_configuration,
+)
+from siamesenorm.interop.stored_model import build, open_stored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeModel(LocalModel):
+    """A model that `open_stored` reads; `data` is the prepared data of a run, where they were moved."""
+
+    library = "transformers"
+    extra = "hf"
+    mark = "model_type"
+
+    data: Path | None = None
+
+    @property
+    def weights(self) -> list[Path]:
+        """The directory, which says itself what it lacks."""
+        return [self.directory]
+
+    def load(self) -> nn.Module:
+        """Return the model in evaluation mode, in fp32 or fp64; raises UserError for a directory that is not whole."""
+        return build(open_stored(self.directory, data=self.data))
+
+    def save(self, model: Any, target: Path) -> None:
+        """Write the model and its tokenizer for Hugging Face."""
+        library = imported(self)
+        from siamesenorm.interop.huggingface import SiameseNormForCausalLM
+        from siamesenorm.interop.huggingface.tokenizer import tokenizer_for
+
+        stored = open_stored(self.directory, data=self.data)
+        tokenizer = tokenizer_for(stored.tokenizer(), model.config.context)
+        options = {"eos_token_id": tokenizer.eos_token_id, "seed": stored.seed()}
+        with progress_on_terminals_alone(library):
+            SiameseNormForCausalLM.from_native(model, **options).save_pretrained(target)
+        tokenizer.save_pretrained(target)
+
+
+def open_model(directory: Path, *, data: Path | None = None) -> LocalModel:
+    """Return the model that a directory holds, this library's or another's; raises UserError for everything else.
+
+    `data` is the prepared data of a run, where they were moved.
+    """
+    is_checkpoint = directory.name.startswith("step-") and directory.parent.name == "checkpoints"
+    config = {} if is_checkpoint and directory.is_dir() else read_configuration(directory)
+    is_run = isinstance(config.get("model"), dict) and "model_type" not in config
+    if is_checkpoint or is_run or NATIVE_TYPE in (config.get("model_type"), config.get("format")):
+        return NativeModel(directory=directory, config={}, data=data)
+    return model_of_library(directory, config)
