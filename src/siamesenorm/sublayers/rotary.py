@@ -11,7 +11,7 @@ Rotation = tuple[Tensor, Tensor]
 def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
     """Return (cos, sin), each [..., tokens, head_dim], of the angles position * theta^(-2i / head_dim).
 
-    `positions` is [..., tokens]: [batch, 1, tokens] where the rows of a batch differ, for `rotate` has heads in between.
+    `positions` is [..., tokens]: [batch, 1, tokens] where rows of a batch differ: `rotate` has heads in between.
     Angles are computed in fp32, in fp64 for fp64 models, and the result is not rounded.
     """
     wide = torch.promote_types(dtype, torch.float32)

@@ -46,11 +46,15 @@ class OperatedModel:
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
         """Build the host and repeat the steps on it; raises UserError for a configuration that holds none."""
-        steps, host = getattr(config, "siamesenorm", ()), original_class(type(self))
+        steps, kind = getattr(config, "siamesenorm", ()), type(config)
         if not steps:
             raise UserError(f"a {type(self).__name__} needs the steps that made it: its configuration holds none")
-        self.__class__ = host
-        host.__init__(self, config, *args, **options)  # type: ignore[misc]
+        self.__class__ = host = original_class(type(self))
+        config.__class__ = original_class(kind)  # by its class a host with a head builds its backbone
+        try:
+            host.__init__(self, config, *args, **options)  # type: ignore[misc]
+        finally:
+            config.__class__ = kind
         replay_steps(self, steps)  # type: ignore[arg-type]
         _settle(self)
 
