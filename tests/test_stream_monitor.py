@@ -427,8 +427,8 @@ class CountingBackend:
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("attached_first", [True, False])
 def test_compiled_blocks_are_not_compiled_again(attached_first: bool) -> None:
-    expected, _ = train(tiny_model(depth=3), 6, monitored=False)
-    model, backend = tiny_model(depth=3), CountingBackend()
+    expected, _ = train(tiny_model("pre"), 6, monitored=False)
+    model, backend = tiny_model("pre"), CountingBackend()
     compile_blocks(model, backend=backend)
     if not attached_first:
         cross_entropy(model, batches(1)[0]).backward()
