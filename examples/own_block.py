@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from siamesenorm import Materials, build_topology, transformer_places
 
 TEXT = b"the norm that follows an addition belongs to the next reader, and the streams belong to no one. " * 40
-DIM, DEPTH, HEADS, CONTEXT, STEPS = 64, 2, 4, 32, 100
+DIM, DEPTH, HEADS, CONTEXT, STEPS = 64, 2, 4, 32, 60
 
 
 class Block(nn.Module):

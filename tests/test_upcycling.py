@@ -12,8 +12,8 @@ from siamesenorm.topologies import Materials, available_topologies, build_topolo
 
 DIM, DEPTH = 16, 3
 CANNOT = {
-    "pre-embednorm", "post", "deepnorm", "peri", "olmo2", "rezero", "mixln", "hybridnorm", "hybridnorm-star", "spannorm",
-    "residual", "residual-hybridnorm",
+    "pre-embednorm", "post", "deepnorm", "peri", "olmo2", "rezero", "mixln", "hybridnorm", "hybridnorm-star",
+    "spannorm", "residual", "residual-hybridnorm",
 }  # fmt: skip
 EXACT = {"pre", "ln-scaling", "layerscale", "siamese-post-pre:normalized_input=false"}
 CAN = [
