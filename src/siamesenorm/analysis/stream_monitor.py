@@ -7,13 +7,11 @@ step, which may differ from its compiled self by rounding, and costs what the mo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
-from weakref import WeakMethod, finalize
+from typing import Self
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +21,7 @@ from siamesenorm.analysis.blocks import Blocks, find_anatomy
 from siamesenorm.analysis.loss_history import LossHistory
 from siamesenorm.analysis.measured_step import MeasuredStep
 from siamesenorm.analysis.measurements import Key, Measurements
+from siamesenorm.analysis.optimizers import listen, unwrapped
 from siamesenorm.analysis.record import Line, Record, gradient_norm, streams_line
 from siamesenorm.analysis.weights import WeightProbe
 from siamesenorm.errors import UserError
@@ -190,12 +189,9 @@ class StreamMonitor:
         if after is not None:
             self._cut_back(after)
         self._attached = self._fresh = True
-        self._optimizers = tuple(map(_unwrapped, optimizers))
-        # The optimizers must not keep a monitor alive that nobody has closed.
-        before_update = WeakMethod(self._before_update)
+        self._optimizers = tuple(map(unwrapped, optimizers))
         for optimizer in self._optimizers:
-            handle = optimizer.register_step_pre_hook(partial(_tell, before_update))
-            self._hooks.callback(handle.remove)
+            self._hooks.callback(listen(optimizer, self._before_update).remove)
         if self._is_due(self._step + 1):
             self._measure_next()
 
@@ -246,15 +242,13 @@ class StreamMonitor:
             self._abandon()
         self._measured = None
 
-    def _before_update(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Look at an optimizer that is about to step; one with a closure has no gradients yet."""
+    def _before_update(self, optimizer: Optimizer, gradients_are_there: bool) -> None:
+        """Look at an optimizer that is about to step."""
         if optimizer is self._optimizers[0]:
             rate = optimizer.param_groups[0]["lr"]
             self._learning_rate = rate.detach().clone() if isinstance(rate, Tensor) else rate
         if self._measured is not None:
-            # Among the arguments is the optimizer itself.
-            closure = any(callable(given) for given in (*arguments, *named.values()) if given is not optimizer)
-            self._measured.before_update(gradients_are_there=not closure)
+            self._measured.before_update(gradients_are_there=gradients_are_there)
 
     def _record_measured(self, step: int, measured: MeasuredStep) -> None:
         self._measured = None
@@ -312,18 +306,6 @@ class StreamMonitor:
             streams = list(self._anatomy.streams)
             self._record.append({"kind": "model", **facts, "streams": streams, "every": self.every})
         self._record.append(line)
-
-
-def _tell(listener: WeakMethod[Callable[..., None]], *arguments: Any) -> None:
-    listen = listener()
-    if listen is not None:
-        listen(*arguments)
-
-
-def _unwrapped(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer of torch inside that of Accelerate or Lightning."""
-    inner = getattr(optimizer, "optimizer", None)
-    return _unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
 
 
 def _is_first_process() -> bool:

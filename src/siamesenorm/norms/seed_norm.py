@@ -196,13 +196,17 @@ class SeeDNorm(Norm):
 
     @torch.no_grad()
     def zero_(self) -> None:
-        """Set alpha to 0 (beta, where there is no alpha) and gamma to what cancels the rest: 0 but for sigmoid."""
+        """Set beta to 0 (alpha, where sigma(0) is not 0) and gamma to what cancels the rest: 0 but for sigmoid.
+
+        With both alpha and beta at 0 neither would get a gradient, and the coefficient would never be dynamic again.
+        """
         if self.without != "gamma":
             self.refuse_zero_without_gain()
-        rest = self._activation_at_zero() if self.alpha is None or self.beta is None else 0.0
-        still = self.beta if self.alpha is None else self.alpha
+        rest = self._activation_at_zero()
+        still = self.beta if self.beta is not None and (rest == 0 or self.alpha is None) else self.alpha
         assert still is not None
         still.zero_()
+        rest = rest if self.alpha is None or self.beta is None else 0.0
         if self.gamma is not None:
             self.gamma.fill_(-rest - self.offset)
 
