@@ -567,3 +567,19 @@ def test_a_record_with_an_unknown_field_is_refused() -> None:
     record = language_model_config("nano").to_json()
     with pytest.raises(UserError, match="'colour'"):
         LanguageModelConfig.from_json({**record, "colour": "blue"})
+
+
+# --- the compiler sees a whole model
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_one_graph_serves_every_length(topology: str) -> None:
+    """No graph breaks, and a second graph, for the first other length, is the last one."""
+    torch.compiler.reset()
+    graphs = []
+    model = tiny_model(topology)
+    compiled = torch.compile(model, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    for count in (7, 5, 9, 3):
+        x = tokens(count=count)
+        torch.testing.assert_close(compiled(x).logits, model(x).logits)
+    assert len(graphs) == 2

@@ -97,15 +97,19 @@ class Attention(nn.Module):
         if cache is not None:
             key, value = cache.update(key, value)
         new, total = query.shape[-2], key.shape[-2]
-        if mask is None and self.shape.causal and 1 < new < total:
+        causal = self.shape.causal and mask is None
+        # An if, not a comparison as argument: of a length that the compiler leaves open it is a symbol, no bool.
+        if new == 1:
+            causal = False
+        elif causal and new < total:
             # Several new tokens on a cache: PyTorch's causal mask is aligned to the first token, not to the last.
-            mask = torch.ones(new, total, dtype=torch.bool, device=h.device).tril(total - new)
+            mask, causal = torch.ones(new, total, dtype=torch.bool, device=h.device).tril(total - new), False
         context = F.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=mask,
-            is_causal=self.shape.causal and mask is None and new > 1,
+            is_causal=causal,
             enable_gqa=self.shape.kv_heads != self.shape.heads,
         )
         output: Tensor = self.output(self.context_head_norm(context).transpose(1, 2).flatten(2))
