@@ -24,7 +24,7 @@ from siamesenorm.training.compiler import require_compiler
 from siamesenorm.training.config import Execution, RunConfig
 from siamesenorm.training.exact_json import decode_json
 from siamesenorm.training.loop import TrainingLoop, train
-from siamesenorm.training.plan import RunPlan
+from siamesenorm.training.plan import ModelPlan, RunPlan
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.trackers import build_trackers
 from siamesenorm.training.verdict import Verdict
@@ -558,3 +558,11 @@ def test_long_runs_on_a_cpu_are_compiled_and_short_ones_not(data: Path, monkeypa
     assert not dataclasses.replace(long, execution=Execution(device="cuda")).resolve().compile
     monkeypatch.setattr("siamesenorm.training.plan.compiler_for_cpu", lambda: None)
     assert not long.resolve().compile
+
+
+def test_a_run_chooses_its_kernels_by_its_device(data: Path) -> None:
+    on_cpu = RunPlan(data=data)
+    assert on_cpu.resolve().model.kernels == "plain"
+    assert dataclasses.replace(on_cpu, execution=Execution(device="cuda")).resolve().model.kernels == "auto"
+    forced = dataclasses.replace(on_cpu, model=ModelPlan(kernels="lean"))
+    assert forced.resolve().model.kernels == "lean"

@@ -69,8 +69,8 @@ class ModelPlan:
     """Whether attention stays inside a document of a packed sequence."""
     residual_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the residual streams."""
-    kernels: Kernels = "plain"
-    """Boundaries between sublayers: plain PyTorch, fused operators, or auto: fused where that is faster."""
+    kernels: Kernels = "auto"
+    """Boundaries between sublayers: plain PyTorch, fused or lean operators; auto is fused on a GPU, plain on a CPU."""
 
     def resolve(self, vocabulary: int, compute_dtype: str) -> LanguageModelConfig:
         """Return the model's configuration; raises UserError for what cannot be built."""
@@ -136,6 +136,8 @@ class RunPlan:
         if self.compile not in get_args(Compile):
             raise unknown("compile", str(self.compile), get_args(Compile))
         data.require_vocabulary(model.vocabulary)
+        if model.kernels == "auto" and self.execution.device == "cpu":
+            model = dataclasses.replace(model, kernels="plain")
         fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(RunPlan) if each.name != "data"}
         fields["compile"] = self.compile == "on" or (self.compile == "auto" and self._pays_to_compile(model))
         return RunConfig(**{**fields, "model": model, "data_path": data.path.resolve(), "data_digest": data.digest})
