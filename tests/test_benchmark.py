@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from siamesenorm.benchmark import boundary, peers, step
-from siamesenorm.benchmark.results import Results, markdown
+from siamesenorm.benchmark import boundary, gpu, norms, peers, step
+from siamesenorm.benchmark.results import Results, markdown, noting
 from siamesenorm.benchmark.saved_bytes import kept_for_backward
-from siamesenorm.benchmark.timing import Spread, measure, ratio
+from siamesenorm.benchmark.timing import Deadline, Spread, measure, ratio
 from siamesenorm.cli import main
+from siamesenorm.errors import UserError
 from siamesenorm.norms import NormSpec
 from siamesenorm.topologies import Materials, available_topologies, build_topology
 
 CPU = torch.device("cpu")
+# PyTorch's compiler itself, where there is CUDA.
+pytestmark = pytest.mark.filterwarnings("ignore:.*script_method. is deprecated:DeprecationWarning")
 
 
 def test_every_candidate_runs_once_a_round_in_turning_order() -> None:
@@ -82,6 +87,111 @@ def test_boundaries_are_measured_and_what_is_missing_is_named() -> None:
     assert fused["kept_tensors"] == 2
 
 
+def test_the_least_traffic_is_that_of_the_boundary_that_is_measured() -> None:
+    """Hybrid-Pre's MLP settles: 7 passes forward, where the mean of a block's two boundaries is 6.5."""
+    materials = Materials(dim=64, kernels="fused")
+    forward, backward = boundary.Boundary.build(build_topology("siamese"), materials, 8, CPU).traffic()
+    statistics, scale = 3 * 8 * 4, 4
+    assert (forward - statistics - scale, backward - statistics - scale) == (7 * 8 * 64 * 4, 8 * 8 * 64 * 4)
+
+
+def test_what_fails_is_noted_and_the_rest_is_measured() -> None:
+    """bf16 streams have no lean boundary, and no time left is no error."""
+    settings = boundary.BoundarySettings(
+        topologies=("siamese",), dims=(16,), tokens=32, stream_dtypes=("bfloat16",), candidates=("lean", "plain"),
+        rounds=1,
+    )  # fmt: skip
+    results = boundary.measure_boundaries(settings, "cpu")
+    assert [row["candidate"] for row in results.rows] == ["plain"]
+    (noted,) = results.not_measured
+    assert noted.startswith("siamese, 16 bfloat16, lean: kernels='lean' rebuilds streams")
+    late = boundary.measure_boundaries(settings, "cpu", Deadline.after(-1))
+    assert (late.rows, late.not_measured) == ([], ["siamese, 16 bfloat16: no time was left"])
+
+
+def test_an_error_is_noted_in_one_line() -> None:
+    missing: list[str] = []
+    with noting(missing, "pre"):
+        raise RuntimeError("out of memory\nfor a long reason")
+    with noting(missing, "post"):
+        raise UserError("no time was left")
+    assert missing == ["pre: RuntimeError: out of memory", "post: no time was left"]
+
+
+def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the parts of `bench gpu` run on the CPU, at small sizes."""
+    small = {
+        boundary: boundary.BoundarySettings(topologies=("siamese", "pre"), dims=(2048,), tokens=4, rounds=1,
+                                            stream_dtypes=("bfloat16",), candidates=("plain", "fused", "lean")),
+        norms: norms.NormSettings(dims=(2048,), tokens=4, rounds=1, candidates=("plain", "fused")),
+        step: step.StepSettings(topologies=("siamese", "dhc-2"), candidates=("fused", "compiled"), dim=16, depth=1,
+                                heads=2, hidden=16, vocabulary=32, batch=1, context=8, rounds=1),
+    }  # fmt: skip
+    for module, settings in small.items():
+        monkeypatch.setattr(module, "settings_for", lambda _, settings=settings: settings)
+        monkeypatch.setattr(module, "resolve_device", lambda _: CPU)
+    monkeypatch.setattr(step, "compile_blocks", lambda model: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def test_the_gpu_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pretend_cuda(monkeypatch)
+    gpu.measure_on_gpu(tmp_path)
+    files = {path.stem: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    assert files.keys() == {"boundary", "norms", "step"}
+    assert [(row["topology"], row["candidate"]) for row in files["step"]["rows"]] == [
+        ("pre", "fused"), ("siamese", "fused"), ("pre", "compiled"), ("siamese", "compiled"), ("dhc-2", "compiled"),
+    ]  # fmt: skip
+    assert "fused, dhc-2: has no fused boundary" in files["step"]["not_measured"]
+    assert any("lean" in line and "siamese" in line for line in files["boundary"]["not_measured"])
+    goals = capsys.readouterr().out.strip().splitlines()[-len(gpu.GOALS) :]
+    reached = [line.split(" | ")[-1].rstrip(" |") for line in goals]
+    assert reached[2] == "-", "there is no compiled boundary to compare with here"
+    assert all(word in ("yes", "no") for word in reached[:2] + reached[3:])
+
+
+def test_the_gpu_command_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_cuda(monkeypatch)
+    gpu.measure_on_gpu(tmp_path, minutes=1e-9)
+    for path in tmp_path.iterdir():
+        record = json.loads(path.read_text())
+        assert record["rows"] == [] and all(
+            "no time was left" in line or "has no" in line for line in record["not_measured"]
+        )
+
+
+def test_the_gpu_command_survives_a_part_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    pretend_cuda(monkeypatch)
+    monkeypatch.setattr(boundary, "measure_boundaries", fail)
+    gpu.measure_on_gpu(tmp_path)
+    files = {path.stem: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    assert files["boundary"]["not_measured"] == [
+        "boundary: RuntimeError: CUDA error: an illegal memory access was encountered"
+    ]
+    assert files["norms"]["rows"] and files["step"]["rows"]
+
+
+def test_the_gpu_command_needs_torch_and_triton_alone(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "for name in ('numpy', 'tyro', 'rich', 'matplotlib', 'tokenizers', 'safetensors', 'pyarrow', 'transformers'):\n"
+        "    sys.modules[name] = None\n"
+        "from siamesenorm.benchmark import gpu\n"
+        f"sys.argv[1:] = ['--out', {str(tmp_path)!r}]\n"
+        "gpu.torch.cuda.is_available = lambda: False\n"
+        "gpu.main()\n"
+    )
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True, text=True, timeout=120
+    )
+    for path in tmp_path.iterdir():
+        assert json.loads(path.read_text())["not_measured"] == ["torch finds no CUDA device here"]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_steps_are_compared_with_pre_norm() -> None:
     settings = step.StepSettings(
         topologies=("siamese",), candidates=("plain",), dim=16, depth=1, heads=2, hidden=16, vocabulary=32, batch=1,
@@ -131,6 +241,9 @@ def test_a_table_shows_spreads_and_gaps() -> None:
         (["bench", "step", "--device", "cuda"], "cuda"),
         (["bench", "step", "--rounds", "0"], "rounds"),
         (["bench", "boundary", "--topologies", "siamse"], "siamese"),
+        (["bench", "gpu", "--topologies", "siamse"], "siamese"),
+        (["bench", "gpu", "--minutes", "0"], "minutes"),
+        (["bench", "gpu", "--out", "/proc/none"], "/proc/none"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -2,12 +2,13 @@
 
 A boundary is the write of one connection and the read of the next. Candidates are the plain formulas, the same
 compiled, and the fused operator where the topology has one; the yardstick is a copy on the same machine in the same
-round.
+round, of the bytes that the fused operator must move (or, without one, as many as the topology says).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from siamesenorm.benchmark.results import Results, Row
+from siamesenorm.benchmark.results import Results, Row, noting
 from siamesenorm.benchmark.saved_bytes import kept_for_backward
 from siamesenorm.benchmark.timing import (
+    NO_DEADLINE,
     Action,
     CacheFlush,
+    Deadline,
     Spread,
     Timings,
     copy_action,
@@ -29,9 +32,10 @@ from siamesenorm.benchmark.timing import (
     rounded,
     share_of_copy_rate,
 )
-from siamesenorm.errors import UserError
+from siamesenorm.benchmark.traffic import traffic_of
 from siamesenorm.norms import NormSpec
 from siamesenorm.topologies import Connection, Kernels, Materials, Streams, Topology, build_topology, transformer_places
+from siamesenorm.topologies.fused import FusedConnection
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -40,8 +44,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 class BoundarySettings:
     """What is measured: widths, tokens, the dtype of the streams (outputs are bf16 on CUDA), rounds."""
 
-    topologies: tuple[str, ...] = ("pre", "post", "residual", "siamese-post-pre", "siamese", "dhc-2")
-    dims: tuple[int, ...] = (1024, 2048, 4096)
+    topologies: tuple[str, ...] = ("siamese", "pre", "siamese-post-pre", "post", "residual", "dhc-2")
+    dims: tuple[int, ...] = (2048, 1024, 4096)
     tokens: int = 16384
     stream_dtypes: tuple[str, ...] = ("bfloat16", "float32")
     output_dtype: str = "bfloat16"
@@ -99,8 +103,14 @@ class Boundary:
         return [*self.streams, self.output, *gains]
 
     def traffic(self) -> tuple[float, float]:
-        """Return the bytes of the ideal forward and backward pass: passes of a stream by its mean width in bytes."""
+        """Return the bytes of the least forward and backward pass.
+
+        They are counted on a fused boundary; of others they are the topology's passes by the mean size of its tensors.
+        """
         tensors = [*self.streams, self.output]
+        if isinstance(self.after, FusedConnection):
+            parameters = [*self.before.parameters(), *self.after.parameters()]
+            return traffic_of(self.forward, tensors, besides=parameters)
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / len(tensors)
         return self.topology.cost.forward * size, self.topology.cost.backward * size
 
@@ -111,54 +121,62 @@ def cross(before: Connection, after: Connection, streams: Streams, output: Tenso
     return (h, *streams)
 
 
-def measure_boundaries(settings: BoundarySettings, device_name: str = "auto") -> Results:
+def measure_boundaries(
+    settings: BoundarySettings, device_name: str = "auto", deadline: Deadline = NO_DEADLINE
+) -> Results:
     """Measure every topology at every width and stream dtype; see `BoundarySettings`."""
     device = resolve_device(device_name)
     rows: list[Row] = []
     missing: list[str] = []
-    for dim in settings.dims:
-        for dtype in settings.stream_dtypes:
-            for name in settings.topologies:
-                found, absent = measure_boundary(name, dim, dtype, settings, device)
-                rows.extend(found)
-                missing.extend(absent)
-    return Results(benchmark="boundary", device=str(device), settings=vars(settings), rows=rows, not_measured=missing)
+    for dim, dtype, name in itertools.product(settings.dims, settings.stream_dtypes, settings.topologies):
+        with noting(missing, f"{name}, {dim} {dtype}"):
+            deadline.check()
+            rows.extend(measure_boundary(name, dim, dtype, settings, device, missing))
+    return Results(
+        benchmark="boundary", device=str(device), settings=vars(settings), rows=rows,
+        not_measured=list(dict.fromkeys(missing)),
+    )  # fmt: skip
 
 
 def measure_boundary(
-    name: str, dim: int, dtype: str, settings: BoundarySettings, device: torch.device
-) -> tuple[list[Row], list[str]]:
-    """Return a row for each candidate of one boundary, and what could not be measured."""
-    topology = build_topology(name)
+    name: str, dim: int, dtype: str, settings: BoundarySettings, device: torch.device, missing: list[str]
+) -> list[Row]:
+    """Return a row for each candidate of one boundary, and add to `missing` those that cannot be measured, and why."""
     forwards: dict[str, Callable[[], tuple[Tensor, ...]]] = {}
     boundaries: dict[str, Boundary] = {}
-    missing = []
-    for candidate in settings.candidates:
-        try:
-            refuse_missing_kernels(name, candidate)
-        except UserError as reason:
-            missing.append(str(reason))
-            continue
-        materials = Materials(
-            dim=dim,
-            norm=NormSpec.parse(settings.norm),
-            residual_dtype=DTYPES[dtype],
-            compute_dtype=DTYPES[settings.output_dtype],
-            kernels=kernels_of(candidate),
-        )
-        boundaries[candidate] = boundary = Boundary.build(topology, materials, settings.tokens, device)
-        forwards[candidate] = compiled_forward(boundary) if candidate == "compiled" else boundary.forward
     actions = {"copy": copy_action(device)}
-    for candidate, boundary in boundaries.items():
-        actions.update(passes(candidate, boundary, forwards[candidate]))
+    for candidate in settings.candidates:
+        if absent := missing_kernels(name, candidate):
+            missing.append(absent)
+            continue
+        with noting(missing, f"{name}, {dim} {dtype}, {candidate}"):
+            boundary = build_boundary(name, dim, dtype, candidate, settings, device)
+            forward = compiled_forward(boundary) if candidate == "compiled" else boundary.forward
+            actions.update(passes(candidate, boundary, forward))
+            boundaries[candidate], forwards[candidate] = boundary, forward
     flush = CacheFlush(device) if device.type == "cuda" else None
     timings = measure(actions, device=device, rounds=settings.rounds, prepare=flush)
-    rows = [
+    least = boundaries.get("fused", next(iter(boundaries.values()), None))
+    traffic = (0.0, 0.0) if least is None else least.traffic()
+    return [
         {"topology": name, "dim": dim, "streams": dtype, "candidate": candidate}
-        | describe(candidate, boundary, timings, forwards[candidate])
+        | describe(candidate, boundary, timings, forwards[candidate], traffic)
         for candidate, boundary in boundaries.items()
     ]
-    return rows, missing
+
+
+def build_boundary(
+    name: str, dim: int, dtype: str, candidate: str, settings: BoundarySettings, device: torch.device
+) -> Boundary:
+    """Return the boundary with the candidate's kernels."""
+    materials = Materials(
+        dim=dim,
+        norm=NormSpec.parse(settings.norm),
+        residual_dtype=DTYPES[dtype],
+        compute_dtype=DTYPES[settings.output_dtype],
+        kernels=kernels_of(candidate),
+    )
+    return Boundary.build(build_topology(name), materials, settings.tokens, device)
 
 
 def kernels_of(candidate: str) -> Kernels:
@@ -166,12 +184,11 @@ def kernels_of(candidate: str) -> Kernels:
     return "fused" if candidate == "fused" else "lean" if candidate == "lean" else "plain"
 
 
-def refuse_missing_kernels(topology: str, candidate: str) -> None:
-    """Raise UserError for a candidate whose kernels the topology does not have."""
+def missing_kernels(topology: str, candidate: str) -> str | None:
+    """Return in words that a topology has no kernels for a candidate, or None if it has."""
     resolved = build_topology(topology)
     has = {"fused": resolved.has_fused_kernels, "lean": resolved.has_lean_kernels}
-    if not has.get(candidate, True):
-        raise UserError(f"{topology}: has no {candidate} boundary")
+    return None if has.get(candidate, True) else f"{topology}: has no {candidate} boundary"
 
 
 def compiled_forward(boundary: Boundary) -> Callable[[], tuple[Tensor, ...]]:
@@ -198,14 +215,18 @@ def passes(candidate: str, boundary: Boundary, forward: Callable[[], tuple[Tenso
 
 
 def describe(
-    candidate: str, boundary: Boundary, timings: Timings, forward: Callable[[], tuple[Tensor, ...]]
+    candidate: str,
+    boundary: Boundary,
+    timings: Timings,
+    forward: Callable[[], tuple[Tensor, ...]],
+    traffic: tuple[float, float],
 ) -> dict[str, Any]:
-    """Return times, the share of the copy rate at the ideal traffic, ratios to the compiler, and what is kept."""
+    """Return times, the share of the copy rate at the least traffic, ratios to the compiler, and what is kept."""
     record: dict[str, Any] = {}
-    for direction, traffic in zip(("forward", "backward"), boundary.traffic(), strict=True):
+    for direction, moved in zip(("forward", "backward"), traffic, strict=True):
         seconds = timings[f"{candidate} {direction}"]
         record[f"{direction}_ms"] = Spread.of([1e3 * one for one in seconds])
-        record[f"{direction}_share_of_copy_rate"] = share_of_copy_rate(traffic, seconds, timings["copy"])
+        record[f"{direction}_share_of_copy_rate"] = share_of_copy_rate(moved, seconds, timings["copy"])
     if "compiled forward" in timings:
         both = {
             name: [f + b for f, b in zip(timings[f"{name} forward"], timings[f"{name} backward"], strict=True)]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from siamesenorm.benchmark.results import Results, Row
+from siamesenorm.benchmark.results import Results, Row, noting
 from siamesenorm.benchmark.timing import (
+    NO_DEADLINE,
     CacheFlush,
+    Deadline,
     Spread,
+    Timings,
     allow_many_graphs,
     copy_action,
     measure,
@@ -33,7 +37,7 @@ class NormSettings:
 
     norms: tuple[str, ...] = (REFERENCE, "layernorm", "seednorm", "seednorm:heads=16")
     candidates: tuple[str, ...] = ("plain", "compiled", "fused")
-    dims: tuple[int, ...] = (1024, 2048, 4096)
+    dims: tuple[int, ...] = (2048, 1024, 4096)
     tokens: int = 16384
     dtype: str = "bfloat16"
     rounds: int = 30
@@ -46,41 +50,54 @@ def settings_for(device: torch.device) -> NormSettings:
     )
 
 
-def measure_norms(settings: NormSettings, device_name: str = "auto") -> Results:
+def measure_norms(settings: NormSettings, device_name: str = "auto", deadline: Deadline = NO_DEADLINE) -> Results:
     """Measure every operator in every way at every width, as ratios to RMSNorm computed the same way."""
     device = resolve_device(device_name)
     rows: list[Row] = []
+    missing: list[str] = []
     with allow_many_graphs():
         for dim in settings.dims:
-            rows.extend(measure_width(dim, settings, device))
-    return Results(benchmark="norms", device=str(device), settings=vars(settings), rows=rows)
+            with noting(missing, f"norms, {dim}"):
+                deadline.check()
+                rows.extend(measure_width(dim, settings, device, missing, deadline))
+    return Results(benchmark="norms", device=str(device), settings=vars(settings), rows=rows, not_measured=missing)
 
 
-def measure_width(dim: int, settings: NormSettings, device: torch.device) -> list[Row]:
-    """Return a row for each operator and candidate at one width."""
+def measure_width(
+    dim: int, settings: NormSettings, device: torch.device, missing: list[str], deadline: Deadline
+) -> list[Row]:
+    """Return a row for each operator and candidate at one width, and add to `missing` what cannot be measured."""
     dtype = getattr(torch, settings.dtype)
     x = torch.randn(settings.tokens, dim, device=device).to(dtype).requires_grad_()
     gradient = torch.randn_like(x)
     actions: dict[str, Callable[[], object]] = {"copy": copy_action(device)}
-    for name in settings.norms:
-        for candidate in settings.candidates:
+    built: list[tuple[str, str]] = []
+    for name, candidate in itertools.product(settings.norms, settings.candidates):
+        with noting(missing, f"{name}, {dim}, {candidate}"):
+            deadline.check()
             run = prepared(build_norm(name, dim).to(device), candidate)
             actions.update(passes(f"{candidate} {name}", run, x, gradient))
+            built.append((name, candidate))
     flush = CacheFlush(device) if device.type == "cuda" else None
     timings = measure(actions, device=device, rounds=settings.rounds, prepare=flush)
-    rows = []
-    for name in settings.norms:
-        for candidate in settings.candidates:
-            row: Row = {"norm": name, "dim": dim, "dtype": settings.dtype, "candidate": candidate}
-            for direction, count in PASSES.items():
-                key = f"{candidate} {name} {direction}"
-                seconds = timings[key]
-                traffic = count * x.numel() * x.element_size()
-                row[f"{direction}_ms"] = Spread.of([1e3 * one for one in seconds])
-                row[f"{direction}_share_of_copy_rate"] = share_of_copy_rate(traffic, seconds, timings["copy"])
-                row[f"{direction}_to_rmsnorm"] = ratio(timings, key, f"{candidate} {REFERENCE} {direction}")
-            rows.append(rounded(row))
-    return rows
+    size = x.numel() * x.element_size()
+    return [
+        {"norm": name, "dim": dim, "dtype": settings.dtype, "candidate": candidate}
+        | describe(f"{candidate} {name}", f"{candidate} {REFERENCE}", timings, size)
+        for name, candidate in built
+    ]
+
+
+def describe(name: str, reference: str, timings: Timings, size: int) -> Row:
+    """Return times, shares of the copy rate and ratios to the reference of both passes over `size` bytes."""
+    row: Row = {}
+    for direction, count in PASSES.items():
+        seconds = timings[f"{name} {direction}"]
+        row[f"{direction}_ms"] = Spread.of([1e3 * one for one in seconds])
+        row[f"{direction}_share_of_copy_rate"] = share_of_copy_rate(count * size, seconds, timings["copy"])
+        if f"{reference} {direction}" in timings:
+            row[f"{direction}_to_rmsnorm"] = ratio(timings, f"{name} {direction}", f"{reference} {direction}")
+    return rounded(row)
 
 
 def prepared(norm: Norm, candidate: str) -> Callable[[Tensor], Tensor]:

@@ -10,11 +10,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from siamesenorm.benchmark.boundary import kernels_of, refuse_missing_kernels
-from siamesenorm.benchmark.results import Results, Row
+from siamesenorm.benchmark.boundary import kernels_of, missing_kernels
+from siamesenorm.benchmark.results import Results, Row, noting
 from siamesenorm.benchmark.saved_bytes import kept_for_backward
-from siamesenorm.benchmark.timing import Spread, allow_many_graphs, measure, ratio, resolve_device, rounded
-from siamesenorm.errors import UserError
+from siamesenorm.benchmark.timing import (
+    NO_DEADLINE,
+    Deadline,
+    Spread,
+    allow_many_graphs,
+    measure,
+    ratio,
+    resolve_device,
+    rounded,
+)
 from siamesenorm.models.language import LanguageModel, build_language_model
 from siamesenorm.topologies import build_topology
 from siamesenorm.training.accounting import count_parameters
@@ -53,7 +61,8 @@ def settings_for(device: torch.device) -> StepSettings:
     if device.type != "cuda":
         return StepSettings()
     return StepSettings(
-        candidates=("compiled", "fused"), dim=2048, depth=4, heads=16, hidden=8192, vocabulary=50304, batch=8,
+        topologies=("pre", "siamese", "siamese-post-pre", "post", "residual", "dhc-2", "mhc-4"),
+        candidates=("fused", "compiled"), dim=2048, depth=4, heads=16, hidden=8192, vocabulary=50304, batch=8,
         context=2048, precision="bfloat16", residual_dtype="bfloat16", rounds=20,
     )  # fmt: skip
 
@@ -69,9 +78,8 @@ class TrainingStep:
 
     @classmethod
     def build(cls, topology: str, candidate: str, settings: StepSettings, device: torch.device) -> TrainingStep:
-        """Build the model; raises UserError for a candidate that the topology does not have."""
+        """Build the model, its blocks compiled unless they are plain."""
         resolved = build_topology(topology)
-        refuse_missing_kernels(topology, candidate)
         model = build_language_model(
             "mini",
             topology=resolved,
@@ -108,7 +116,7 @@ class TrainingStep:
         return sum(piece.bytes for piece in kept_for_backward(self.loss, besides=self.model.parameters()))
 
 
-def measure_steps(settings: StepSettings, device_name: str = "auto") -> Results:
+def measure_steps(settings: StepSettings, device_name: str = "auto", deadline: Deadline = NO_DEADLINE) -> Results:
     """Measure every candidate of every topology against the same candidate of Pre-Norm, in one interleaved run."""
     device = resolve_device(device_name)
     rows: list[Row] = []
@@ -116,21 +124,33 @@ def measure_steps(settings: StepSettings, device_name: str = "auto") -> Results:
     for candidate in settings.candidates:
         torch._dynamo.reset()
         steps: dict[str, TrainingStep] = {}
-        for topology in dict.fromkeys((REFERENCE, *settings.topologies)):
-            try:
-                steps[topology] = TrainingStep.build(topology, candidate, settings, device)
-            except UserError as reason:
-                missing.append(f"{candidate}, {reason}")
-        rows.extend(compare(candidate, steps, settings, device))
+        kept: dict[str, int] = {}
+        with allow_many_graphs(), noting(missing, candidate):
+            for topology in dict.fromkeys((REFERENCE, *settings.topologies)):
+                if absent := missing_kernels(topology, candidate):
+                    missing.append(f"{candidate}, {absent}")
+                    continue
+                with noting(missing, f"{topology}, {candidate}"):
+                    deadline.check()
+                    step = TrainingStep.build(topology, candidate, settings, device)
+                    kept[topology] = step.kept_bytes()
+                    step.run()
+                    steps[topology] = step
+            if REFERENCE in steps:
+                rows.extend(compare(candidate, steps, kept, settings, device))
     return Results(benchmark="step", device=str(device), settings=vars(settings), rows=rows, not_measured=missing)
 
 
-def compare(candidate: str, steps: dict[str, TrainingStep], settings: StepSettings, device: torch.device) -> list[Row]:
+def compare(
+    candidate: str,
+    steps: dict[str, TrainingStep],
+    kept: dict[str, int],
+    settings: StepSettings,
+    device: torch.device,
+) -> list[Row]:
     """Return a row for each topology: step time, its ratio to Pre-Norm's, tokens a second, memory."""
     actions: dict[str, Callable[[], object]] = {name: step.run for name, step in steps.items()}
-    with allow_many_graphs():
-        kept = {name: step.kept_bytes() for name, step in steps.items()}
-        timings = measure(actions, device=device, rounds=settings.rounds)
+    timings = measure(actions, device=device, rounds=settings.rounds)
     tokens = settings.batch * settings.context
     rows = []
     for name, step in steps.items():

@@ -5,6 +5,7 @@ Machines are noisy, and absolute times of different minutes do not compare. With
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -96,14 +97,40 @@ def allow_many_graphs() -> Iterator[None]:
 
 
 class CacheFlush:
-    """Overwrite more memory than the last cache holds, so that every candidate reads from memory."""
+    """Overwrite more memory than the last cache holds, so that every candidate reads from memory; for milliseconds.
 
-    def __init__(self, device: torch.device, megabytes: int = 256) -> None:
+    The device being busy that long, the host has launched what is measured before it begins: else the time between two
+    events would be that of Python, not of the kernels.
+    """
+
+    def __init__(self, device: torch.device, megabytes: int = 256, times: int = 32) -> None:
         self.memory = torch.empty(megabytes << 20, dtype=torch.int8, device=device)
+        self.times = times
 
     def __call__(self) -> None:
         """Overwrite the memory."""
-        self.memory.zero_()
+        for _ in range(self.times):
+            self.memory.zero_()
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A moment of the monotonic clock from which on nothing more is begun."""
+
+    moment: float = math.inf
+
+    @classmethod
+    def after(cls, seconds: float) -> Deadline:
+        """Return the moment so many seconds from now."""
+        return cls(time.monotonic() + seconds)
+
+    def check(self) -> None:
+        """Raise UserError if it is past."""
+        if time.monotonic() > self.moment:
+            raise UserError("no time was left")
+
+
+NO_DEADLINE = Deadline()
 
 
 def copy_action(device: torch.device) -> Action:
