@@ -102,6 +102,14 @@ def test_rows_in_parts(case: Case, centred: bool, monkeypatch: pytest.MonkeyPatc
     assert launched == ["boundary_forward", "boundary_projections", "boundary_backward"]
 
 
+@pytest.mark.parametrize("centred", [False, True], ids=["rmsnorm", "layernorm"])
+@EACH
+def test_gains_that_are_not_held(case: Case, centred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What three LayerNorms of 4096 channels get: gains and biases that are used once are read with every tile."""
+    monkeypatch.setattr(boundary_launch, "MOST_SUMS", -1)
+    check(draw_inputs(case, (19, 100), centred=centred, streams=torch.float32))
+
+
 @EACH
 def test_inputs_that_are_not_contiguous(case: Case) -> None:
     inputs = draw_inputs(case, (3, 4, 10), streams=torch.float32)

@@ -118,6 +118,37 @@ def test_auto_is_fused_where_there_are_kernels(topology: str, monkeypatch: pytes
     torch.testing.assert_close(found, run(tiny_model(topology)), rtol=1e-12, atol=1e-12)
 
 
+def test_auto_is_plain_under_torch_func_and_fused_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its transformations do not see through operators: a function's gradient is that of the plain formulas."""
+    monkeypatch.setattr(fused_connections, "has_kernels_for", lambda x: True)
+
+    def gradients(kernels: str) -> dict[str, Tensor]:
+        model = tiny_model("siamese", kernels=kernels)
+        parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        return torch.func.grad(lambda p: torch.func.functional_call(model, p, (tokens(),)).logits.sin().sum())(
+            parameters
+        )
+
+    torch.testing.assert_close(gradients("auto"), gradients("plain"), rtol=0, atol=0)
+    with pytest.raises(UserError, match="torch.func cannot see through the fused boundary: use plain kernels"):
+        gradients("fused")
+
+
+def test_auto_is_plain_for_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shard(Tensor):
+        pass
+
+    monkeypatch.setattr(fused_connections, "has_kernels_for", lambda x: True)
+    _, (place, _) = transformer_places(2)
+    connection = build_topology("pre").connection(place, Materials(dim=4, kernels="auto"))
+    streams = torch.ones(2, 4), torch.ones(2, 4)
+    with Calls() as calls:
+        connection.read(streams)
+        assert calls.counts == [1, 0]
+        connection.read(tuple(stream.as_subclass(Shard) for stream in streams))
+    assert calls.counts == [1, 0]
+
+
 @pytest.mark.parametrize("norm", ["seednorm", "dyt", "rmsnorm:offset=1"])
 def test_auto_is_plain_for_norms_that_the_operator_does_not_know(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_connections, "has_kernels_for", lambda x: True)

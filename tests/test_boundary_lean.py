@@ -123,6 +123,17 @@ def test_a_second_backward_pass_and_two_models_runs_at_once() -> None:
     assert_close({name: p.grad for name, p in model.named_parameters()}, expected, 1e-6)
 
 
+def test_a_second_derivative_is_refused() -> None:
+    streams = [torch.randn(2, 3, 4, requires_grad=True) for _ in range(3)]
+    number, gain = torch.tensor(0.7), torch.ones(4, requires_grad=True)
+    *results, carrier = lean_boundary(*streams, None, number, number, gain, None, gain, gain, *3 * [None], 1e-5, False)
+    bounded, identity, h, *_ = results
+    rest = (identity - bounded / number).detach()
+    (first,) = torch.autograd.grad((h.sin().sum(), carrier), streams[0], (None, rest), create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative: use kernels='plain'"):
+        first.sum().backward()
+
+
 def test_some_gradients_alone() -> None:
     """A part of the graph, from the closing down to one matrix."""
     lean, plain = tiny_model(kernels="lean"), tiny_model()

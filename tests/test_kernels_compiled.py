@@ -11,14 +11,19 @@ from siamesenorm.kernels.inspection import BOUNDARIES, Inspection, boundary_laun
 
 pytest.importorskip("triton")
 
-SIAMESE = [name for name in BOUNDARIES if name.startswith("siamese")]
 NO_SPILLS = [
-    *((name, 4096, torch.bfloat16) for name in BOUNDARIES if name != "deepnorm"),
-    *((name, 2048, torch.float32) for name in SIAMESE),
+    *((name, 4096, torch.bfloat16) for name in BOUNDARIES),
+    *((name, 2048, torch.float32) for name in BOUNDARIES if name not in ("post-norm", "deepnorm", "residual")),
     ("siamese mlp", 1024, torch.bfloat16),
+    ("siamese mlp", 3072, torch.bfloat16),
     ("siamese mlp", 8192, torch.bfloat16),
 ]
-"""A row of 8192 takes two kernels in the backward pass."""
+"""Rows of 3072 channels have masks; a row of 8192 takes two kernels in the backward pass."""
+LAYER_NORM = [
+    *((name, dim, streams) for name, dim, streams in NO_SPILLS if name.startswith("siamese") and 2048 <= dim <= 4096),
+    ("pre-norm", 4096, torch.bfloat16),
+    ("post-norm", 2048, torch.float32),
+]
 
 
 def describe(name: str, dim: int, streams: torch.dtype, passed: str, found: Inspection) -> str:
@@ -28,9 +33,13 @@ def describe(name: str, dim: int, streams: torch.dtype, passed: str, found: Insp
     )
 
 
-@pytest.mark.parametrize(("name", "dim", "streams"), NO_SPILLS, ids=str)
-def test_no_spills_and_wide_accesses(name: str, dim: int, streams: torch.dtype) -> None:
-    for passed, launch in boundary_launches(BOUNDARIES[name], dim, streams=streams):
+@pytest.mark.parametrize(
+    ("name", "dim", "streams", "centred"),
+    [*((*one, False) for one in NO_SPILLS), *((*one, True) for one in LAYER_NORM)],
+    ids=str,
+)
+def test_no_spills_and_wide_accesses(name: str, dim: int, streams: torch.dtype, centred: bool) -> None:
+    for passed, launch in boundary_launches(BOUNDARIES[name], dim, streams=streams, centred=centred):
         found = inspect(launch)
         print(describe(name, dim, streams, passed, found))
         assert found.spilled_bytes == 0
@@ -56,12 +65,6 @@ def test_the_backward_pass_moves_each_row_once() -> None:
     assert (found.loads[128], found.stores[128]) == (3 * 5 + 2 * 3, 3 + 2 * 3)
 
 
-def test_layer_norm_does_not_spill_up_to_2048() -> None:
-    for streams in (torch.bfloat16, torch.float32):
-        for _, launch in boundary_launches(BOUNDARIES["siamese mlp"], 2048, streams=streams, centred=True):
-            assert inspect(launch).spilled_bytes == 0
-
-
 def test_one_token() -> None:
     """As in generation: Triton makes a constant of a number of rows that is 1."""
     for dim in (256, 8192):
@@ -69,9 +72,19 @@ def test_one_token() -> None:
             assert inspect(launch).spilled_bytes == 0
 
 
-@pytest.mark.parametrize("dim", [2048, 8192])
-def test_the_lean_backward_pass_does_not_spill(dim: int) -> None:
-    for passed, launch in boundary_launches(BOUNDARIES["siamese mlp"], dim, streams=torch.float32, lean=True):
+@pytest.mark.parametrize(
+    ("name", "dim", "centred"),
+    [
+        ("siamese mlp", 2048, False),
+        ("siamese mlp", 2048, True),
+        ("siamese mlp", 8192, False),
+        ("siamese attention", 2048, False),
+        ("siamese post-pre", 2048, False),
+    ],
+)
+def test_the_lean_backward_pass_does_not_spill(name: str, dim: int, centred: bool) -> None:
+    launches = boundary_launches(BOUNDARIES[name], dim, streams=torch.float32, centred=centred, lean=True)
+    for passed, launch in launches:
         if passed != "forward":
             assert inspect(launch).spilled_bytes == 0
 

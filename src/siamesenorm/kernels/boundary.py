@@ -12,7 +12,6 @@ gradient is that with respect to each input, whoever else uses the streams.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -21,8 +20,8 @@ from torch import Tensor
 
 from siamesenorm.kernels import boundary_plain
 from siamesenorm.kernels.boundary_plain import Backward, Constants, Forward, Gains, shares_gradient, widest
+from siamesenorm.kernels.launch import can_launch_on
 
-HAS_TRITON = find_spec("triton") is not None
 LONGEST_ROW = 16_384
 """The longest row that the Triton kernels take."""
 
@@ -165,7 +164,13 @@ def _backward(
     )
 
 
+def refuse_second_derivative(*_: Any) -> None:
+    """Raise RuntimeError: the backward operator's own gradient is asked for."""
+    raise RuntimeError("the fused boundary has no second derivative: use kernels='plain'")
+
+
 boundary.register_autograd(_backward, setup_context=_keep_for_backward)
+boundary_backward.register_autograd(refuse_second_derivative)
 
 
 def implementation(x: Tensor) -> ModuleType:
@@ -179,7 +184,7 @@ def implementation(x: Tensor) -> ModuleType:
 
 def has_kernels_for(x: Tensor) -> bool:
     """Return whether the boundary of streams like x is computed by Triton kernels."""
-    return HAS_TRITON and x.is_cuda and x.dtype != torch.float64 and x.shape[-1] <= LONGEST_ROW
+    return can_launch_on(x) and x.shape[-1] <= LONGEST_ROW
 
 
 def check(bounded: Tensor, output: Tensor, identity: Tensor | None, gains: Gains) -> None:

@@ -128,15 +128,19 @@ def boundary_backward(
     grad_bounded, grad_identity, grad_output, carried_next, partials,
     rows, eps,
     DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr, STAGES: tl.constexpr,
+    HOLD_GAINS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of both streams and the output, and each program's share of those of gains and biases."""
+    """Write the gradients of both streams and the output, and each program's share of those of gains and biases.
+
+    Without HOLD_GAINS, what is used once a tile is read with it: registers hold the sums, and the gains used twice.
+    """
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     settle_row = None if settle_gain is None else per_channel(settle_gain, column, DIM)
-    settle_shift = None if settle_bias is None else per_channel(settle_bias, column, DIM)
+    settle_held = None if settle_bias is None else per_channel(settle_bias, column, DIM)
     gate_row = None if gate is None else per_channel(gate, column, DIM)
     identity_row = None if identity_gain is None else per_channel(identity_gain, column, DIM)
-    identity_shift = None if identity_bias is None else per_channel(identity_bias, column, DIM)
-    input_row = None if input_gain is None else per_channel(input_gain, column, DIM)
+    identity_held = None if identity_bias is None else per_channel(identity_bias, column, DIM)
+    input_held = None if input_gain is None else per_channel(input_gain, column, DIM)
     identity_norm: tl.constexpr = 1 if settle_gain is not None else 0
     input_norm: tl.constexpr = identity_norm + (1 if identity_gain is not None else 0)
     nothing = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -148,6 +152,11 @@ def boundary_backward(
         row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         at = row[:, None] * DIM + column[None, :]
         inside = (row < rows)[:, None] & (column < DIM)[None, :]
+        settle_shift = settle_held if HOLD_GAINS or settle_bias is None else per_channel(settle_bias, column, DIM)
+        identity_shift = (
+            identity_held if HOLD_GAINS or identity_bias is None else per_channel(identity_bias, column, DIM)
+        )
+        input_row = input_held if HOLD_GAINS or input_gain is None else per_channel(input_gain, column, DIM)
         x, total, x_hat, x_inverse, y_hat, y_inverse = _rebuild(
             kept, identity, carried, carried_next, departure, scale, statistics,
             settle_row, settle_shift, gate_row, identity_row, identity_shift,

@@ -20,6 +20,8 @@ CHANNELS_OF_A_THREAD = 8
 LONGEST_WHOLE_ROW = 4096
 """The longest row that a program of the backward pass holds whole; of longer ones it has a part."""
 PART_OF_A_ROW = 2048
+MOST_SUMS = 4 * 4096
+"""The most sums over rows for which a program of the backward pass has registers beside gains and biases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +45,21 @@ class Walk:
     """How the persistent backward pass goes over the rows.
 
     `programs` for each part of a row, of which there are `parts`; each has `stages - 1` tiles on their way to shared
-    memory while it computes one.
+    memory while it computes one. The six sums of three LayerNorms over rows of 4096 leave too few registers: then the
+    gains and biases that are used once a tile are read with it, and not held.
     """
 
     tile: Tile
     programs: int
     parts: int
     stages: int
+    holds_gains: bool
 
     @classmethod
     def over(cls, rows: int, columns: int, *, sums: int, channel_bytes: int, processor: Processor) -> Walk:
         """Return the walk over rows of which each channel is so many bytes in all that is read, with so many sums."""
         tile = Tile.of(columns if columns <= LONGEST_WHOLE_ROW else PART_OF_A_ROW)
+        holds_gains = sums * tile.block <= MOST_SUMS
         parts = triton.cdiv(columns, tile.block)
         # Threads for which a multiprocessor has the 64, 128 or 255 registers that the sums make necessary.
         threads = 1024 if sums <= 1 else 512 if sums <= 3 else 256
@@ -62,7 +67,8 @@ class Walk:
         programs = max(1, min(processor.count * resident // parts, triton.cdiv(rows, tile.rows)))
         # A little memory is needed for the sums over a row.
         fitting = max(0, processor.memory - 8192) // (resident * tile.rows * tile.block * channel_bytes)
-        return cls(tile, programs, parts, stages=1 + min(2, fitting))
+        ahead = min(2 if holds_gains else 1, fitting)
+        return cls(tile, programs, parts, stages=1 + ahead, holds_gains=holds_gains)
 
 
 def forward(
@@ -201,6 +207,7 @@ def plan_backward(
         **results,
         "ROWS": walk.tile.rows,
         "STAGES": walk.stages,
+        "HOLD_GAINS": walk.holds_gains,
     }
     grid, warps = (walk.programs, walk.parts), walk.tile.warps
     kernel, first = boundary_backward_triton.boundary_backward, boundary_backward_triton.boundary_projections

@@ -4,10 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+
+HAS_TRITON = find_spec("triton") is not None
+
+
+def can_launch_on(x: Tensor) -> bool:
+    """Return whether Triton kernels can be launched on rows like x: on CUDA, and of a dtype below fp64."""
+    return HAS_TRITON and x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_transformed() -> bool:
+    """Return whether a transformation of torch.func is at work: operators of one's own are opaque to most of them."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def shows_itself(x: Tensor) -> bool:
+    """Return whether an operator that knows neither shards (DTensor) nor torch.func may be given x."""
+    return type(x) in (Tensor, torch.nn.Parameter) and not is_transformed()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

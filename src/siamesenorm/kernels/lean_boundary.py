@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from siamesenorm.errors import UserError
-from siamesenorm.kernels.boundary import check, implementation
+from siamesenorm.kernels.boundary import check, implementation, refuse_second_derivative
 from siamesenorm.kernels.boundary_plain import Backward, Carried, Constants, Forward, Gains, widest
 
 
@@ -157,6 +157,7 @@ def _backward(
 
 
 lean_boundary.register_autograd(_backward, setup_context=_keep_for_backward)
+lean_boundary_backward.register_autograd(refuse_second_derivative)
 
 
 class HandOut(torch.autograd.Function):

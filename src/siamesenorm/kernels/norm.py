@@ -12,16 +12,15 @@ plain formulas; `torch.func` cannot see through operators like it.
 from __future__ import annotations
 
 import math
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from siamesenorm.kernels import norm_plain
+from siamesenorm.kernels.launch import can_launch_on
 from siamesenorm.kernels.norm_plain import ACTIVATIONS, Form, Weights, widest
 
-HAS_TRITON = find_spec("triton") is not None
 LONGEST_TILE = 16_384
 """The longest row that the Triton kernels take, once heads and channels of a head are rounded up to powers of two."""
 
@@ -139,9 +138,7 @@ normalise.register_autograd(_backward, setup_context=_keep_for_backward)
 
 def has_kernel(x: Tensor, heads: int = 1) -> bool:
     """Return whether Triton kernels compute rows like those of x."""
-    if not (x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and HAS_TRITON):
-        return False
-    return tile_length(x.shape[-1], heads) <= LONGEST_TILE
+    return can_launch_on(x) and tile_length(x.shape[-1], heads) <= LONGEST_TILE
 
 
 def tile_length(dim: int, heads: int) -> int:
