@@ -103,6 +103,28 @@ def test_adapters_of_the_original_apply(host: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(model.merge_and_unload()), expected, **CLOSE)
 
 
+CONNECTIONS = ["attention_connection", "mlp_connection", "closing"]
+
+
+@pytest.mark.parametrize("saved", [None, CONNECTIONS])
+def test_a_new_adapter_wakes_the_second_stream_only_with_its_connections(
+    saved: list[str] | None, host: Any, tmp_path: Path
+) -> None:
+    options = peft.LoraConfig(target_modules="all-linear", modules_to_save=saved)
+    model = peft.get_peft_model(converted(host), options).train()
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
+    torch.testing.assert_close(logits(model), logits(converted(host)), rtol=0, atol=0)
+    model(TOKENS, labels=TOKENS).loss.backward()
+    optimizer.step()
+    gates = [p for name, p in model.named_parameters() if "gate.gain" in name.replace("modules_to_save.default.", "")]
+    awake = [bool(gate.any()) for gate in gates if saved is None or gate.requires_grad]
+    assert awake == [saved is not None] * LLAMA["num_hidden_layers"]
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(converted(host), tmp_path)
+    torch.testing.assert_close(logits(again), logits(model.eval()), **CLOSE)
+    torch.testing.assert_close(logits(again.merge_and_unload()), logits(model), **CLOSE)
+
+
 def test_norms_in_an_adapter_are_dropped_without_a_warning(host: Any, tmp_path: Path) -> None:
     options = {"target_modules": ["q_proj"], "modules_to_save": ["post_attention_layernorm"]}
     expected = train_adapter(host, tmp_path, **options)

@@ -13,8 +13,10 @@ import pytest
 diffusers = pytest.importorskip("diffusers")
 
 import torch  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
+import siamesenorm  # noqa: E402
 from siamesenorm import available_topologies, rewire  # noqa: E402
 from siamesenorm.errors import UserError  # noqa: E402
 from siamesenorm.interop import diffusers as interop  # noqa: E402
@@ -207,6 +209,38 @@ def test_what_was_not_saved_here_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "_class_name": "SiameseNormNoModel"}))
     with pytest.raises(UserError, match="has no NoModel"):
         interop.load(tmp_path)
+
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+def lacks_a_weight(directory: Path) -> None:
+    weights = load_file(directory / WEIGHTS)
+    del weights["norm_out.closing.identity_norm.bias"]
+    save_file(weights, directory / WEIGHTS)
+
+
+def has_a_pickle(directory: Path) -> None:
+    torch.save(load_file(directory / WEIGHTS), directory / "diffusion_pytorch_model.bin")
+    (directory / WEIGHTS).unlink()
+
+
+@pytest.mark.parametrize("read", [interop.load, siamesenorm.from_pretrained])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lacks_a_weight, "lacks 1 weights, such as norm_out.closing.identity_norm.bias"),
+        (has_a_pickle, "has no safetensors weights"),
+        (lambda directory: (directory / "config.json").write_text("{"), "config.json cannot be read"),
+        (lambda directory: (directory / "config.json").write_text("[]"), "holds no configuration"),
+    ],
+)
+def test_damaged_files_are_refused(read: Any, damage: Any, message: str, tmp_path: Path) -> None:
+    _, model = rewired()
+    model.save_pretrained(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(UserError, match=message):
+        read(tmp_path)
 
 
 # --- the pipeline

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 
 from huggingface_hosts import DIM, TOKENS, build_host, logits, moved  # noqa: E402
-from siamesenorm import build_norm, rewire, swap_norms  # noqa: E402
+from siamesenorm import build_language_model, build_norm, rewire, swap_norms  # noqa: E402
 from siamesenorm.errors import UserError  # noqa: E402
 from siamesenorm.interop.surgery import replay_steps, steps_of  # noqa: E402
+from siamesenorm.models.language import LanguageModel  # noqa: E402
 from siamesenorm.topologies import available_topologies, build_topology  # noqa: E402
 
 LlamaDecoderLayer = transformers.models.llama.modeling_llama.LlamaDecoderLayer
@@ -140,7 +141,9 @@ def test_rewired_already() -> None:
     model = build_host("llama")
     rewire(model, "siamese")
     reason = refused(model)
-    assert reason == "model.layers.0 is a RewiredLlamaDecoderLayer: the model has been rewired already"
+    assert reason == (
+        "model.layers.0 is a RewiredLlamaDecoderLayer: the model has been rewired already; rewire the original"
+    )
     step = steps_of(model)[0]
     assert "rewired already" in refusal(model, lambda one: replay_steps(one, [step]))
 
@@ -230,6 +233,7 @@ def test_a_norm_with_a_hook() -> None:
         ("gpt2", "layernorm:bias=false", "the bias is dropped"),
         ("llama", "seednorm:without=gamma", "there is no gamma"),
         ("llama", "dyt", "rmsnorm became dyt"),
+        ("llama", "rmsnorm:eps=0.01", "model.layers.0.input_layernorm: eps 1e-06 became 0.01): leave norm out"),
     ],
 )
 def test_an_operator_that_cannot_keep_the_function(family: str, norm: str, what: str) -> None:
@@ -244,6 +248,16 @@ def test_a_norm_that_learned_something_no_new_place_holds() -> None:
     swap_norms(model, "seednorm")
     moved(model)
     assert "the dynamic coefficient starts anew" in refused(model)
+
+
+def test_norms_of_several_kinds_are_named() -> None:
+    one_eps = build_host("llama")
+    one_eps.model.norm.variance_epsilon = 0.1
+    reason = refused(one_eps)
+    assert "(model.norm: eps 0.1 became 1e-06): make them alike with swap_norms first, or use preserve=False" in reason
+    learned = build_host("llama")
+    swap_norms(learned, "seednorm", "model.layers.1.*")
+    assert "(model.layers.1.input_layernorm: seednorm became rmsnorm): make them alike" in refused(moved(learned))
 
 
 def test_unknown_names() -> None:
@@ -288,6 +302,47 @@ def test_a_model_inside_of_another_module(operation: str) -> None:
         f"network is a LlamaForCausalLM inside a Trained, and saves by itself: {operation} it before it is wrapped"
     )
     assert reason == expected
+
+
+def native(**fields: Any) -> LanguageModel:
+    return build_language_model("nano", topology="pre", depth=2, dim=DIM, heads=2, context=12, vocabulary=48, **fields)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_model_of_this_library_inside_of_another_module(operation: str) -> None:
+    from siamesenorm.interop.huggingface import SiameseNormForCausalLM
+
+    for wrapper, name in ((SiameseNormForCausalLM.from_native(native()), "model"), (nn.Sequential(native()), "0")):
+        expected = (
+            f"{name} is a LanguageModel of this library inside a {type(wrapper).__name__}, which would not know: "
+            f"{operation} it by itself, and wrap it then"
+        )
+        assert refusal(wrapper, OPERATIONS[operation]) == expected
+
+
+def test_blocks_that_were_built_with_connections_were_never_rewired() -> None:
+    reason = refused(native().blocks)
+    assert reason.startswith("0.attention_connection is a SingleStreamConnection: the blocks have connections of this")
+    assert reason.endswith("build them with another topology")
+
+
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        ("rewire", "no list of operations"),
+        ({"operation": "rewire"}, "no list of operations"),
+        (["rewire"], "no list of operations"),
+        ([{"operation": "rewire"}], "the record of rewire lacks 'topology'"),
+        (
+            [{"operation": "rewire", "topology": "siamese", "norm": {}, "attention_norm": None}],
+            "topology in the record",
+        ),
+        ([{"operation": "swap_norms", "norm": {"name": "rmsnorm"}}], "the record of swap_norms lacks 'names'"),
+        ([{"operation": "anneal"}], "unknown operation of siamesenorm 'anneal'"),
+    ],
+)
+def test_a_damaged_record(record: Any, told: str) -> None:
+    assert told in refusal(build_host("llama"), lambda model: replay_steps(model, record))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -263,8 +263,10 @@ def test_where_selects_by_pattern_or_predicate() -> None:
         ("attention.1", "is rmsnorm already"),
         ("mlp.1", "is rmsnorm already"),
     )
-    with pytest.raises(UserError, match=r"where='\*.norm9' selects no norm: the model has attention.1, mlp.1"):
+    with pytest.raises(UserError, match=r"where='\*.norm9' selects no norm: the model has attention.1, mlp.1$"):
         swap_norms(new, "rmsnorm", where="*.norm9")
+    with pytest.raises(UserError, match=r"the model has none$"):
+        swap_norms(nn.Linear(2, 2), "rmsnorm", where="*")
 
 
 class Hooked(nn.Module):

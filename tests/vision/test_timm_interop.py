@@ -168,3 +168,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="has no model.safetensors"):
         interop.load(tmp_path)
+    for damaged, message in {"{": "config.json cannot be read", "[]": "holds no configuration of a model"}.items():
+        (tmp_path / "config.json").write_text(damaged)
+        with pytest.raises(UserError, match=message):
+            interop.load(tmp_path)

@@ -9,7 +9,6 @@ after the operation, or call `pipeline.register_modules(transformer=pipeline.tra
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -20,6 +19,7 @@ from diffusers import ModelMixin  # by this name a pipeline knows how to load wh
 from torch import nn
 
 from siamesenorm.errors import UserError
+from siamesenorm.interop.loading import read_config, weights_file
 from siamesenorm.interop.surgery import Step, replay_steps
 
 PREFIX = "SiameseNorm"
@@ -37,14 +37,20 @@ def adopt(model: nn.Module, steps: Sequence[Step]) -> None:
 def load(path: str | Path, **options: Any) -> nn.Module:
     """Return the operated model that `save_pretrained` wrote to a directory.
 
-    `options` are those of diffusers' `from_pretrained`. Raises UserError for a directory that holds none.
+    `options` are those of diffusers' `from_pretrained`. Raises UserError for a directory that holds none, or not all
+    of its weights.
     """
-    config = Path(path) / "config.json"
-    name = str(json.loads(config.read_text()).get("_class_name", "")) if config.is_file() else ""
+    name = str(read_config(Path(path)).get("_class_name", ""))
     if not name.startswith(PREFIX):
         raise UserError(f"{path} holds no operated model of diffusers: its class is {name or 'not given'}")
-    model: nn.Module = operated_class(_host_named(name)).from_pretrained(path, **options)  # type: ignore[attr-defined]
-    return model
+    kind: Any = operated_class(_host_named(name))
+    weights_file(Path(path))
+    model, found = kind.from_pretrained(path, **{"local_files_only": True, **options}, output_loading_info=True)
+    if found["missing_keys"]:
+        absent = sorted(found["missing_keys"])
+        raise UserError(f"{path} lacks {len(absent)} weights, such as {absent[0]}: save the model again")
+    loaded: nn.Module = model
+    return loaded
 
 
 @cache
@@ -61,9 +67,11 @@ class OperatedModel:
     def from_pretrained(cls, path: str | Path, **options: Any) -> Any:
         """Load a saved model; `options` are those of diffusers' `from_pretrained`.
 
-        The model is built with its constants, never on the meta device, where these would stay.
+        The model is built with its constants, never on the meta device, where these would stay. Weights are safetensors
+        unless the options say otherwise: diffusers would take a pickle where there are none.
         """
-        return super().from_pretrained(path, **{**options, "low_cpu_mem_usage": False})  # type: ignore[misc]
+        options = {"use_safetensors": True, **options, "low_cpu_mem_usage": False}
+        return super().from_pretrained(path, **options)  # type: ignore[misc]
 
 
 def _build_of(host: type) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -71,7 +71,12 @@ def _library_classes() -> Iterator[tuple[type[nn.Module], str]]:
 
 
 def replay_steps(model: nn.Module, steps: Sequence[Step]) -> None:
-    """Repeat recorded steps on a freshly built model, for weights to be loaded into; raises UserError if unknown."""
+    """Repeat recorded steps on a freshly built model, for weights to be loaded into.
+
+    Raises UserError for a record that is unknown or damaged.
+    """
+    if not isinstance(steps, (list, tuple)) or not all(isinstance(step, Mapping) for step in steps):
+        raise UserError("siamesenorm in the configuration is no list of operations: the configuration is damaged")
     for step in steps:
         name = step.get("operation", "")
         if name not in OPERATIONS:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.interop.foreign_norms import Unreadable, looks_like_norm, read_norm
-from siamesenorm.interop.rewire.native import on_the_residual_path, swapped_config
+from siamesenorm.interop.rewire.native import on_the_residual_path, refuse_native_inside, swapped_config
 from siamesenorm.interop.surgery import record_step, refuse_unsavable
 from siamesenorm.models.language import LanguageModel
 from siamesenorm.norms import NORMS, Norm, NormFunction, NormSpec
@@ -76,6 +77,7 @@ def swap_norms(model: nn.Module, norm: str | NormSpec, where: Callable[[str], bo
     would describe afterwards; the model is then untouched.
     """
     specification = NormSpec.parse(norm) if isinstance(norm, str) else norm
+    refuse_native_inside(model, "swap the norms of")
     refuse_unsavable(model, "swap the norms of")
     names = _names_of_norms(model)
     if isinstance(model, LanguageModel):
@@ -161,14 +163,15 @@ def _names_of_norms(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules(remove_duplicate=False) if looks_like_norm(module)}
 
 
-def _selection(where: Callable[[str], bool] | str | None, names: Iterable[str]) -> Callable[[str], bool]:
+def _selection(where: Callable[[str], bool] | str | None, names: Collection[str]) -> Callable[[str], bool]:
     if where is None:
         return lambda name: True
     if not isinstance(where, str):
         return where
     chosen = set(fnmatch.filter(names, where))
     if not chosen:
-        raise UserError(f"where={where!r} selects no norm: the model has {', '.join(list(names)[:4]) or 'none'}, ...")
+        some = ", ".join([*islice(names, 4), *(["..."] if len(names) > 4 else [])])
+        raise UserError(f"where={where!r} selects no norm: the model has {some or 'none'}")
     return chosen.__contains__
 
 

@@ -7,7 +7,6 @@ to train from scratch, with `topology` and `norm` as further arguments of `timm.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, model_entry
 from torch import nn
 
 from siamesenorm.errors import UserError
+from siamesenorm.interop.loading import read_config
 from siamesenorm.interop.rewire import rewire
 from siamesenorm.interop.surgery import Step, replay_steps, steps_of
 
@@ -78,8 +78,7 @@ def load(path: str | Path, **options: Any) -> nn.Module:
 
     Raises UserError for a directory that holds none.
     """
-    config = Path(path) / "config.json"
-    architecture = str(json.loads(config.read_text()).get("architecture", "")) if config.is_file() else ""
+    architecture = str(read_config(Path(path)).get("architecture", ""))
     if not architecture.startswith(PREFIX):
         raise UserError(f"{path} holds no operated model of timm: its architecture is {architecture or 'not given'}")
     if not (Path(path) / "model.safetensors").is_file():

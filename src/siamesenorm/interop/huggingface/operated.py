@@ -61,15 +61,17 @@ class OperatedModel:
     @torch.no_grad()
     def initialize_weights(self) -> None:
         """Initialise what no checkpoint gave: new parameters at their declared values, and all constants."""
+        ours = [module for module in self.modules() if isinstance(module, Declared)]  # type: ignore[attr-defined]
+        for module in ours:  # Gemma would take our RMSNorm, by its name, for its own
+            module._is_hf_initialized = True  # type: ignore[assignment]
         super().initialize_weights()  # type: ignore[misc]
-        for module in self.modules():  # type: ignore[attr-defined]
-            if isinstance(module, Declared):
-                for name, declaration in module.declarations.items():
-                    parameter = module.get_parameter(name)
-                    if not getattr(parameter, "_is_hf_initialized", False):
-                        initial = torch.tensor(declaration.initial, dtype=parameter.dtype, device=parameter.device)
-                        assign(parameter, initial)
-                module.refill_constants()
+        for module in ours:
+            for name, declaration in module.declarations.items():
+                parameter = module.get_parameter(name)
+                if not getattr(parameter, "_is_hf_initialized", False):
+                    initial = torch.tensor(declaration.initial, dtype=parameter.dtype, device=parameter.device)
+                    assign(parameter, initial)
+            module.refill_constants()
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:

@@ -27,6 +27,8 @@ TYPE_PREFIX = "siamesenorm-"
 """Stands before the host's `model_type`."""
 MARK = "siamesenorm:"
 """Stands before a number of the configuration on disk."""
+READ_BY_ANY = ("vocab_size", "num_hidden_layers")
+"""Numbers that transformers compares in files of any type (the Trainer does, when it resumes): they stay numbers."""
 REMOTE_CODE_MODULE = "modeling_siamesenorm_operated"
 REMOTE_CODE = '''\
 """The classes of this model are made by the package siamesenorm, which has to be installed."""
@@ -92,10 +94,11 @@ def host_classes(config: type) -> dict[type[Any], type[Any]]:
 
 
 def _marked_fields(host: type[Any]) -> list[str]:
-    """Return the first field of the host's own, as against all configurations, that must be a whole number."""
-    common = {field.name for field in fields(PreTrainedConfig)}
-    numbers = [field.name for field in fields(host) if field.name not in common and field.type in (int, int | None)]
-    return numbers[:1]
+    """Return one field of the host's own, as against all configurations, that must be a number, best a whole one."""
+    common = {*READ_BY_ANY, *(field.name for field in fields(PreTrainedConfig))}
+    own = [field for field in fields(host) if field.name not in common]
+    whole = [field.name for field in own if field.type in (int, int | None)]
+    return (whole or [field.name for field in own if field.type in (float, float | None)])[:1]
 
 
 def _unmarked(value: Any) -> Any:

@@ -13,7 +13,11 @@ from siamesenorm.topologies import Closing, Opening, Streams, Topology
 
 
 class RewiredBlock(nn.Module):
-    """Mixed in before a host's block class; a family's subclass writes the forward around its connections."""
+    """Mixed in before a host's block class; a family's subclass writes the forward around its connections.
+
+    Connections are called with the sublayer as a function: by hooks on calls accelerate brings offloaded parameters in,
+    a connection's own too, and it would move a module among the arguments as a whole.
+    """
 
     topology: Topology
     opening: Opening | None

@@ -49,4 +49,7 @@ def keep_recording(model: nn.Module) -> None:
     """Tell transformers, which looks it up by class, that a model of a new class records what it did before."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
     if capturing is not None:
-        capturing._CAN_RECORD_REGISTRY[model] = getattr(model, "_can_record_outputs", None)
+        registry = capturing._CAN_RECORD_REGISTRY
+        # A dictionary, up to some 5.x, by the text of the class; then a registry that takes the model itself.
+        key = str(type(model)) if type(registry) is dict else model
+        registry[key] = getattr(model, "_can_record_outputs", None)

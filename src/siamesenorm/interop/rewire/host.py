@@ -19,8 +19,16 @@ def find_host(model: nn.Module, families: Mapping[str, Reading]) -> Host:
     them, mixed, shared or patched blocks, and norms that sublayers share.
     """
     for name, module in model.named_modules():
-        if isinstance(module, (RewiredBlock, Connection)):
-            raise UserError(f"{name or 'the model'} is a {type(module).__name__}: the model has been rewired already")
+        if isinstance(module, RewiredBlock):
+            raise UserError(
+                f"{name or 'the model'} is a {type(module).__name__}: the model has been rewired already; rewire the "
+                "original"
+            )
+        if isinstance(module, Connection):
+            raise UserError(
+                f"{name or 'the model'} is a {type(module).__name__}: the blocks have connections of this library "
+                "already; build them with another topology"
+            )
     stacks = {
         name: stack for name, stack in stacks_of(model) if any(qualified_name(block) in families for block in stack)
     }

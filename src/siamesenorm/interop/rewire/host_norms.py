@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -17,10 +18,11 @@ from siamesenorm.topologies.upcycling import EPS_TWICE, SCALED
 class HostNorms:
     """The functions of a host's norms: one a connection, None where the sublayer keeps its own, and the final one.
 
-    `first` is one that is there, which tells the width; `operator` is that one's, with its eps, offset and options.
+    `inputs` go by the name of the norm, or of the connection where there is none to take over. `first` is one that is
+    there, which tells the width; `operator` is that one's, with its eps, offset and options.
     """
 
-    inputs: tuple[NormFunction | None, ...]
+    inputs: Mapping[str, NormFunction | None]
     final: NormFunction | None
     first: NormFunction
     operator: NormSpec
@@ -38,16 +40,17 @@ def read_norms(host: Host) -> HostNorms:
             raise UserError(f"{name} is no norm that rewire understands: {reason}") from reason
         return found[name][1]
 
-    inputs: list[NormFunction | None] = []
+    inputs: dict[str, NormFunction | None] = {}
     for index, block in enumerate(host.blocks):
         for slot in anatomy.slots:
-            inputs.append(read(block, slot.norm, f"{host.name}.{index}.{slot.norm}") if slot.norm else None)
+            name = f"{host.name}.{index}.{slot.norm or slot.connection}"
+            inputs[name] = read(block, slot.norm, name) if slot.norm else None
             for path in slot.kept:
                 read(block, path, f"{host.name}.{index}.{path}")
     final = read(host.backbone, anatomy.final_norm, host.final_norm)
     module, first = next(iter(found.values()))
     return HostNorms(
-        inputs=tuple(inputs),
+        inputs=inputs,
         final=None if anatomy.keeps_final_norm else final,
         first=first,
         operator=operator_of(module, first),
@@ -78,12 +81,18 @@ def inheriting(spec: NormSpec, function: NormFunction, *, bias: bool = False) ->
     return spec.with_options(**{k: v for k, v in inherited.items() if v is not None and k in known and k not in given})
 
 
-def refuse_other_functions(norm: NormSpec, differences: tuple[str, ...]) -> None:
-    """Raise UserError if the new norms differ from the host's by more than eps and rounding."""
-    allowed = (EPS_TWICE, SCALED)
-    for difference in differences:
-        if difference not in allowed and not difference.startswith(("eps ", "the gain is rounded to ")):
-            raise UserError(
-                f"norm {norm} cannot keep the function of the host's norms ({difference}): leave norm out, or use "
-                "preserve=False"
-            )
+def refuse_other_functions(
+    operator: NormSpec, found: Mapping[str, Iterable[str]], *, chosen: str | NormSpec | None
+) -> None:
+    """Raise UserError, naming the norm, if a new one differs by more than rounding and the eps of a norm of a norm.
+
+    `found` are the differences by the name of the host's norm; `chosen` is the operator that was asked for, if any.
+    """
+    remedy = "make them alike with swap_norms first" if chosen is None else "leave norm out"
+    for name, differences in found.items():
+        for difference in differences:
+            if difference not in (EPS_TWICE, SCALED) and not difference.startswith("the gain is rounded to "):
+                raise UserError(
+                    f"norm {operator} cannot keep the function of the host's norms ({name}: {difference}): {remedy}, "
+                    "or use preserve=False"
+                )

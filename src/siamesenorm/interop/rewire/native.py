@@ -10,7 +10,13 @@ import dataclasses
 from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.rewire.report import NormFate, RewireReport, describe_gain
+from siamesenorm.interop.rewire.report import (
+    NormFate,
+    RewireReport,
+    describe_move,
+    fates_of_new_norms,
+    norms_of,
+)
 from siamesenorm.models.conversion import ResidualPath, convert, converted_config, inherited_operator
 from siamesenorm.models.language import LanguageModel, LanguageModelConfig
 from siamesenorm.norms import NORMS, Norm, NormSpec
@@ -35,9 +41,14 @@ def rewire_native(
     return RewireReport(topology=target.topology, blocks="blocks", norms=_fates(model, old), differences=differences)
 
 
-def norms_of(model: nn.Module) -> dict[str, Norm]:
-    """Return the norms of a model by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, Norm)}
+def refuse_native_inside(model: nn.Module, operation: str) -> None:
+    """Raise UserError for a language model of this library inside of a module, which would go on describing it."""
+    for name, module in model.named_modules():
+        if name and isinstance(module, LanguageModel):
+            raise UserError(
+                f"{name} is a LanguageModel of this library inside a {type(model).__name__}, which would not know: "
+                f"{operation} it by itself, and wrap it then"
+            )
 
 
 def on_the_residual_path(model: LanguageModel) -> set[str]:
@@ -65,8 +76,6 @@ def _fates(model: LanguageModel, old: dict[str, Norm]) -> tuple[NormFate, ...]:
     fates = []
     for name, norm in old.items():
         stays = new.get(name) is norm
-        outcome, detail = ("kept", "in the attention") if stays else ("moved", "its gain and bias go to a new norm")
-        fates.append(NormFate(name=name, outcome=outcome, detail=detail))
-    kept = {id(norm) for norm in old.values()}
-    added = [(name, norm) for name, norm in new.items() if id(norm) not in kept]
-    return (*fates, *(NormFate(name=name, outcome="new", detail=describe_gain(norm)) for name, norm in added))
+        detail = "in the attention" if stays else describe_move(norm.function(), "a new norm")
+        fates.append(NormFate(name=name, outcome="kept" if stays else "moved", detail=detail))
+    return (*fates, *fates_of_new_norms(model, old.values(), preserve=True))

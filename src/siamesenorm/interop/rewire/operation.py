@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -20,9 +21,9 @@ from siamesenorm.interop.rewire.attention_norms import (
 from siamesenorm.interop.rewire.families import FAMILIES
 from siamesenorm.interop.rewire.host import find_host
 from siamesenorm.interop.rewire.host_norms import new_norm, read_norms, refuse_other_functions
-from siamesenorm.interop.rewire.native import rewire_native
+from siamesenorm.interop.rewire.native import refuse_native_inside, rewire_native
 from siamesenorm.interop.rewire.parts import Parts
-from siamesenorm.interop.rewire.report import RewireReport, fates_of_norms
+from siamesenorm.interop.rewire.report import RewireReport, fates_of_new_norms, fates_of_old_norms, norms_of
 from siamesenorm.interop.surgery import record_step, refuse_unsavable
 from siamesenorm.models.language import LanguageModel
 from siamesenorm.norms import NormSpec
@@ -52,6 +53,7 @@ def rewire(
     """
     if isinstance(model, LanguageModel):
         return rewire_native(model, topology, preserve=preserve, norm=norm)
+    refuse_native_inside(model, "rewire")
     host = find_host(model, FAMILIES)
     refuse_unsavable(model, "rewire")
     wanted = build_topology(topology) if isinstance(topology, str) else topology
@@ -61,16 +63,19 @@ def rewire(
     parts = Parts.build(host, resolved, operator, old)
     differences = None
     if preserve:
-        differences = parts.become_pre_norm(old)
-        refuse_other_functions(operator, differences)
+        found = parts.become_pre_norm(host, old)
+        refuse_other_functions(operator, found, chosen=norm)
+        differences = tuple(dict.fromkeys(chain.from_iterable(found.values())))
     attention_norm = attention_operator(old.first) if adds_qkv_norm(resolved, preserve=preserve) else None
-    fates = fates_of_norms(model, host, parts, preserve=preserve)
+    before = fates_of_old_norms(model, host, old, preserve=preserve)
+    known = norms_of(model)
     # Nothing of the model was touched above, and nothing can fail below.
     wiring = Wiring(topology=resolved, norm=operator, attention_norm=attention_norm)
     if not preserve:
         scale_initial_weights(host, resolved)
     wiring.install(host, parts)
     record_step(model, wiring.to_json())
+    fates = (*before, *fates_of_new_norms(model, known.values(), preserve=preserve))
     return RewireReport(topology=resolved, blocks=host.name, norms=fates, differences=differences)
 
 
@@ -93,7 +98,10 @@ class Wiring:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Wiring:
-        """Read what `to_json` wrote."""
+        """Read what `to_json` wrote; raises UserError for anything else."""
+        for name in ("topology", "norm", "attention_norm"):
+            if not isinstance(record[name], Mapping) and not (name == "attention_norm" and record[name] is None):
+                raise UserError(f"{name} in the record of rewire is {record[name]!r}: the configuration is damaged")
         return cls(
             topology=topology_from_json(record["topology"]),
             norm=NormSpec.from_json(record["norm"]),

@@ -12,7 +12,7 @@ from siamesenorm.interop.derived_class import derive
 from siamesenorm.interop.rewire.anatomy import Anatomy, Host
 from siamesenorm.interop.rewire.block import RewiredBlock, RewiredClosing
 from siamesenorm.interop.rewire.host_norms import HostNorms
-from siamesenorm.norms import NormSpec
+from siamesenorm.norms import NormFunction, NormSpec
 from siamesenorm.topologies import Closing, Connection, Materials, Opening, Place, Topology
 
 
@@ -41,39 +41,38 @@ class Parts:
             connections=tuple(tuple(topology.connection(place, materials) for place in block) for block in places),
             closing=topology.closing(places[-1][-1], materials),
         )
+        norms = iter(old.inputs.values())
         for block, connections in zip(host.blocks, parts.connections, strict=True):
             for connection in connections:
-                connection.to(**like(block))
+                connection.to(**like(block, next(norms)))
         parts.opening.to(**like(host.blocks[0]))
-        parts.closing.to(**like(host.blocks[-1]))
+        parts.closing.to(**like(host.blocks[-1], old.final))
         return parts
 
-    def become_pre_norm(self, old: HostNorms) -> tuple[str, ...]:
-        """Set the parts to where the rewired model computes what the host does; return what differs, each way once."""
+    def become_pre_norm(self, host: Host, old: HostNorms) -> dict[str, list[str]]:
+        """Set the parts to where the rewired model computes what the host does; return what differs at each norm."""
         self.opening.become_pre_norm()
-        found: dict[str, None] = {}
         connections = [connection for block in self.connections for connection in block]
-        for connection, norm in zip(connections, old.inputs, strict=True):
-            found.update(dict.fromkeys(connection.become_pre_norm(norm)))
-        found.update(dict.fromkeys(self.closing.become_pre_norm(old.final)))
-        return tuple(found)
+        found = {
+            name: connection.become_pre_norm(norm)
+            for connection, (name, norm) in zip(connections, old.inputs.items(), strict=True)
+        }
+        return {**found, host.final_norm: self.closing.become_pre_norm(old.final)}
 
     def install(self, host: Host) -> None:
         """Exchange the residual path of the host: nothing here can fail."""
         anatomy = host.anatomy
         for index, (block, connections) in enumerate(zip(host.blocks, self.connections, strict=True)):
-            mode = block.training
             block.__class__ = derive(anatomy.rewired, type(block))
             assert isinstance(block, RewiredBlock)
             block.topology = self.topology
-            block.opening = self.opening if index == 0 else None
+            block.opening = self.opening.train(block.training) if index == 0 else None
             for slot, connection in zip(anatomy.slots, connections, strict=True):
-                setattr(block, slot.connection, connection)
+                setattr(block, slot.connection, connection.train(block.training))
                 if slot.norm:
                     delattr(block, slot.norm)
             for norm in anatomy.output_norms:
                 delattr(block, norm)
-            block.train(mode)
         final = host.backbone.get_submodule(anatomy.final_norm)
         closing = RewiredClosing(self.topology, self.closing, final if anatomy.keeps_final_norm else None)
         setattr(host.backbone, anatomy.final_norm, closing.train(final.training))
@@ -81,9 +80,13 @@ class Parts:
             anatomy.adapt_backbone(host.backbone)
 
 
-def like(module: nn.Module) -> dict[str, Any]:
-    """Return the device and floating dtype of a module's parameters, quantised ones apart."""
-    for parameter in module.parameters():
+def like(module: nn.Module, norm: NormFunction | None = None) -> dict[str, Any]:
+    """Return the device and dtype of a norm's gain; without one those of a module's parameters, quantised ones apart.
+
+    Norms may be wider than what they stand between: a gain in fp32 is not rounded to the bf16 of the projections.
+    """
+    gains = () if norm is None or norm.gain is None else (norm.gain,)
+    for parameter in (*gains, *module.parameters()):
         if parameter.is_floating_point() and parameter.dtype.itemsize >= 2:
             return {"device": parameter.device, "dtype": parameter.dtype}
     return {"device": torch.get_default_device(), "dtype": torch.get_default_dtype()}

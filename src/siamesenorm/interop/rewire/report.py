@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
 from siamesenorm.interop.foreign_norms import looks_like_norm
 from siamesenorm.interop.rewire.anatomy import Host
-from siamesenorm.interop.rewire.parts import Parts
-from siamesenorm.norms import Norm
+from siamesenorm.interop.rewire.host_norms import HostNorms
+from siamesenorm.norms import Norm, NormFunction
 from siamesenorm.topologies import Topology, topology_name
 
 
@@ -58,51 +58,69 @@ class RewireReport:
         return "function kept" + ("" if self.exact else f", but for: {'; '.join(self.differences)}")
 
 
-def describe_gain(norm: Norm) -> str:
-    """Return an operator and where its gain stands: zero, one, or carried over."""
+def describe_gain(norm: Norm, *, preserve: bool) -> str:
+    """Return an operator and where its gain stands: zero, one, carried over, or at another initial value."""
     function = norm.function()
     if function.gain is None or function.gain.is_meta:
         return type(norm).__name__
     gain = function.gain.detach().double() + function.offset
-    state = "zero" if not gain.any() else "one" if bool((gain == 1).all()) else "carried over"
+    other = "carried over" if preserve else "at its initial value"
+    state = "zero" if not gain.any() else "one" if bool((gain == 1).all()) else other
     return f"{type(norm).__name__}, gain {state}"
 
 
-def fates_of_norms(model: nn.Module, host: Host, parts: Parts, *, preserve: bool) -> tuple[NormFate, ...]:
-    """Say of every norm of the host, and of every new one, what becomes of it; the host is not rewired yet."""
-    anatomy = host.anatomy
-    outcomes = dict(_outcomes(host, preserve=preserve))
+def describe_move(norm: NormFunction | None, target: str) -> str:
+    """Return what of a norm goes to another one."""
+    parameters = [] if norm is None else [name for name in ("gain", "bias") if getattr(norm, name) is not None]
+    if not parameters:
+        return f"it has no gain and no bias; {target} takes its place"
+    return f"its {' and '.join(parameters)} {'go' if len(parameters) > 1 else 'goes'} to {target}"
+
+
+def norms_of(model: nn.Module) -> dict[str, Norm]:
+    """Return the norms of this library in a model by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Norm)}
+
+
+def fates_of_new_norms(model: nn.Module, known: Iterable[Norm], *, preserve: bool) -> tuple[NormFate, ...]:
+    """Name every norm of a rewired model, those apart that it had before, and its gain."""
+    old = {id(norm) for norm in known}
+    return tuple(
+        NormFate(name=name, outcome="new", detail=describe_gain(norm, preserve=preserve))
+        for name, norm in norms_of(model).items()
+        if id(norm) not in old
+    )
+
+
+def fates_of_old_norms(model: nn.Module, host: Host, old: HostNorms, *, preserve: bool) -> tuple[NormFate, ...]:
+    """Say of every norm of a host, which is not rewired yet, what becomes of it."""
+    outcomes = dict(_outcomes(host, old, preserve=preserve))
     fates = []
     for name, module in model.named_modules():
         if looks_like_norm(module):
-            part = "part of the sublayer" if name.startswith(f"{host.name}.") else "not on the residual path"
+            part = "part of the sublayer" if name.startswith(f"{host.name}.") else "outside of the blocks"
             outcome, detail = outcomes.get(name, ("kept", part))
             fates.append(NormFate(name=name, outcome=outcome, detail=detail))
-    for index, connections in enumerate(parts.connections):
-        for slot, connection in zip(anatomy.slots, connections, strict=True):
-            fates.extend(_new_norms(f"{host.name}.{index}.{slot.connection}", connection))
-    return (*fates, *_new_norms(f"{host.final_norm}.closing", parts.closing))
+    return tuple(fates)
 
 
-def _outcomes(host: Host, *, preserve: bool) -> Iterator[tuple[str, tuple[str, str]]]:
+def _outcomes(host: Host, old: HostNorms, *, preserve: bool) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield what becomes of the norms that the anatomy names."""
     anatomy = host.anatomy
 
-    def goes_to(place: str) -> tuple[str, str]:
-        moved = ("moved", f"its gain and bias go to the last norm {place}")
-        return moved if preserve else ("dropped", f"new norms {place} start at their initial values")
+    def goes_to(norm: NormFunction | None, place: str) -> tuple[str, str]:
+        if not preserve:
+            return "dropped", "the new norms start at their initial values"
+        return "moved", describe_move(norm, f"the last norm {place}")
 
     for index in range(len(host.blocks)):
         for slot in anatomy.slots:
             if slot.norm:
-                yield f"{host.name}.{index}.{slot.norm}", goes_to("before the sublayer")
+                name = f"{host.name}.{index}.{slot.norm}"
+                yield name, goes_to(old.inputs[name], "before the sublayer")
             for path in slot.kept:
                 yield f"{host.name}.{index}.{path}", ("kept", "the sublayer normalises its own input with it")
         for path in anatomy.output_norms:
             yield f"{host.name}.{index}.{path}", ("dropped", "the topology decides where outputs are normalised")
-    yield host.final_norm, ("kept", "after the closing") if anatomy.keeps_final_norm else goes_to("of the closing")
-
-
-def _new_norms(prefix: str, part: nn.Module) -> list[NormFate]:
-    norms = [(name, module) for name, module in part.named_modules() if isinstance(module, Norm)]
-    return [NormFate(name=f"{prefix}.{name}", outcome="new", detail=describe_gain(norm)) for name, norm in norms]
+    kept = ("kept", "after the closing")
+    yield host.final_norm, kept if anatomy.keeps_final_norm else goes_to(old.final, "of the closing")

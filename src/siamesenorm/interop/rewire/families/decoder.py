@@ -34,18 +34,17 @@ class DecoderBlock(RewiredBlock):
     # Further arguments are the attention's, by name: their order is another in every family.
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """Return the packed streams after both sublayers."""
-        h, streams = self.attention_connection.read(self.enter(hidden_states))
-        output, _ = self.self_attn(h, **kwargs)
-        streams = self.attention_connection.write(streams, self.finish_attention(output))
-        h, streams = self.mlp_connection.read(streams)
-        return self.leave(self.mlp_connection.write(streams, self.finish_mlp(self.mlp(h))))
+        streams = self.attention_connection(self.enter(hidden_states), lambda h: self.attend(h, **kwargs))
+        return self.leave(self.mlp_connection(streams, self.transform))
 
-    def finish_attention(self, output: Tensor) -> Tensor:
-        """Return what the attention sublayer puts out."""
+    def attend(self, h: Tensor, **kwargs: Any) -> Tensor:
+        """Return the output of the attention sublayer."""
+        output: Tensor = self.self_attn(h, **kwargs)[0]
         return output
 
-    def finish_mlp(self, output: Tensor) -> Tensor:
-        """Return what the MLP sublayer puts out."""
+    def transform(self, h: Tensor) -> Tensor:
+        """Return the output of the MLP sublayer."""
+        output: Tensor = self.mlp(h)
         return output
 
 
@@ -55,14 +54,14 @@ class GemmaBlock(DecoderBlock):
     post_attention_layernorm: nn.Module
     post_feedforward_layernorm: nn.Module
 
-    def finish_attention(self, output: Tensor) -> Tensor:
+    def attend(self, h: Tensor, **kwargs: Any) -> Tensor:
         """Return the norm of the attention's output."""
-        normalised: Tensor = self.post_attention_layernorm(output)
+        normalised: Tensor = self.post_attention_layernorm(super().attend(h, **kwargs))
         return normalised
 
-    def finish_mlp(self, output: Tensor) -> Tensor:
+    def transform(self, h: Tensor) -> Tensor:
         """Return the norm of the MLP's output."""
-        normalised: Tensor = self.post_feedforward_layernorm(output)
+        normalised: Tensor = self.post_feedforward_layernorm(super().transform(h))
         return normalised
 
 

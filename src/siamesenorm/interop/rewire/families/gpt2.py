@@ -36,13 +36,20 @@ class GPT2Block(RewiredBlock):
         """Return the packed streams after both sublayers; raises UserError for encoder states."""
         if encoder_hidden_states is not None:
             raise UserError("encoder_hidden_states in a rewired GPT-2: it has no cross-attention, leave them out")
-        h, streams = self.attention_connection.read(self.enter(hidden_states))
-        output, _ = self.attn(
-            h, past_key_values=past_key_values, attention_mask=attention_mask, use_cache=use_cache, **kwargs
-        )
-        streams = self.attention_connection.write(streams, output)
-        h, streams = self.mlp_connection.read(streams)
-        return self.leave(self.mlp_connection.write(streams, self.mlp(h)))
+
+        def attend(h: Tensor) -> Tensor:
+            output: Tensor = self.attn(
+                h, past_key_values=past_key_values, attention_mask=attention_mask, use_cache=use_cache, **kwargs
+            )[0]
+            return output
+
+        streams = self.attention_connection(self.enter(hidden_states), attend)
+        return self.leave(self.mlp_connection(streams, self.transform))
+
+    def transform(self, h: Tensor) -> Tensor:
+        """Return the output of the MLP sublayer."""
+        output: Tensor = self.mlp(h)
+        return output
 
 
 ANATOMY = Anatomy(

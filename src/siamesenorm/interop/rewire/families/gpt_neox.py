@@ -29,8 +29,12 @@ class NeoXBlock(RewiredBlock):
 
     def attend(self, h: Tensor, **kwargs: Any) -> Tensor:
         """Return the attention's output after dropout."""
-        output, _ = self.attention(h, **kwargs)
-        dropped: Tensor = self.post_attention_dropout(output)
+        dropped: Tensor = self.post_attention_dropout(self.attention(h, **kwargs)[0])
+        return dropped
+
+    def transform(self, h: Tensor) -> Tensor:
+        """Return the MLP's output after dropout."""
+        dropped: Tensor = self.post_mlp_dropout(self.mlp(h))
         return dropped
 
 
@@ -42,11 +46,13 @@ class ParallelBlock(NeoXBlock):
     post_attention_layernorm: nn.Module
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """Return the packed streams after the sublayer Attention(N1(h)) + MLP(N2(h))."""
-        h, streams = self.connection.read(self.enter(hidden_states))
-        attention = self.attend(self.input_layernorm(h), **kwargs)
-        mlp = self.post_mlp_dropout(self.mlp(self.post_attention_layernorm(h)))
-        return self.leave(self.connection.write(streams, mlp + attention))
+        """Return the packed streams after the sublayer MLP(N2(h)) + Attention(N1(h))."""
+
+        def both(h: Tensor) -> Tensor:
+            attention = self.attend(self.input_layernorm(h), **kwargs)
+            return self.transform(self.post_attention_layernorm(h)) + attention
+
+        return self.leave(self.connection(self.enter(hidden_states), both))
 
 
 class SequentialBlock(NeoXBlock):
@@ -57,10 +63,8 @@ class SequentialBlock(NeoXBlock):
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """Return the packed streams after both sublayers."""
-        h, streams = self.attention_connection.read(self.enter(hidden_states))
-        streams = self.attention_connection.write(streams, self.attend(h, **kwargs))
-        h, streams = self.mlp_connection.read(streams)
-        return self.leave(self.mlp_connection.write(streams, self.post_mlp_dropout(self.mlp(h))))
+        streams = self.attention_connection(self.enter(hidden_states), lambda h: self.attend(h, **kwargs))
+        return self.leave(self.mlp_connection(streams, self.transform))
 
 
 PARALLEL = Anatomy(

@@ -34,10 +34,16 @@ class VisionBlock(RewiredBlock):
 
     def forward(self, x: Tensor, *args: Any, **masks: Any) -> Tensor:
         """Return the packed streams after both sublayers; masks are the attention's."""
-        h, streams = self.attention_connection.read(self.enter(x))
-        attended = self.drop_path1(self.ls1(self.attn(h, *args, **masks)))
-        h, streams = self.mlp_connection.read(self.attention_connection.write(streams, attended))
-        return self.leave(self.mlp_connection.write(streams, self.drop_path2(self.ls2(self.mlp(h)))))
+
+        def attend(h: Tensor) -> Tensor:
+            attended: Tensor = self.drop_path1(self.ls1(self.attn(h, *args, **masks)))
+            return attended
+
+        def transform(h: Tensor) -> Tensor:
+            transformed: Tensor = self.drop_path2(self.ls2(self.mlp(h)))
+            return transformed
+
+        return self.leave(self.mlp_connection(self.attention_connection(self.enter(x), attend), transform))
 
 
 class ClosedIntermediates(nn.Module):
