@@ -398,11 +398,19 @@ def test_embeddings_instead_of_tokens() -> None:
         ({"output_attentions": True}, "never computed"),
         ({"inputs_embeds": torch.zeros(2, 6, 16)}, "give one of them"),
         ({"input_ids": None}, "give one of them"),
+        ({"attention_mask": torch.ones(2, 6, 6)}, "has 3 dimensions"),
     ],
 )
 def test_what_it_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         causal_model()(**{"input_ids": tokens(), **options})
+
+
+def test_attention_weights_that_the_configuration_asks_for_are_refused() -> None:
+    model = SiameseNormForCausalLM(SiameseNormConfig(**TINY, output_attentions=True))
+    with pytest.raises(UserError, match="never computed"):
+        model(tokens())
+    assert model(tokens(), output_attentions=False).logits.shape == (2, 6, 13)
 
 
 def test_streams_of_fused_kernels_are_refused(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ COMMANDS = {
     "calibrate": "measure how often the verdict is wrong on given runs",
     "rewire": "give an existing model in a local directory another residual topology",
     "export": "write a trained model for Hugging Face, or an exported one in the native format",
-    "generate": "continue a text with a trained or exported model",
+    "generate": "continue a text with a trained, exported or rewired model",
     "explain": "show formula, diagram, cost and special cases of a topology",
     "bench": "measure speed and memory of boundaries, training steps, and other libraries",
     "sizes": "count parameters and FLOPs of every size",

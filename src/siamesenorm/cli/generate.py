@@ -1,4 +1,4 @@
-"""siamesenorm generate: a text continued by a trained or exported model, shown as it comes."""
+"""siamesenorm generate: a text continued by a model that was trained here, or one of transformers, as it comes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,9 +15,15 @@ import tyro
 
 from siamesenorm.data.tokenizer import Tokenizer
 from siamesenorm.errors import UserError
-from siamesenorm.interop.stored_model import build, open_stored
+from siamesenorm.interop.local_directory import LocalModel, imported, model_of_library, read_configuration
+from siamesenorm.interop.remote_code import MODEL_TYPE
+from siamesenorm.interop.stored_model import CONFIG_FILE, build, open_stored
 from siamesenorm.models.language import LanguageModel
 from siamesenorm.training.exact_json import encode_json
+
+Show = Callable[[str], None]
+Continuation = dict[str, str | int | bool]
+"""The `text`, its number of `tokens`, and whether the model `ended` it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +31,8 @@ class Arguments:
     """Continue a text, until the model ends the document or the number of tokens is reached."""
 
     model: Annotated[Path, tyro.conf.Positional]
-    """Directory of a run, of one of its checkpoints, or of an exported model."""
+    """Directory of a run, of one of its checkpoints, of an exported model, or of a language model of transformers,
+    rewired or not, with its tokenizer."""
     prompt: str = ""
     """Text to continue; without one, a new document."""
     tokens: int = 200
@@ -50,20 +58,35 @@ class Arguments:
 
 def run(arguments: Arguments) -> None:
     """Generate, showing the text as it comes."""
-    stored = open_stored(arguments.model, data=arguments.data)
-    tokenizer, model = stored.tokenizer(), build(stored)
+    continued = open_source(arguments)
     if arguments.json:
-        result = generate(model, tokenizer, arguments, show=lambda text: None)
+        result = continued(lambda text: None)
         print(encode_json({"prompt": arguments.prompt, **result}))
         return
     print(arguments.prompt, end="", flush=True)
-    generate(model, tokenizer, arguments, show=lambda text: print(text, end="", flush=True))
+    continued(lambda text: print(text, end="", flush=True))
     print()
 
 
-def generate(
-    model: LanguageModel, tokenizer: Tokenizer, arguments: Arguments, show: Callable[[str], None]
-) -> dict[str, str | int | bool]:
+def open_source(arguments: Arguments) -> Callable[[Show], Continuation]:
+    """Return what continues the text; raises UserError, with nothing shown yet, for a directory of no such model."""
+    if (arguments.model / CONFIG_FILE).is_file():
+        config = read_configuration(arguments.model)
+        if config.get("model_type", MODEL_TYPE) != MODEL_TYPE:
+            return _in_transformers(model_of_library(arguments.model, config), arguments)
+    stored = open_stored(arguments.model, data=arguments.data)
+    return partial(generate, build(stored), stored.tokenizer(), arguments)
+
+
+def _in_transformers(source: LocalModel, arguments: Arguments) -> Callable[[Show], Continuation]:
+    imported(source)
+    from siamesenorm.interop.huggingface.continuation import Continued
+
+    continued = Continued(source, arguments.prompt, tokens=arguments.tokens)
+    return partial(continued.generate, temperature=arguments.temperature, seed=arguments.seed)
+
+
+def generate(model: LanguageModel, tokenizer: Tokenizer, arguments: Arguments, show: Show) -> Continuation:
     """Return the continuation and whether the model ended it; `show` is called with every piece of text."""
     (prompt,) = tokenizer.encode_batch([arguments.prompt])
     ids = prompt.tolist() or [tokenizer.end_of_text]

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from siamesenorm.data.storage import disk_errors_told, sync_directory
 from siamesenorm.errors import UserError
-from siamesenorm.interop.exported_tokenizer import tokenizer_config, tokenizer_file
+from siamesenorm.interop.exported_tokenizer import generation_config, tokenizer_config, tokenizer_file
 from siamesenorm.interop.remote_code import ARCHITECTURE, AUTO_MAP, MODEL_TYPE, PREFIX, REMOTE_CODE, REMOTE_CODE_FILE
 from siamesenorm.interop.stored_model import (
     CARD_FILE,
@@ -63,7 +63,7 @@ def _write_huggingface(stored: StoredModel, directory: Path) -> None:
     record |= {"eos_token_id": end_of_text, "seed": stored.seed()}
     _write_json(directory / CONFIG_FILE, record)
     _save_weights({PREFIX + name: tensor for name, tensor in weights.items()}, directory)
-    _write_json(directory / "generation_config.json", {"eos_token_id": end_of_text, "pad_token_id": end_of_text})
+    _write_json(directory / "generation_config.json", generation_config(end_of_text))
     _write_json(directory / "tokenizer_config.json", tokenizer_config(file, end_of_text, config.context))
     (directory / TOKENIZER_FILE).write_bytes(file)
     (directory / REMOTE_CODE_FILE).write_text(REMOTE_CODE)
@@ -101,8 +101,9 @@ def new_directory(out: Path) -> Iterator[Path]:
     """
     out = out.absolute()
     with disk_errors_told(out):
-        if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-            raise UserError(f"{out} exists and is not empty: choose another directory")
+        if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"{out} exists and is not an empty directory: choose another directory")
+        missing = [parent for parent in out.parents if not parent.exists()]
         out.parent.mkdir(parents=True, exist_ok=True)
         unfinished = out.with_name(f".{out.name}.partial")
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -118,5 +119,8 @@ def new_directory(out: Path) -> Iterator[Path]:
             unfinished.rename(out)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
+            with suppress(OSError):  # where somebody else has put something
+                for parent in missing:
+                    parent.rmdir()
             raise
         sync_directory(out.parent)

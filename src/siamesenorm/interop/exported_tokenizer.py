@@ -36,6 +36,11 @@ def tokenizer_config(file: bytes, end_of_text: int, context: int) -> dict[str, A
     }
 
 
+def generation_config(end_of_text: int) -> dict[str, int]:
+    """Return what `generate` has to know: a text ends, and a new one begins, as documents did in training."""
+    return {f"{role}_token_id": end_of_text for role in ("bos", "eos", "pad")}
+
+
 def byte_level_backend() -> Any:
     """Return bytes as a tokenizer of the library: ids 0..255 are the bytes, 256 is the end of text."""
     # The library writes a byte as a printable character: itself where it is one, else one from 256 upwards, in order.

@@ -1,8 +1,10 @@
 """lm-evaluation-harness on our models: a run, a checkpoint or an exported directory by path, and tasks of local files.
 
-Importing this module registers the model "siamesenorm"; a harness that knows entry points does it by itself:
+Importing this module registers the model "siamesenorm". A harness that knows entry points imports it; 0.4.13 does not,
+and its command line is told to:
 
-    lm_eval --model siamesenorm --model_args pretrained=runs/x --tasks arc_easy
+    python -c "import siamesenorm.interop.lm_eval; from lm_eval.__main__ import cli_evaluate; cli_evaluate()" \\
+        run --model siamesenorm --model_args pretrained=runs/x --tasks my_task --include_path my_tasks
 
 In Python, and without a network:
 
@@ -12,7 +14,9 @@ In Python, and without a network:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ from siamesenorm.interop.huggingface.tokenizer import tokenizer_for
 from siamesenorm.interop.stored_model import build, open_stored
 
 PROMPT = "Question: {{question}}\nAnswer:"
+FIELDS = "question, choices and label"
 
 
 @register_model("siamesenorm")
@@ -38,26 +43,50 @@ class SiameseNormLM(HFLM):  # type: ignore[misc]
 
     `pretrained` is a path (a run, a checkpoint, an exported directory), whose tokenizer is used, or a model of
     transformers with its `tokenizer`; `data` is the prepared data of a run, where they were moved; `dtype` and `device`
-    are where and in what the model computes: fp32 and the GPU, if there is one. Other options are those of HFLM.
+    are where and in what the model computes: fp32 and the GPU, if there is one. Other options are those of HFLM. Raises
+    UserError for what cannot be scored.
     """
 
     def __init__(
         self,
         pretrained: str | Path | PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: str | PreTrainedTokenizerBase | None = None,
         *,
         data: str | None = None,
         dtype: str | torch.dtype | None = None,
         device: str | None = None,
         **options: Any,
     ) -> None:
+        _require_counts(options)
+        place = _device(device), _dtype(dtype)
         if isinstance(pretrained, (str, Path)):
             stored = open_stored(pretrained, data=Path(data) if data else None)
             native = build(stored)
-            tokenizer = tokenizer or tokenizer_for(stored.tokenizer(), native.config.context)
-            pretrained = SiameseNormForCausalLM.from_native(native, eos_token_id=tokenizer.eos_token_id)
-        nn.Module.to(pretrained, device or ("cuda" if torch.cuda.is_available() else "cpu"), _dtype(dtype))
+            own = tokenizer_for(stored.tokenizer(), native.config.context)
+            tokenizer = tokenizer or own
+            pretrained = SiameseNormForCausalLM.from_native(native, eos_token_id=own.eos_token_id)
+        elif not isinstance(pretrained, PreTrainedModel):
+            raise UserError(f"a {type(pretrained).__name__} is no model of transformers: name its directory instead")
+        elif tokenizer is None and not (pretrained.name_or_path and Path(pretrained.name_or_path).is_dir()):
+            raise UserError(f"{type(pretrained).__name__} is not from a directory with a tokenizer: give its tokenizer")
+        nn.Module.to(pretrained, *place)
         super().__init__(pretrained=pretrained, tokenizer=tokenizer, **{"backend": "causal", **options})
+
+    @property
+    def max_gen_toks(self) -> int:
+        """Most tokens of an answer where a task sets no limit: the harness's, or half of a context of no more."""
+        usual: int = super().max_gen_toks
+        return usual if usual < self.max_length else self.max_length // 2
+
+    def _loglikelihood_tokens(self, requests: Sequence[Any], *args: Any, **options: Any) -> list[tuple[float, bool]]:
+        longest = max((len(continuation) for _, _, continuation in requests), default=0)
+        if longest > self.max_length:
+            raise UserError(
+                f"a choice has {longest} tokens, more than the {self.max_length} of the model's context: leave its "
+                "question out"
+            )
+        found: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, *args, **options)
+        return found
 
 
 def local_task(
@@ -68,11 +97,12 @@ def local_task(
     A line has `question`, `choices` (texts) and `label` (the index of the right one). `prompt` is a Jinja template of
     what stands before a choice; a blank comes in between. `name` is the file's if not given; `cache` is where
     `datasets` keeps its copy; `options` are fields of the harness's TaskConfig, which replace those given here. Raises
-    UserError for a file that is not there.
+    UserError for a file that is not there, and for a line that is no question.
     """
     file = Path(path)
     if not file.is_file():
-        raise UserError(f"{file}: no such file: give one of JSON lines with question, choices and label")
+        raise UserError(f"{file}: no such file: give one of JSON lines with {FIELDS}")
+    _require_questions(file, prompt, options)
     place = {} if cache is None else {"cache_dir": str(cache)}
     config: dict[str, Any] = {
         "task": name or file.name.partition(".")[0],
@@ -97,17 +127,80 @@ def evaluate(
     """Return the harness's numbers by task: "acc,none", "acc_norm,none" and their standard errors.
 
     `model` is a path that `SiameseNormLM` reads, or a model of the harness; `options` are those of `lm_eval.evaluate`,
-    such as `limit`.
+    such as `limit`. Raises UserError for two tasks of one name.
     """
     model = SiameseNormLM(model) if isinstance(model, (str, Path)) else model
-    task_dict = {task.config.task: task for task in tasks}
+    task_dict: dict[str, ConfigurableTask] = {}
+    for task in tasks:
+        if task.config.task in task_dict:
+            raise UserError(f"two tasks are called {task.config.task}: give one of them another name")
+        task_dict[task.config.task] = task
     found = lm_eval.evaluate(lm=model, task_dict=task_dict, **options)
     results: dict[str, dict[str, Any]] = found["results"]
     return results
 
 
+def _require_questions(file: Path, prompt: str, options: Mapping[str, Any]) -> None:
+    """Raise UserError, naming the line, unless every line has the fields that the task is going to read."""
+    lines = list(_lines(file))
+    if not lines:
+        raise UserError(f"{file} holds no question: give lines with {FIELDS}")
+    for place, line in lines:
+        try:
+            question = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{place}: not JSON ({error}): give an object with {FIELDS}") from error
+        if not isinstance(question, dict):
+            raise UserError(f"{place}: not a JSON object: give one with {FIELDS}")
+        if "question" in prompt and "doc_to_text" not in options and "question" not in question:
+            raise UserError(f"{place}: no question, which the prompt is made of: add it")
+        if "doc_to_choice" not in options:
+            _require_choices(place, question, labelled="doc_to_target" not in options)
+
+
+def _require_choices(place: str, question: Mapping[str, Any], *, labelled: bool) -> None:
+    choices, label = question.get("choices"), question.get("label")
+    if not (isinstance(choices, list) and choices and all(choice and isinstance(choice, str) for choice in choices)):
+        raise UserError(f"{place}: choices are {choices!r}: give a list of texts")
+    if labelled and "label" not in question:
+        raise UserError(f"{place}: no label: add the index of the right choice")
+    if labelled and not (type(label) is int and 0 <= label < len(choices)):
+        raise UserError(f"{place}: label is {label!r}: give the index of the right one of {len(choices)} choices")
+
+
+def _lines(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield the lines that are not blank, each with its place."""
+    try:
+        with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"{file}, line {number}", line
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} cannot be read ({error}): give JSON lines, gzipped if it is called .gz") from error
+
+
+def _require_counts(options: Mapping[str, Any]) -> None:
+    """Raise UserError for a size of a batch or of a context that is none."""
+    batch_size, max_length = options.get("batch_size"), options.get("max_length")
+    kind, _, times = str(batch_size).partition(":")
+    number = times or "1" if kind == "auto" else kind
+    if batch_size is not None and not (number.isdecimal() and int(number) > 0):
+        raise UserError(f"batch_size is {batch_size!r}: choose a whole number of at least 1, or 'auto'")
+    if max_length is not None and not (type(max_length) is int and max_length > 0):
+        raise UserError(f"max_length is {max_length!r}: choose a whole number of tokens, or leave it out")
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # the latter is what a torch without CUDA raises
+        raise UserError(f"device is {name!r}: choose cpu, or cuda where there is a GPU") from error
+
+
 def _dtype(name: str | torch.dtype | None) -> torch.dtype:
     found = getattr(torch, name, None) if isinstance(name, str) else name or torch.float32
-    if not isinstance(found, torch.dtype):
+    if not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise UserError(f"dtype is {name!r}: choose float32, bfloat16 or float16")
     return found

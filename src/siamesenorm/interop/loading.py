@@ -66,7 +66,7 @@ def from_pretrained(path: str | Path, **options: Any) -> nn.Module:
     directory = Path(path)
     if not directory.is_dir():
         raise UserError(f"{path} is no directory here, and nothing is downloaded: name the directory of a model")
-    record = _read(directory / "config.json")
+    record = read_config(directory)
     for kind in FORMATS:
         value = record.get(kind.mark)
         if isinstance(value, str) and value.startswith(kind.prefix):
@@ -82,8 +82,9 @@ def from_pretrained(path: str | Path, **options: Any) -> nn.Module:
     return native
 
 
-def _read(file: Path) -> dict[str, Any]:
-    """Return what a configuration holds: nothing, where there is none."""
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return what config.json of a directory holds, nothing where there is none; raises UserError for a damaged one."""
+    file = directory / "config.json"
     if not file.is_file():
         return {}
     try:
@@ -106,14 +107,15 @@ def _load(directory: Path, kind: Format, options: dict[str, Any]) -> nn.Module:
             f"pip install 'siamesenorm[{kind.extra}]'"
         ) from error
     if kind.library == "diffusers" and "torch_dtype" not in options:  # which loads in fp32 by default
-        options = {**options, "torch_dtype": stored_dtype(_weights(directory))}
+        options = {**options, "torch_dtype": stored_dtype(weights_file(directory))}
     quiet = progress_on_terminals_alone(library) if kind.library == "transformers" else nullcontext()
     with told_in_one_line(directory), quiet:
         model: nn.Module = adapter.load(directory, **options)
     return model.eval()
 
 
-def _weights(directory: Path) -> Path:
+def weights_file(directory: Path) -> Path:
+    """Return the first file of weights of a directory; raises UserError where there are none in safetensors."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise UserError(f"{directory} has no safetensors weights: save the model again")

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from siamesenorm.interop.exported_tokenizer import generation_config
 from siamesenorm.interop.loading import NATIVE_TYPE
 from siamesenorm.interop.local_directory import (
     LocalModel,
@@ -51,8 +52,10 @@ class NativeModel(LocalModel):
         stored = open_stored(self.directory, data=self.data)
         tokenizer = tokenizer_for(stored.tokenizer(), model.config.context)
         options = {"eos_token_id": tokenizer.eos_token_id, "seed": stored.seed()}
+        causal = SiameseNormForCausalLM.from_native(model, **options)
+        causal.generation_config.update(**generation_config(tokenizer.eos_token_id))
         with progress_on_terminals_alone(library):
-            SiameseNormForCausalLM.from_native(model, **options).save_pretrained(target)
+            causal.save_pretrained(target)
         tokenizer.save_pretrained(target)
 
 

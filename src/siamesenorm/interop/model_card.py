@@ -81,8 +81,15 @@ def _training_facts(run: RunDirectory, config: RunConfig, step: int, manifest: M
         f"{optimizer.warmup_steps:,} steps of warm-up, weight decay {optimizer.weight_decay:g}",
         "Precision": f"{config.precision}, streams in {config.model.residual_dtype}",
         "Seed": str(config.seed),
+        **_origin(config),
         "Run": f"`{config.identity[:12]}`{_environment(run)}",
     }
+
+
+def _origin(config: RunConfig) -> dict[str, str]:
+    if config.start is None:
+        return {}
+    return {"Started from": f"the weights of run `{config.start.run[:12]}`; what that one has seen is not counted here"}
 
 
 def _environment(run: RunDirectory) -> str:
@@ -114,9 +121,10 @@ def _result_facts(run: RunDirectory, config: RunConfig, step: int, records: list
 
 
 def _limits(config: RunConfig, manifest: Manifest) -> str:
+    alone = "nothing else" if config.start is None else "what the run it started from has seen"
     lines = [
         "* A base model: it continues text, follows no instructions, and was neither filtered nor aligned.",
-        f"* It has seen {Path(manifest.source).name} and nothing else, {config.model.context} tokens at a time.",
+        f"* It has seen {Path(manifest.source).name} and {alone}, {config.model.context} tokens at a time.",
         "* Its code is the package siamesenorm: engines that serve models by code of their own cannot run it.",
         "* Attention is PyTorch's scaled_dot_product_attention; attention weights cannot be put out.",
     ]

@@ -20,6 +20,7 @@ from torch import Tensor
 from siamesenorm.errors import UserError
 from siamesenorm.interop.remote_code import MODEL_TYPE, PREFIX
 from siamesenorm.models.language import LanguageModel, LanguageModelConfig, build_language_model
+from siamesenorm.topologies.topology import Reader
 
 if TYPE_CHECKING:
     from siamesenorm.data.tokenizer import Tokenizer
@@ -96,7 +97,16 @@ def build(stored: StoredModel) -> LanguageModel:
     wide = any(tensor.dtype == torch.float64 for tensor in weights.values())
     model = model.double() if wide else model
     model.load_state_dict(weights)
+    if model.config.residual_dtype != "inherit":
+        compute_in(model, model.embedding.weight.dtype)
     return model.eval()
+
+
+def compute_in(model: LanguageModel, dtype: torch.dtype) -> None:
+    """Let sublayers and head see this dtype, that of their weights, whatever the dtype of the streams."""
+    for module in model.modules():
+        if isinstance(module, Reader):
+            module.compute_dtype = dtype
 
 
 def for_use(config: LanguageModelConfig) -> LanguageModelConfig:

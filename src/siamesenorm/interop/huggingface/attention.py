@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import Cache
 
+from siamesenorm.errors import UserError
+
 
 class LayerCache:
     """The part of a cache of transformers that belongs to one block, as a `KeyValueCache`."""
@@ -34,10 +36,15 @@ def attention_mask_for(
 
     `attention_mask` [batch, all tokens] is 0 where a token is padding; one of four dimensions is taken as it is.
     `packed_positions` [batch or 1, tokens] start again with every document of a packed sequence. A padding token sees
-    itself, for a row without any key has no softmax.
+    itself, for a row without any key has no softmax. Raises UserError for a mask of other dimensions.
     """
     if attention_mask is not None and attention_mask.dim() == 4:
         return attention_mask
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise UserError(
+            f"attention_mask has {attention_mask.dim()} dimensions: give [batch, tokens], with 0 for padding, or "
+            "[batch, 1, tokens, tokens]"
+        )
     new = len(steps)
     total = new if cache is None else cache.get_mask_sizes(new, 0)[0]
     if attention_mask is not None and not torch.compiler.is_compiling() and bool(attention_mask.all()):

@@ -21,6 +21,7 @@ from siamesenorm.errors import UserError
 from siamesenorm.interop.huggingface.attention import LayerCache, attention_mask_for, steps_of
 from siamesenorm.interop.huggingface.configuration import SiameseNormConfig
 from siamesenorm.interop.huggingface.recorder import Recorder, StreamsOfBlock
+from siamesenorm.interop.stored_model import compute_in
 from siamesenorm.models.block import add_losses
 from siamesenorm.models.language import LanguageModel
 from siamesenorm.norms import Declared
@@ -28,7 +29,6 @@ from siamesenorm.sublayers.cache import KeyValueCache
 from siamesenorm.sublayers.modulated import Losses
 from siamesenorm.sublayers.rotary import Rotation
 from siamesenorm.topologies import Streams
-from siamesenorm.topologies.topology import Reader
 
 
 @dataclass
@@ -165,7 +165,7 @@ class SiameseNormPreTrainedModel(PreTrainedModel):
         return results[:count], dict(zip(names, results[count:], strict=True))
 
     def _recorder(self, output_hidden_states: Any, output_streams: bool, unknown: dict[str, Any]) -> Recorder:
-        if unknown.get("output_attentions"):
+        if unknown.get("output_attentions", self.config.output_attentions):
             raise UserError("attention weights are never computed (fused attention): leave out output_attentions")
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return Recorder(self.model, hidden_states=wanted is not None and wanted is not False, streams=output_streams)
@@ -176,9 +176,7 @@ class SiameseNormPreTrainedModel(PreTrainedModel):
         return self
 
     def _compute_in_dtype_of_parameters(self) -> None:
-        for module in self.model.modules():
-            if isinstance(module, Reader):
-                module.compute_dtype = self.model.embedding.weight.dtype
+        compute_in(self.model, self.model.embedding.weight.dtype)
 
 
 class SiameseNormModel(SiameseNormPreTrainedModel):
