@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ Blocks = str | Sequence[nn.Module] | None
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """Parts of a path that torch puts there: compilation, activation checkpointing, sharding."""
+ADAPTED = re.compile(r"\.modules_to_save\.[^.]+")
+"""Where PEFT keeps the copy that it trains of a module, beside the untouched `original_module`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +37,22 @@ def find_anatomy(model: nn.Module, blocks: Blocks = None) -> Anatomy:
     In its connections, if it has any and no blocks are given; else at the edges of the blocks given, or of its longest
     list of modules of one class. Raises UserError, with the candidates, where that is not one.
     """
-    connections = {clean(name): module for name, module in model.named_modules() if isinstance(module, Connection)}
+    connections = _connections(model)
     if connections and blocks is None:
         return _anatomy_of_connections(model, connections)
     found = _given_blocks(model, blocks) if blocks is not None else _longest_list(model)
     last = len(found) - 1
     probes = tuple(BlockProbe(name, block, last=i == last) for i, (name, block) in enumerate(found.items()))
     return Anatomy(blocks=found, streams=("residual",), probes=probes)
+
+
+def _connections(model: nn.Module) -> dict[str, Connection]:
+    """Return the connections that run, by name."""
+    return {
+        clean(name): module
+        for name, module in model.named_modules()
+        if isinstance(module, Connection) and not name.endswith(".original_module")
+    }
 
 
 def _anatomy_of_connections(model: nn.Module, connections: Mapping[str, Connection]) -> Anatomy:
@@ -107,4 +119,4 @@ def _outermost_lists(module: nn.Module, name: str) -> Iterator[tuple[str, dict[s
 
 def clean(name: str) -> str:
     """Return a module's path without the wrappers in it."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    return ".".join(part for part in ADAPTED.sub("", name).split(".") if part not in WRAPPERS)

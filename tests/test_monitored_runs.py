@@ -1,0 +1,313 @@
+"""A run under `StreamMonitor`: training untouched, its losses and verdict, the record, and refusals."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from monitored_training import VOCABULARY, Block, PlainModel, batches, cross_entropy, near, of_kind, tiny_model, train
+from siamesenorm import StreamMonitor
+from siamesenorm.errors import UserError
+from siamesenorm.training.curves import read_loss_curve
+from siamesenorm.training.parallel import compile_blocks
+from siamesenorm.training.stability import judge, judge_curve
+
+# --- training is untouched
+
+
+@pytest.mark.parametrize("make", [lambda: tiny_model(dropout=0.2), PlainModel, lambda: tiny_model("dhc-2")])
+@pytest.mark.parametrize("give_optimizer", [True, False])
+def test_training_is_bit_for_bit_the_same(make: Callable[[], nn.Module], give_optimizer: bool) -> None:
+    watched, alone = make(), make()
+    losses, records = train(watched, 5, every=2, give_optimizer=give_optimizer)
+    assert losses == train(alone, 5, monitored=False)[0]
+    assert all(torch.equal(a, b) for a, b in zip(watched.parameters(), alone.parameters(), strict=True))
+    assert [record["loss"] for record in of_kind("train", records)] == losses
+    assert [record["step"] for record in of_kind("streams", records)] == [1, 2, 4]
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class CountingBackend:
+    """A compiler that generates no code, and counts graphs."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+        self.compile: Callable[..., Any] = torch._dynamo.lookup_backend("aot_eager")
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        self.graphs += 1
+        return self.compile(graph, inputs)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("attached_first", [True, False])
+def test_compiled_blocks_are_not_compiled_again(attached_first: bool) -> None:
+    expected, _ = train(tiny_model("pre"), 6, monitored=False)
+    model, backend = tiny_model("pre"), CountingBackend()
+    compile_blocks(model, backend=backend)
+    if not attached_first:
+        cross_entropy(model, batches(1)[0]).backward()
+        model.zero_grad()
+        assert backend.graphs == 1
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        losses, records = train(model, 6, every=3)
+    assert losses == expected
+    assert [record["step"] for record in of_kind("streams", records)] == [1, 3, 6]
+    assert backend.graphs == 1
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("seen", ["model", "compiled"])
+def test_a_model_compiled_whole_is_measured_and_compiled_once(seen: str) -> None:
+    model, backend = PlainModel(), CountingBackend()
+    expected = train(copy.deepcopy(model), 6, every=3)[1]
+    compiled = torch.compile(model, backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with StreamMonitor({"model": model, "compiled": compiled}[seen], optimizer, every=3) as monitor:
+        for batch in batches(6):
+            loss = cross_entropy(compiled, batch)
+            loss.backward()
+            optimizer.step()
+            monitor.step(loss)
+            optimizer.zero_grad()
+    assert monitor.records[1:] == expected[1:] and backend.graphs == 1
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_monitors_that_end_in_any_order_leave_the_compiler_as_it_was() -> None:
+    def graphs_of_a_call() -> int:
+        torch._dynamo.reset()
+        backend = CountingBackend()
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+        return backend.graphs
+
+    first, second = StreamMonitor(PlainModel(), every=1), StreamMonitor(PlainModel(), every=1)
+    dropped = StreamMonitor(model := PlainModel(), torch.optim.SGD(model.parameters()), every=1)
+    first.close()
+    assert graphs_of_a_call() == 0
+    second.close()
+    assert graphs_of_a_call() == 0
+    del dropped
+    assert graphs_of_a_call() == 1
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("model", [tiny_model(), PlainModel()], ids=["native", "plain"])
+def test_the_model_is_left_as_it_was(model: nn.Module) -> None:
+    def marks() -> list[Any]:
+        return [
+            (sorted(vars(m)), len(m._forward_hooks), len(m._forward_pre_hooks), len(m._forward_hooks_with_kwargs))
+            for m in model.modules()
+        ]
+
+    before = marks()
+    with pytest.raises(RuntimeError, match="mid-step"), StreamMonitor(model, every=1):
+        cross_entropy(model, batches(1)[0])
+        raise RuntimeError("mid-step")
+    assert marks() == before
+    monitor = StreamMonitor(model, every=4)
+    assert marks() != before
+    cross_entropy(model, batches(1)[0])
+    monitor.step()
+    assert marks() == before, "between measured steps nothing is on the model"
+
+
+def test_copies_of_a_watched_model_are_free() -> None:
+    model = tiny_model()
+    monitor = StreamMonitor(model, every=1)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for twin in copies:
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.zero_()
+        assert cross_entropy(twin, batches(1)[0]).item() == near(math.log(VOCABULARY)), "its own weights"
+    loss = cross_entropy(model, batches(1)[0])
+    monitor.step(loss)
+    monitor.close()
+    assert monitor.records[2]["sublayers"] == train(tiny_model(), 1)[1][2]["sublayers"]
+
+
+def test_it_waits_for_the_device_once_a_measured_step_and_never_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = []
+    for name in ("tolist", "item", "__float__", "__bool__", "__int__", "cpu", "numpy"):
+        original = getattr(Tensor, name)
+
+        def counted(self: Tensor, *arguments: Any, name: str = name, original: Any = original, **named: Any) -> Any:
+            waits.append(name)
+            return original(self, *arguments, **named)
+
+        monkeypatch.setattr(Tensor, name, counted)
+    model = tiny_model()
+    monitor = StreamMonitor(model, every=5)
+    for step, batch in enumerate(batches(10), start=1):
+        loss = cross_entropy(model, batch)
+        loss.backward()
+        before = len(waits)
+        monitor.step(loss, gradient_norm=torch.ones(()))
+        assert waits[before:] == (["tolist"] if step in (1, 5, 10) else [])
+
+
+# --- the loss, the verdict and the record
+
+
+def fed(losses: list[float], **options: Any) -> StreamMonitor:
+    """Return a monitor that was told these losses by a loop that trains nothing."""
+    monitor = StreamMonitor(PlainModel(), every=10**6, updates=False, **options)
+    monitor.model(batches(1)[0])
+    for loss in losses:
+        monitor.step(loss)
+    return monitor
+
+
+FALLING = [3.0 * 0.97**step + 1 for step in range(60)]
+CURVES = {
+    "stable": FALLING,
+    "spiked": [2 + 0.02 * math.sin(step) + (2 if 40 <= step < 43 else 0) for step in range(60)],
+    "diverged": [*FALLING[:40], *([4.0] * 20)],
+    "not finite": [*FALLING[:59], math.nan],
+}
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_the_verdict_is_that_of_the_curve(name: str, tmp_path: Path) -> None:
+    losses = CURVES[name]
+    expected = judge(losses, steps_total=60, warmup_steps=5)
+    assert name in (expected.word, expected.reason)
+    monitor = fed(losses, steps_total=60, warmup_steps=5, path=tmp_path / "new" / "metrics.jsonl")
+    assert monitor.verdict() == expected
+    monitor.close()
+    assert judge_curve(read_loss_curve(tmp_path / "new")) == expected, "and so says the command line"
+
+
+def test_the_entropy_of_the_data_is_used_where_it_is_known() -> None:
+    flat = [2.0] * 40
+    assert fed(flat).verdict().word == "stable"
+    assert fed(flat, unigram_entropy=2.05).verdict().reason == "not learned"
+
+
+def test_a_run_that_is_lost_can_be_ended() -> None:
+    losses = [*FALLING[:40], *([9.0] * 60)]
+    monitor = StreamMonitor(PlainModel(), every=1, updates=False, steps_total=100)
+    for loss in losses:
+        monitor.model(batches(1)[0])
+        monitor.step(loss)
+        if monitor.should_stop:
+            break
+    monitor.close()
+    assert 50 <= monitor.verdict().steps <= 65, "a tenth of the run, once the running median has risen"
+    assert monitor.verdict().word == "diverged"
+    assert not fed(FALLING, steps_total=60).should_stop
+    with pytest.raises(UserError, match="needs the length of the run"):
+        _ = fed(FALLING).should_stop
+
+
+def test_every_loss_is_kept_and_read_as_it_was() -> None:
+    losses = [torch.tensor(value, dtype=torch.float64) for value in FALLING]
+    monitor = fed([*losses[:30], *FALLING[30:]])
+    for loss in losses:
+        loss.zero_()  # a loop may use its memory again
+    lines = of_kind("train", monitor.records)
+    assert [line["loss"] for line in lines] == FALLING
+    assert [line["step"] for line in lines] == list(range(1, 61))
+
+
+def resumable(path: Path, *, steps: range, **options: Any) -> None:
+    """Train some steps of a run whose state at any step is known."""
+    torch.manual_seed(0)
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = batches(steps.stop - 1)
+    for batch in data[: steps.start - 1]:
+        optimizer.zero_grad()
+        cross_entropy(model, batch).backward()
+        optimizer.step()
+    with StreamMonitor(model, optimizer, every=3, path=path, **options) as monitor:
+        for step, batch in zip(steps, data[steps.start - 1 :], strict=True):
+            optimizer.zero_grad()
+            loss = cross_entropy(model, batch)
+            loss.backward()
+            optimizer.step()
+            monitor.step(loss, step=step)
+
+
+def test_a_resumed_run_goes_on_in_its_file(tmp_path: Path) -> None:
+    whole, parts, cut = (tmp_path / name for name in ("whole", "parts", "cut"))
+    resumable(whole, steps=range(1, 11), steps_total=10)
+    resumable(parts, steps=range(1, 5), steps_total=10)
+    resumable(parts, steps=range(5, 11))
+    assert parts.read_bytes() == whole.read_bytes()
+    # Killed at step 8, in the middle of a line, with a checkpoint of step 4.
+    resumable(cut, steps=range(1, 9), steps_total=10)
+    cut.write_bytes(cut.read_bytes()[:-7])
+    resumable(cut, steps=range(5, 11))
+    assert cut.read_bytes() == whole.read_bytes()
+    assert judge_curve(read_loss_curve(cut)).steps_total == 10
+
+
+def test_the_file_of_another_run_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    resumable(path, steps=range(1, 5))
+    before = path.read_bytes()
+    with pytest.raises(UserError, match="holds steps 1 to 4 and this run begins at step 1: give another path"):
+        resumable(path, steps=range(1, 3))
+    assert path.read_bytes() == before
+
+
+def test_bad_input_is_refused_with_its_remedy(tmp_path: Path) -> None:
+    model = PlainModel()
+    encoder_decoder = nn.ModuleDict({"encoder": PlainModel(), "decoder": PlainModel()})
+    for words, build in {
+        "every is 0": lambda: StreamMonitor(model, every=0),
+        "Linear has no list of blocks of one class: say which by blocks=": lambda: StreamMonitor(nn.Linear(2, 2)),
+        "several lists of blocks, encoder.layers, decoder.layers": lambda: StreamMonitor(encoder_decoder),
+        "no blocks in 'layer' of PlainModel": lambda: StreamMonitor(model, blocks="layer"),
+        "a Block among the blocks is not in PlainModel": lambda: StreamMonitor(model, blocks=[Block()]),
+        f"{tmp_path}": lambda: StreamMonitor(model, path=tmp_path),
+    }.items():
+        with pytest.raises(UserError, match=words.replace("(", r"\(")):
+            build()
+    assert not any(module._forward_hooks for module in model.modules())
+
+    monitor = fed([2.0])
+    for words, act in {
+        r"loss has the shape \(2,\)": lambda: monitor.step(torch.zeros(2)),
+        "step 1 follows step 1": lambda: monitor.step(1.0, step=1),
+        "a loss of step 1 already": lambda: monitor.observe_loss(1.0, step=1),
+    }.items():
+        with pytest.raises(UserError, match=words):
+            act()
+    monitor.close()
+    with pytest.raises(UserError, match="the monitor is closed"):
+        monitor.step(1.0)
+    with pytest.raises(UserError, match="no losses to judge"):
+        StreamMonitor(model, every=10).verdict()
+
+
+def test_a_model_that_does_not_run_is_told_at_once() -> None:
+    monitor = StreamMonitor(copy.deepcopy(PlainModel()))
+    cross_entropy(PlainModel(), batches(1)[0]).backward()
+    with pytest.raises(UserError, match="no block of PlainModel ran in step 1"):
+        monitor.step(1.0)
+
+
+def test_two_monitors_on_one_topology_are_refused() -> None:
+    model = tiny_model()
+    with StreamMonitor(model), StreamMonitor(model), pytest.raises(UserError, match="monitored already"):
+        cross_entropy(model, batches(1)[0])
+    assert cross_entropy(model, batches(1)[0]).item() > 0
