@@ -342,6 +342,9 @@ def test_other_data_and_other_directories_are_refused(experiment: Any, data: Pat
     other = write_data(tmp_path / "other", seed=5)
     with pytest.raises(UserError, match="other data or another model"):
         run_recipe(other, out)
+    for name, value in {"steps": 5, "base_steps": 7, "base_learning_rate": 2e-2, "warmup_fraction": 0.5}.items():
+        with pytest.raises(UserError, match=f"holds the recipe with {name} .*, not {value}: choose another --out"):
+            run_recipe(data, out, dataclasses.replace(TINY, **{name: value}))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()
     with pytest.raises(UserError, match="choose another --out"):

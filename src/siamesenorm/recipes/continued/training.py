@@ -24,6 +24,8 @@ from siamesenorm.training.run_directory import RunDirectory
 
 SCHEMA = 1
 PLAN_FILE = "continued.json"
+COMMON = ("base_learning_rate", "base_steps", "steps", "warmup_fraction")
+"""What all runs of a directory share; seeds, learning rates of the continuation and arms may be added."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,7 @@ def train_experiment(
     Raises UserError when the directory holds another experiment or something else; nothing is written then.
     """
     planned = plan_experiment(experiment, template, directory)
-    with _claimed(directory, template):
+    with _claimed(directory, experiment, template):
         _write_plan(directory, experiment, template, planned, command)
         observer.planned([each.job for each in planned])
         failures: dict[str, str] = {}
@@ -83,7 +85,7 @@ def _run_directory(directory: Path, config: RunConfig) -> Path:
 
 
 @contextmanager
-def _claimed(directory: Path, template: RunConfig) -> Iterator[None]:
+def _claimed(directory: Path, experiment: Experiment, template: RunConfig) -> Iterator[None]:
     """Make the directory this experiment's and keep other processes out while it is open."""
     with ExitStack() as held:
         with disk_errors_told(directory):
@@ -94,9 +96,19 @@ def _claimed(directory: Path, template: RunConfig) -> Iterator[None]:
                     raise UserError(f"{directory} exists and is not of this recipe: choose another --out")
             directory.mkdir(parents=True, exist_ok=True)
             held.enter_context(exclusive(directory / LOCK_FILE))
-            if plan.is_file() and read_plan(plan)["template"] != _template(template):
-                raise UserError(f"{directory} holds the recipe with other data or another model: choose another --out")
+            if plan.is_file():
+                _refuse_another(read_plan(plan), directory, experiment, template)
         yield
+
+
+def _refuse_another(plan: dict[str, Any], directory: Path, experiment: Experiment, template: RunConfig) -> None:
+    """Raise UserError unless the runs of the plan can stand in one table with those of the experiment."""
+    if plan["template"] != _template(template):
+        raise UserError(f"{directory} holds the recipe with other data or another model: choose another --out")
+    for name in COMMON:
+        there, here = plan["experiment"][name], getattr(experiment, name)
+        if there != here:
+            raise UserError(f"{directory} holds the recipe with {name} {there}, not {here}: choose another --out")
 
 
 def _template(template: RunConfig) -> dict[str, Any]:
