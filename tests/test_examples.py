@@ -1,20 +1,24 @@
-"""The examples: each one runs as a reader would run it, is short, and the blocks to paste are ours to the last gain."""
+"""The examples run as a reader would run them, the blocks to paste are ours, and a page runs from top to bottom."""
 
 from __future__ import annotations
 
 import os
+import re
 import runpy
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from siamesenorm import Materials, build_topology, transformer_places
+from siamesenorm.cli import main
 from siamesenorm.norms import NormSpec
 from siamesenorm.sublayers.attention import Attention, AttentionShape
 from siamesenorm.sublayers.mlp import build_mlp
@@ -166,3 +170,32 @@ def sublayers_of(model: nn.Module) -> list[nn.Module]:
     return [
         part for block in model.blocks for part in getattr(block, "sublayers", None) or (block.attention, block.mlp)
     ]
+
+
+# --- the page of the ecosystem ---------------------------------------------------------------------------------------
+
+PAGE = REPOSITORY / "docs/ecosystem.md"
+STEP = re.compile(r"^```python\n(?P<code>.*?)^```$|^    siamesenorm (?P<command>[^\n]*)$", re.DOTALL | re.MULTILINE)
+ELSEWHERE = ("timm", "lightning")
+"""Libraries that the environment of the tests may lack; a block that needs one begins with its import."""
+
+
+@pytest.mark.filterwarnings("ignore")  # of six libraries
+def test_the_page_of_the_ecosystem_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in ("transformers", "diffusers", "peft", "accelerate", "lm_eval"):
+        pytest.importorskip(library)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    page, names, skipped = PAGE.read_text(), dict[str, Any](__name__="__main__"), []
+    for step in STEP.finditer(page):
+        if step["command"]:
+            assert main(shlex.split(step["command"])) == 0, step["command"]
+            continue
+        needed = re.match(rf"import ({'|'.join(ELSEWHERE)})\b", step["code"])
+        if needed and find_spec(needed[1]) is None:
+            skipped.append(needed[1])
+            continue
+        above = "\n" * (page[: step.start()].count("\n") + 1)  # a traceback then names the page's line
+        exec(compile(above + step["code"], PAGE, "exec"), names)
+    assert skipped == [library for library in ELSEWHERE if find_spec(library) is None]
+    assert names["adapted"].peft_config and (tmp_path / "runs/on/verdict.json").is_file()
