@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from importlib.util import find_spec
 
 import torch
@@ -10,23 +11,24 @@ from siamesenorm.benchmark.results import Results, Row
 from siamesenorm.kernels.inspection import BOUNDARIES, boundary_launches, inspect
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+NORMS = ("rmsnorm", "layernorm")
 WIDTHS = ((1024, "bfloat16"), (2048, "bfloat16"), (4096, "bfloat16"), (1024, "float32"), (2048, "float32"))
 
 
 def inspect_kernels(kinds: tuple[str, ...] = tuple(BOUNDARIES)) -> Results:
-    """Return registers, spills and access widths of every boundary's kernels at the usual widths."""
+    """Return registers, spills and access widths of every boundary's kernels, by norm, at the usual widths."""
     rows: list[Row] = []
     missing = [] if find_spec("triton") else ["triton is not installed"]
-    for kind in kinds if not missing else ():
-        for dim, streams in WIDTHS:
-            for direction, launch in boundary_launches(BOUNDARIES[kind], dim, streams=DTYPES[streams]):
-                found = inspect(launch)
-                rows.append(
-                    {
-                        "boundary": kind, "dim": dim, "streams": streams, "pass": direction,
-                        "registers": found.registers, "spilled_bytes": found.spilled_bytes, "threads": found.threads,
-                        "shared_bytes": found.shared_bytes, "loads_128": found.loads.get(128, 0),
-                        "stores_128": found.stores.get(128, 0),
-                    }
-                )  # fmt: skip
+    for kind, norm, (dim, streams) in itertools.product(kinds, NORMS, WIDTHS) if not missing else ():
+        launches = boundary_launches(BOUNDARIES[kind], dim, streams=DTYPES[streams], centred=norm == "layernorm")
+        for direction, launch in launches:
+            found = inspect(launch)
+            rows.append(
+                {
+                    "boundary": kind, "norm": norm, "dim": dim, "streams": streams, "pass": direction,
+                    "registers": found.registers, "spilled_bytes": found.spilled_bytes, "threads": found.threads,
+                    "shared_bytes": found.shared_bytes, "loads_128": found.loads.get(128, 0),
+                    "stores_128": found.stores.get(128, 0),
+                }
+            )  # fmt: skip
     return Results(benchmark="registers", device="cpu", settings={"capability": 90}, rows=rows, not_measured=missing)
