@@ -42,7 +42,8 @@ def measure(settings: StepSettings) -> Results:
         pair = {REFERENCE: reference}
         if name != REFERENCE:  # two models at a time: twenty would fill the memory
             pair[name] = build_step(name, settings)
-        row = compare("plain", pair, settings, CPU)[-1]
+        kept = {each: step.kept_bytes() for each, step in pair.items()}
+        row = compare("plain", pair, kept, settings, CPU)[-1]
         rows.append(row | extra_weights(row))
     load.append(os.getloadavg()[0])
     recorded = {**vars(settings), "load_average_before_and_after": load}

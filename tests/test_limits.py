@@ -194,3 +194,18 @@ def test_the_table_of_costs_is_that_of_its_file() -> None:
     assert fill_tables(page, COST.parent) == page, "run benchmarks/topology_cost.py, or siamesenorm.benchmark.pages"
     assert {row["topology"] for row in record["rows"]} == {*available_topologies(), "pre + qkv"}
     assert record["environment"]["threads"] == 1
+
+
+def test_costs_are_measured_in_turn_with_pre_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    import topology_cost
+
+    settings = topology_cost.StepSettings(
+        topologies=("pre", "siamese"), dim=16, depth=1, heads=2, hidden=16, vocabulary=32, batch=1, context=8, rounds=2
+    )
+    rows = {row["topology"]: row for row in topology_cost.measure(settings).rows}
+    assert list(rows) == ["pre", "siamese", "pre + qkv"]
+    assert (rows["pre"]["kept_to_pre"], rows["pre"]["extra_weights_%"]) == (1, 0)
+    assert rows["siamese"]["kept_to_pre"] > rows["pre + qkv"]["kept_to_pre"] > 1
+    assert rows["siamese"]["step_to_pre"]["median"] > 0
