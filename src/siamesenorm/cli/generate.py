@@ -16,8 +16,9 @@ import tyro
 from siamesenorm.data.tokenizer import Tokenizer
 from siamesenorm.errors import UserError
 from siamesenorm.interop.local_directory import LocalModel, imported, model_of_library, read_configuration
+from siamesenorm.interop.native_model import open_stored
 from siamesenorm.interop.remote_code import MODEL_TYPE
-from siamesenorm.interop.stored_model import CONFIG_FILE, build, open_stored
+from siamesenorm.interop.stored_model import CONFIG_FILE, build
 from siamesenorm.models.language import LanguageModel
 from siamesenorm.training.exact_json import encode_json
 

@@ -19,7 +19,7 @@ from diffusers import ModelMixin  # by this name a pipeline knows how to load wh
 from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.loading import read_config, weights_file
+from siamesenorm.interop.library import read_config, weights_file
 from siamesenorm.interop.surgery import Step, replay_steps
 
 PREFIX = "SiameseNorm"

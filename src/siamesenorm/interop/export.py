@@ -21,6 +21,7 @@ from torch import Tensor
 from siamesenorm.data.storage import disk_errors_told, sync_directory
 from siamesenorm.errors import UserError
 from siamesenorm.interop.exported_tokenizer import generation_config, tokenizer_config, tokenizer_file
+from siamesenorm.interop.native_model import load_native, open_stored
 from siamesenorm.interop.remote_code import ARCHITECTURE, AUTO_MAP, MODEL_TYPE, PREFIX, REMOTE_CODE, REMOTE_CODE_FILE
 from siamesenorm.interop.stored_model import (
     CARD_FILE,
@@ -30,8 +31,6 @@ from siamesenorm.interop.stored_model import (
     WEIGHTS_FILE,
     StoredModel,
     build,
-    load_native,
-    open_stored,
 )
 
 __all__ = ["Format", "export", "load_native", "open_stored"]

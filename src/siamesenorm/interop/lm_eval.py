@@ -31,7 +31,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from siamesenorm.errors import UserError
 from siamesenorm.interop.huggingface import SiameseNormForCausalLM
 from siamesenorm.interop.huggingface.tokenizer import tokenizer_for
-from siamesenorm.interop.stored_model import build, open_stored
+from siamesenorm.interop.native_model import open_stored
+from siamesenorm.interop.stored_model import build
 
 PROMPT = "Question: {{question}}\nAnswer:"
 FIELDS = "question, choices and label"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,14 @@ from typing import Any
 from torch import nn
 
 from siamesenorm.errors import UserError
+from siamesenorm.interop.library import (
+    import_library,
+    progress_on_terminals_alone,
+    read_config,
+    stored_dtype,
+    told_in_one_line,
+    weights_file,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,45 +85,16 @@ def from_pretrained(path: str | Path, **options: Any) -> nn.Module:
             )
     if options:
         raise UserError(f"{next(iter(options))}: a native model takes no options, leave it out")
-    native: nn.Module = importlib.import_module("siamesenorm.interop.stored_model").load_native(directory)
+    native: nn.Module = importlib.import_module("siamesenorm.interop.native_model").load_native(directory)
     return native
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """Return what config.json of a directory holds, nothing where there is none; raises UserError for a damaged one."""
-    file = directory / "config.json"
-    if not file.is_file():
-        return {}
-    try:
-        record = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
-    if not isinstance(record, dict):
-        raise UserError(f"{file} holds no configuration of a model: it is a {type(record).__name__}")
-    return record
-
-
 def _load(directory: Path, kind: Format, options: dict[str, Any]) -> nn.Module:
-    from siamesenorm.interop.local_directory import progress_on_terminals_alone, stored_dtype, told_in_one_line
-
-    try:
-        library, adapter = importlib.import_module(kind.library), importlib.import_module(kind.adapter)
-    except ImportError as error:
-        raise UserError(
-            f"{directory} is a model of {kind.library}, which cannot be imported ({error}): "
-            f"pip install 'siamesenorm[{kind.extra}]'"
-        ) from error
+    library = import_library(kind.library, kind.extra, directory)
+    adapter = importlib.import_module(kind.adapter)
     if kind.library == "diffusers" and "torch_dtype" not in options:  # which loads in fp32 by default
         options = {**options, "torch_dtype": stored_dtype(weights_file(directory))}
     quiet = progress_on_terminals_alone(library) if kind.library == "transformers" else nullcontext()
     with told_in_one_line(directory), quiet:
         model: nn.Module = adapter.load(directory, **options)
     return model.eval()
-
-
-def weights_file(directory: Path) -> Path:
-    """Return the first file of weights of a directory; raises UserError where there are none in safetensors."""
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"{directory} has no safetensors weights: save the model again")
-    return files[0]

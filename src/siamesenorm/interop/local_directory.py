@@ -7,21 +7,24 @@ its own is met.
 from __future__ import annotations
 
 import importlib
-import json
-import os
 import re
 import shutil
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
 from siamesenorm.errors import UserError
+from siamesenorm.interop.library import (
+    disk_errors_raised,
+    import_library,
+    progress_on_terminals_alone,
+    read_config,
+    stored_dtype,
+    told_in_one_line,
+)
 from siamesenorm.interop.loading import from_pretrained
 from siamesenorm.interop.surgery import Step
 
@@ -30,8 +33,6 @@ COMPANIONS = (
     "chat_template*", "preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*",
 )  # fmt: skip
 """Files beside a model that stay true of it whatever its residual path: tokenizers, processors, licences."""
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""The floating dtypes of safetensors by its own names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,75 +211,14 @@ def read_configuration(directory: Path) -> dict[str, Any]:
     """Return what config.json of a directory holds; raises UserError, with the remedy, where there is none."""
     if not directory.is_dir():
         raise UserError(_absent(directory))
-    path = directory / "config.json"
-    if not path.is_file():
+    if not (directory / "config.json").is_file():
         raise UserError(_no_configuration(directory))
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    return config if isinstance(config, dict) else {}
+    return read_config(directory)
 
 
 def imported(model: LocalModel) -> Any:
     """Return a model's library; raises UserError if it cannot be imported."""
-    try:
-        return importlib.import_module(model.library)
-    except ImportError as error:
-        raise UserError(
-            f"{model.directory} is a model of {model.library}, which cannot be imported ({error}): "
-            f"pip install 'siamesenorm[{model.extra}]'"
-        ) from error
-
-
-def stored_dtype(file: Path) -> torch.dtype:
-    """Return the dtype of most floating tensors in a file of safetensors; fp32 if there are none."""
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as tensors:
-        found = [tensors.get_slice(name).get_dtype() for name in tensors.keys()]  # noqa: SIM118  it is no mapping
-    floating = [dtype for dtype in found if dtype in DTYPES] or ["F32"]
-    return DTYPES[max(set(floating), key=floating.count)]
-
-
-@contextmanager
-def told_in_one_line(directory: Path) -> Iterator[None]:
-    """Turn whatever a library raises over a directory into the first sentence of it."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # of any class: libraries raise their own over damaged files
-        sentence = re.split(r"\n|(?<=[.!?]) ", str(error).strip() or type(error).__name__)[0]
-        raise UserError(f"{directory} cannot be loaded: {sentence}") from error
-
-
-@contextmanager
-def disk_errors_raised(target: Path) -> Iterator[None]:
-    """Raise as OSError what safetensors tells of the disk in an error of its own."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(target)) from error
-
-
-@contextmanager
-def progress_on_terminals_alone(library: Any) -> Iterator[None]:
-    """Keep transformers' progress bars out of files and pipes."""
-    bars = library.utils.logging
-    hide = bars.is_progress_bar_enabled() and not sys.stderr.isatty()
-    if hide:
-        bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if hide:
-            bars.enable_progress_bar()
+    return import_library(model.library, model.extra, model.directory)
 
 
 def _absent(directory: Path) -> str:

@@ -13,15 +13,16 @@ from typing import Any
 from torch import nn
 
 from siamesenorm.interop.exported_tokenizer import generation_config
+from siamesenorm.interop.library import progress_on_terminals_alone
 from siamesenorm.interop.loading import NATIVE_TYPE
 from siamesenorm.interop.local_directory import (
     LocalModel,
     imported,
     model_of_library,
-    progress_on_terminals_alone,
     read_configuration,
 )
-from siamesenorm.interop.stored_model import build, open_stored
+from siamesenorm.interop.native_model import open_stored
+from siamesenorm.interop.stored_model import build
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

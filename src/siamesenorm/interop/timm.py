@@ -18,7 +18,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, model_entry
 from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.loading import read_config
+from siamesenorm.interop.library import read_config
 from siamesenorm.interop.rewire import rewire
 from siamesenorm.interop.surgery import Step, replay_steps, steps_of
 

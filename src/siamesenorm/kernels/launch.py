@@ -28,6 +28,11 @@ def shows_itself(x: Tensor) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and not is_transformed()
 
 
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is not less."""
+    return 1 << (number - 1).bit_length()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """A kernel, the number of its programs in each dimension, its arguments by name, and warps a program."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from siamesenorm.kernels import norm_plain
-from siamesenorm.kernels.launch import can_launch_on
+from siamesenorm.kernels.launch import can_launch_on, power_of_two
 from siamesenorm.kernels.norm_plain import ACTIVATIONS, Form, Weights, widest
 
 LONGEST_TILE = 16_384
@@ -145,11 +145,6 @@ def tile_length(dim: int, heads: int) -> int:
     """Return the length of a row once heads and channels of a head are rounded up to powers of two."""
     heads = 1 if heads == dim else heads
     return power_of_two(heads) * power_of_two(dim // heads)
-
-
-def power_of_two(number: int) -> int:
-    """Return the smallest power of two that is not less."""
-    return 1 << (number - 1).bit_length()
 
 
 def _check(x: Tensor, weights: Weights, form: Form) -> None:

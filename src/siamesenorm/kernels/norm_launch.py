@@ -15,8 +15,7 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from siamesenorm.kernels import norm_triton
-from siamesenorm.kernels.launch import Launch, Processor
-from siamesenorm.kernels.norm import power_of_two
+from siamesenorm.kernels.launch import Launch, Processor, power_of_two
 from siamesenorm.kernels.norm_plain import Form, Weights
 
 SHORTEST_TILE = 1024

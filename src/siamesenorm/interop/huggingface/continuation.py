@@ -11,7 +11,8 @@ import torch
 from transformers import AutoTokenizer, TextStreamer
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.local_directory import LocalModel, told_in_one_line
+from siamesenorm.interop.library import told_in_one_line
+from siamesenorm.interop.local_directory import LocalModel
 
 GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
 

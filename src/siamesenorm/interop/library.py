@@ -1,0 +1,105 @@
+"""What every library of models is met with: its errors in one line, its progress bars on terminals alone.
+
+And what of a directory is the same in all of them: a configuration in JSON, weights in safetensors.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from siamesenorm.errors import UserError
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""The floating dtypes of safetensors by its own names."""
+
+
+def import_library(name: str, extra: str, directory: Path) -> Any:
+    """Return a library; raises UserError, with the extra of this package that brings it, if it cannot be imported."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f"{directory} is a model of {name}, which cannot be imported ({error}): pip install 'siamesenorm[{extra}]'"
+        ) from error
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return what config.json of a directory holds, nothing where there is none; raises UserError for a damaged one."""
+    file = directory / "config.json"
+    if not file.is_file():
+        return {}
+    try:
+        record = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+    if not isinstance(record, dict):
+        raise UserError(f"{file} holds no configuration of a model: it is a {type(record).__name__}: name another directory")
+    return record
+
+
+def weights_file(directory: Path) -> Path:
+    """Return the first file of weights of a directory; raises UserError where there are none in safetensors."""
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{directory} has no safetensors weights: save the model again")
+    return files[0]
+
+
+def stored_dtype(file: Path) -> torch.dtype:
+    """Return the dtype of most floating tensors in a file of safetensors; fp32 if there are none."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as tensors:
+        found = [tensors.get_slice(name).get_dtype() for name in tensors.keys()]  # noqa: SIM118  it is no mapping
+    floating = [dtype for dtype in found if dtype in DTYPES] or ["F32"]
+    return DTYPES[max(set(floating), key=floating.count)]
+
+
+@contextmanager
+def told_in_one_line(directory: Path) -> Iterator[None]:
+    """Turn whatever a library raises over a directory into the first sentence of it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # of any class: libraries raise their own over damaged files
+        sentence = re.split(r"\n|(?<=[.!?]) ", str(error).strip() or type(error).__name__)[0]
+        raise UserError(f"{directory} cannot be loaded: {sentence}") from error
+
+
+@contextmanager
+def disk_errors_raised(target: Path) -> Iterator[None]:
+    """Raise as OSError what safetensors tells of the disk in an error of its own."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(target)) from error
+
+
+@contextmanager
+def progress_on_terminals_alone(library: Any) -> Iterator[None]:
+    """Keep transformers' progress bars out of files and pipes."""
+    bars = library.utils.logging
+    hide = bars.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if hide:
+        bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hide:
+            bars.enable_progress_bar()
