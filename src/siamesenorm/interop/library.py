@@ -43,7 +43,9 @@ def read_config(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read: {error}") from error
     if not isinstance(record, dict):
-        raise UserError(f"{file} holds no configuration of a model: it is a {type(record).__name__}: name another directory")
+        raise UserError(
+            f"{file} holds no configuration of a model: it is a {type(record).__name__}: name another directory"
+        )
     return record
 
 
