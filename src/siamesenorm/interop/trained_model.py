@@ -12,7 +12,7 @@ from siamesenorm.data.tokenizer import Tokenizer, load_tokenizer
 from siamesenorm.errors import UserError
 from siamesenorm.interop.model_card import model_card
 from siamesenorm.interop.stored_model import KINDS, for_use
-from siamesenorm.models.language import LanguageModelConfig
+from siamesenorm.models.language_config import LanguageModelConfig
 from siamesenorm.training.checkpoint import Checkpoint, load_checkpoint, read_checkpoint
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.run_directory import RunDirectory

@@ -15,7 +15,8 @@ from torch import nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.models.block import TransformerBlock
-from siamesenorm.models.language import LanguageModel, LanguageModelConfig
+from siamesenorm.models.language import LanguageModel
+from siamesenorm.models.language_config import LanguageModelConfig
 from siamesenorm.norms import NORMS, Norm, NormFunction, NormSpec
 from siamesenorm.topologies import Topology, build_topology, topology_name, transformer_places
 from siamesenorm.topologies.pre_norm import PreNorm

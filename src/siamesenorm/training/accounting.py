@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from siamesenorm.models.language import LanguageModelConfig, build_language_model
+from siamesenorm.models.language import build_language_model
+from siamesenorm.models.language_config import LanguageModelConfig
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:

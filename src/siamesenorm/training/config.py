@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.models.language import LanguageModelConfig
+from siamesenorm.models.language_config import LanguageModelConfig
 from siamesenorm.training.schedule import Schedule, Shape
 from siamesenorm.training.verdict import Thresholds
 

@@ -12,7 +12,7 @@ from typing_extensions import Doc
 from siamesenorm.data import PreparedData
 from siamesenorm.errors import unknown
 from siamesenorm.models.initialisation import Initialisation
-from siamesenorm.models.language import LanguageModelConfig, language_model_config
+from siamesenorm.models.language_config import LanguageModelConfig, language_model_config
 from siamesenorm.models.sizes import SIZES, size_fields
 from siamesenorm.norms import available_norms
 from siamesenorm.sublayers.mlp import Activation

@@ -16,7 +16,8 @@ from torch import Tensor
 from siamesenorm.data import PreparedData
 from siamesenorm.errors import UserError
 from siamesenorm.models.conversion import FREE, PATH, convert, converted_config, require_convertible
-from siamesenorm.models.language import LanguageModel, LanguageModelConfig
+from siamesenorm.models.language import LanguageModel
+from siamesenorm.models.language_config import LanguageModelConfig
 from siamesenorm.training.checkpoint import Checkpoint, load_checkpoint
 from siamesenorm.training.config import RunConfig, Start
 from siamesenorm.training.plan import ModelPlan, RunPlan

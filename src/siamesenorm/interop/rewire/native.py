@@ -18,7 +18,8 @@ from siamesenorm.interop.rewire.report import (
     norms_of,
 )
 from siamesenorm.models.conversion import ResidualPath, convert, converted_config, inherited_operator
-from siamesenorm.models.language import LanguageModel, LanguageModelConfig
+from siamesenorm.models.language import LanguageModel
+from siamesenorm.models.language_config import LanguageModelConfig
 from siamesenorm.norms import NORMS, Norm, NormSpec
 from siamesenorm.topologies import Topology
 
