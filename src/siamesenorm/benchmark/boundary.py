@@ -1,8 +1,9 @@
 """bench boundary: everything between one sublayer's output and the next one's input, for every topology.
 
 A boundary is the write of one connection and the read of the next. Candidates are the plain formulas, the same
-compiled, and the fused operator where the topology has one; the yardstick is a copy on the same machine in the same
-round, of the bytes that the fused operator must move (or, without one, as many as the topology says).
+compiled, the fused operator where the topology has one, and for Pre-Norm the kernels of other libraries where they are
+installed; the yardstick is a copy on the same machine in the same round, of the bytes that the fused operator must move
+(or, without one, as many as the topology says).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from siamesenorm.benchmark.foreign_kernels import FOREIGN_KERNELS, refuse_another_function
 from siamesenorm.benchmark.results import Results, Row, noting
 from siamesenorm.benchmark.saved_bytes import kept_for_backward
 from siamesenorm.benchmark.timing import (
@@ -34,6 +36,7 @@ from siamesenorm.benchmark.timing import (
 )
 from siamesenorm.benchmark.traffic import traffic_of
 from siamesenorm.norms import NormSpec
+from siamesenorm.norms.rms_norm import RMSNorm
 from siamesenorm.topologies import Connection, Kernels, Materials, Streams, Topology, build_topology, transformer_places
 from siamesenorm.topologies.fused import FusedConnection
 
@@ -51,6 +54,7 @@ class BoundarySettings:
     output_dtype: str = "bfloat16"
     norm: str = "rmsnorm"
     candidates: tuple[str, ...] = ("plain", "compiled", "fused", "lean")
+    foreign: tuple[str, ...] = tuple(FOREIGN_KERNELS)
     rounds: int = 30
 
 
@@ -58,7 +62,9 @@ def settings_for(device: torch.device) -> BoundarySettings:
     """Return what is measured on a device: three widths on CUDA, one in fp32 on a CPU."""
     if device.type == "cuda":
         return BoundarySettings()
-    return BoundarySettings(dims=(512,), tokens=8192, stream_dtypes=("float32",), output_dtype="float32", rounds=15)
+    return BoundarySettings(
+        dims=(512,), tokens=8192, stream_dtypes=("float32",), output_dtype="float32", foreign=(), rounds=15
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,13 +151,14 @@ def measure_boundary(
     forwards: dict[str, Callable[[], tuple[Tensor, ...]]] = {}
     boundaries: dict[str, Boundary] = {}
     actions = {"copy": copy_action(device)}
-    for candidate in settings.candidates:
+    foreign = settings.foreign if (name, settings.norm) == ("pre", "rmsnorm") else ()
+    for candidate in (*settings.candidates, *foreign):
         if absent := missing_kernels(name, candidate):
             missing.append(absent)
             continue
         with noting(missing, f"{name}, {dim} {dtype}, {candidate}"):
             boundary = build_boundary(name, dim, dtype, candidate, settings, device)
-            forward = compiled_forward(boundary) if candidate == "compiled" else boundary.forward
+            forward = forward_of(candidate, boundary)
             actions.update(passes(candidate, boundary, forward))
             boundaries[candidate], forwards[candidate] = boundary, forward
     flush = CacheFlush(device) if device.type == "cuda" else None
@@ -189,6 +196,26 @@ def missing_kernels(topology: str, candidate: str) -> str | None:
     resolved = build_topology(topology)
     has = {"fused": resolved.has_fused_kernels, "lean": resolved.has_lean_kernels}
     return None if has.get(candidate, True) else f"{topology}: has no {candidate} boundary"
+
+
+def forward_of(candidate: str, boundary: Boundary) -> Callable[[], tuple[Tensor, ...]]:
+    """Return how a candidate computes the boundary's forward pass; raises UserError for a kernel that cannot."""
+    if candidate == "compiled":
+        return compiled_forward(boundary)
+    return foreign_forward(candidate, boundary) if candidate in FOREIGN_KERNELS else boundary.forward
+
+
+def foreign_forward(library: str, boundary: Boundary) -> Callable[[], tuple[Tensor, ...]]:
+    """Return Pre-Norm's forward pass by another library; raises UserError unless it computes what ours does."""
+    kernel = FOREIGN_KERNELS[library].load()
+    (norm,) = (part for part in boundary.after.modules() if isinstance(part, RMSNorm))
+    (stream,) = boundary.streams
+
+    def forward() -> tuple[Tensor, Tensor]:
+        return kernel(boundary.output, stream, norm.gain, norm.eps)
+
+    refuse_another_function(forward(), boundary.forward())
+    return forward
 
 
 def compiled_forward(boundary: Boundary) -> Callable[[], tuple[Tensor, ...]]:

@@ -1,0 +1,78 @@
+"""Pre-Norm's boundary by the kernels of other libraries, where they are installed: an addition and an RMSNorm in one.
+
+None of them has a boundary of two streams. Each is called as its own documentation says, on [tokens, dim].
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from siamesenorm.errors import UserError
+
+AddedNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+"""Takes output O, stream Y, gain and eps, and returns the next sublayer's input H = RMSNorm(Y + O) and Y + O."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignKernel:
+    """Where a library keeps its kernel, and how it is called."""
+
+    package: str
+    module: str
+    name: str
+    call: Callable[[Any, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+
+    def load(self) -> AddedNorm:
+        """Import the kernel; raises UserError where the library is not installed, or does not have it."""
+        try:
+            kernel = getattr(importlib.import_module(self.module), self.name)
+        except (ImportError, AttributeError) as error:
+            raise UserError(f"{self.package} cannot be used here: {error}") from error
+        return lambda output, stream, gain, eps: self.call(kernel, output, stream, gain, eps)
+
+
+def _liger(kernel: Any, output: Tensor, stream: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    h, added = kernel.apply(output, stream, gain, eps, 0.0, "gemma", False)  # everything in fp32, as ours
+    return h, added
+
+
+def _with_residual(kernel: Any, output: Tensor, stream: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    in_fp32 = stream.dtype == torch.float32
+    h, added = kernel(output, gain, None, residual=stream, eps=eps, prenorm=True, residual_in_fp32=in_fp32)
+    return h, added
+
+
+def _quack(kernel: Any, output: Tensor, stream: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    h, added = kernel(output, gain, residual=stream, residual_dtype=stream.dtype, eps=eps, prenorm=True)
+    return h, added
+
+
+FOREIGN_KERNELS = {
+    "liger": ForeignKernel(
+        package="liger-kernel", module="liger_kernel.ops", name="LigerFusedAddRMSNormFunction", call=_liger
+    ),
+    "flash-attn": ForeignKernel(
+        package="flash-attn", module="flash_attn.ops.triton.layer_norm", name="rms_norm_fn", call=_with_residual
+    ),
+    "fla": ForeignKernel(
+        package="flash-linear-attention", module="fla.modules.norm.layernorm", name="rms_norm", call=_with_residual
+    ),
+    "quack": ForeignKernel(package="quack-kernels", module="quack", name="rmsnorm", call=_quack),
+}
+
+
+def refuse_another_function(found: tuple[Tensor, Tensor], expected: tuple[Tensor, ...]) -> None:
+    """Raise UserError unless a kernel's H and stream are the expected ones in dtype, and up to rounding in value."""
+    for what, one, other in zip(("input", "stream"), found, expected, strict=True):
+        if one.dtype != other.dtype:
+            raise UserError(f"its {what} is {one.dtype}, where ours is {other.dtype}")
+        tolerance = 8 * torch.finfo(one.dtype).eps * max(1.0, other.abs().max().item())
+        difference = (one - other).abs().max().item()
+        if not difference <= tolerance:
+            raise UserError(f"its {what} differs from the formula by {difference:g}")
