@@ -9,6 +9,7 @@ the median of the rounds' ratios. Plain eager PyTorch in fp32: compiled and fuse
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +46,8 @@ def measure(settings: StepSettings) -> Results:
         kept = {each: step.kept_bytes() for each, step in pair.items()}
         row = compare("plain", pair, kept, settings, CPU)[-1]
         rows.append(row | extra_weights(row))
+        del pair
+        gc.collect()  # models are in circles, and a collector that counts objects does not see how much they hold
     load.append(os.getloadavg()[0])
     recorded = {**vars(settings), "load_average_before_and_after": load}
     return Results(benchmark="topology-cost", device="cpu", settings=recorded, rows=rows)
