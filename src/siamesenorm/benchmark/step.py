@@ -37,12 +37,13 @@ class StepSettings:
     """The model (width, depth, heads, MLP, vocabulary), the batch, and what is compared with what.
 
     A candidate is "plain", "compiled" (by block), "fused" or "lean" (by block, around such boundaries). Every candidate
-    of a topology is divided by the same candidate of Pre-Norm. `precision` "bfloat16" is autocast with streams of
-    `residual_dtype`.
+    of a topology is divided by the same candidate of Pre-Norm, and for the topologies `against_plain` by the plain one.
+    `precision` "bfloat16" is autocast with streams of `residual_dtype`.
     """
 
     topologies: tuple[str, ...] = ("pre", "post", "residual", "siamese", "siamese-post-pre", "dhc-2", "mhc-4")
     candidates: tuple[str, ...] = ("plain", "compiled")
+    against_plain: tuple[str, ...] = ("pre", "siamese")
     dim: int = 512
     depth: int = 4
     heads: int = 8
@@ -62,8 +63,8 @@ def settings_for(device: torch.device) -> StepSettings:
         return StepSettings()
     return StepSettings(
         topologies=("pre", "siamese", "siamese-post-pre", "post", "residual", "dhc-2", "mhc-4"),
-        candidates=("fused", "compiled"), dim=2048, depth=4, heads=16, hidden=8192, vocabulary=50304, batch=8,
-        context=2048, precision="bfloat16", residual_dtype="bfloat16", rounds=20,
+        candidates=("fused", "compiled"), against_plain=(), dim=2048, depth=4, heads=16, hidden=8192, vocabulary=50304,
+        batch=8, context=2048, precision="bfloat16", residual_dtype="bfloat16", rounds=20,
     )  # fmt: skip
 
 
@@ -138,6 +139,11 @@ def measure_steps(settings: StepSettings, device_name: str = "auto", deadline: D
                     steps[topology] = step
             if REFERENCE in steps:
                 rows.extend(compare(candidate, steps, kept, settings, device))
+    for row in rows:
+        if row["topology"] in settings.against_plain and row["candidate"] != "plain":
+            with allow_many_graphs(), noting(missing, f"{row['topology']}, {row['candidate']} to plain"):
+                deadline.check()
+                row |= rounded({"step_to_plain": step_to_plain(row["topology"], row["candidate"], settings, device)})
     return Results(benchmark="step", device=str(device), settings=vars(settings), rows=rows, not_measured=missing)
 
 
@@ -170,6 +176,14 @@ def compare(
             record["peak_bytes"] = peak_bytes(step)
         rows.append(rounded(record))
     return rows
+
+
+def step_to_plain(topology: str, candidate: str, settings: StepSettings, device: torch.device) -> Spread:
+    """Return the ratio of a candidate's step to the plain one's, the two taken in turn."""
+    torch._dynamo.reset()
+    steps = {each: TrainingStep.build(topology, each, settings, device) for each in ("plain", candidate)}
+    timings = measure({each: step.run for each, step in steps.items()}, device=device, rounds=settings.rounds)
+    return ratio(timings, candidate, "plain")
 
 
 def peak_bytes(step: TrainingStep) -> int:
