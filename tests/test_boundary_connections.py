@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from siamesenorm import LanguageModel, Materials, available_topologies, build_language_model, build_topology
@@ -118,6 +120,9 @@ def test_auto_is_fused_where_there_are_kernels(topology: str, monkeypatch: pytes
     torch.testing.assert_close(found, run(tiny_model(topology)), rtol=1e-12, atol=1e-12)
 
 
+OPAQUE = "torch.func and forward-mode differentiation cannot see through the fused boundary: use plain kernels"
+
+
 def test_auto_is_plain_under_torch_func_and_fused_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its transformations do not see through operators: a function's gradient is that of the plain formulas."""
     monkeypatch.setattr(fused_connections, "has_kernels_for", lambda x: True)
@@ -130,8 +135,54 @@ def test_auto_is_plain_under_torch_func_and_fused_is_refused(monkeypatch: pytest
         )
 
     torch.testing.assert_close(gradients("auto"), gradients("plain"), rtol=0, atol=0)
-    with pytest.raises(UserError, match="torch.func cannot see through the fused boundary: use plain kernels"):
-        gradients("fused")
+    for kernels in ("fused", "lean"):
+        with pytest.raises(UserError, match=OPAQUE):
+            gradients(kernels)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own use
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("topology", ["pre", "siamese"])
+def test_auto_is_plain_under_forward_mode_and_fused_is_refused(
+    topology: str, grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator would lose the tangent, in silence where nothing asks for gradients."""
+    monkeypatch.setattr(fused_connections, "has_kernels_for", lambda x: True)
+
+    def tangent(kernels: str) -> Tensor:
+        model = tiny_model(topology, kernels=kernels)
+        embedding = model.embedding(tokens()).detach()
+        with torch.set_grad_enabled(grad), sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
+            streams = model.opening(forward_ad.make_dual(embedding, embedding.sin()))
+            for block in model.blocks:
+                streams, _ = block(streams, model._rotary(6))
+            return forward_ad.unpack_dual(model.closing(streams)).tangent
+
+    torch.testing.assert_close(tangent("auto"), tangent("plain"), rtol=0, atol=0)
+    for kernels in ("fused", "lean") if topology == "siamese" else ("fused",):
+        with pytest.raises(UserError, match=OPAQUE):
+            tangent(kernels)
+
+
+def test_a_compiled_read_sees_forward_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one graph without it and one with it, each used again."""
+    monkeypatch.setattr(fused_connections, "has_kernels_for", lambda x: True)
+    _, (place, _) = transformer_places(2)
+    connection = build_topology("pre").connection(place, Materials(dim=4, kernels="auto"))
+    fused: list[bool] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
+        fused.append("siamesenorm.boundary" in graph.code)
+        return graph.forward
+
+    torch._dynamo.reset()
+    read = torch.compile(connection.read, fullgraph=True, backend=backend)
+    streams = torch.ones(2, 4), torch.ones(2, 4)
+    for _ in range(2):
+        read(streams)
+        with forward_ad.dual_level():
+            read(streams)
+    assert fused == [True, False]
 
 
 def test_auto_is_plain_for_shards(monkeypatch: pytest.MonkeyPatch) -> None:

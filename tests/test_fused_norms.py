@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from norm_operator_cases import CASES, gradients, tokens, trained
 from siamesenorm.errors import UserError
@@ -196,6 +197,25 @@ def test_auto_is_the_operator_where_there_is_a_kernel(monkeypatch: pytest.Monkey
     norm.kernels = "auto"
     assert not torch.func.vmap(lambda row: torch.tensor(took_operator(norm, row, monkeypatch)))(x).any()
     assert not took_operator(trained("scalenorm", DIM), x, monkeypatch), "no fused form"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own use
+@pytest.mark.parametrize("frozen", [True, False])
+def test_forward_mode_keeps_the_tangent(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator would lose it, in silence if nothing asks for gradients."""
+    monkeypatch.setattr(norms_norm, "has_kernel", lambda _: True)
+    norm, x = trained("seednorm", DIM).requires_grad_(not frozen), tokens(3, DIM).detach()
+
+    def tangent(kernels: str) -> Tensor:
+        norm.kernels = kernels
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(norm(forward_ad.make_dual(x, x.sin()))).tangent
+
+    torch.testing.assert_close(tangent("auto"), tangent("plain"), rtol=0, atol=0)
+    with pytest.raises(UserError, match="cannot see through the fused norm: use plain kernels, or auto"):
+        tangent("fused")
+    with pytest.raises(UserError, match="cannot see through the fused norm"):
+        torch.func.vmap(norm)(x)
 
 
 def test_channels_first_takes_the_operator_only_when_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from siamesenorm.errors import UserError
 
 HAS_TRITON = find_spec("triton") is not None
 
@@ -19,13 +22,25 @@ def can_launch_on(x: Tensor) -> bool:
 
 
 def is_transformed() -> bool:
-    """Return whether a transformation of torch.func is at work: operators of one's own are opaque to most of them."""
-    return bool(torch._C._are_functorch_transforms_active())
+    """Return whether torch.func or forward-mode differentiation is at work: to both, our operators are opaque.
+
+    Forward-mode differentiation would not even complain: where nothing asks for gradients, the tangent is lost.
+    """
+    return forward_ad._current_level >= 0 or bool(torch._C._are_functorch_transforms_active())
 
 
 def shows_itself(x: Tensor) -> bool:
-    """Return whether an operator that knows neither shards (DTensor) nor torch.func may be given x."""
+    """Return whether an operator that knows neither shards (DTensor) nor transformations may be given x."""
     return type(x) in (Tensor, torch.nn.Parameter) and not is_transformed()
+
+
+def refuse_transformations(operator: str) -> None:
+    """Raise UserError where an operator that must do the work would hide it from a transformation."""
+    if is_transformed():
+        raise UserError(
+            f"torch.func and forward-mode differentiation cannot see through the fused {operator}: use plain kernels, "
+            "or auto"
+        )
 
 
 def power_of_two(number: int) -> int:

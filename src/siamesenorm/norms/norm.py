@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
+from siamesenorm.kernels.launch import refuse_transformations, shows_itself
 from siamesenorm.kernels.norm import has_kernel
 from siamesenorm.norms.declared import Declared
 from siamesenorm.norms.function import NormFunction, take_bias, take_gain, take_statistic
@@ -50,8 +51,9 @@ class Norm(Declared):
     """Whether `forward` takes the formula ("plain") or one fused operator; to be set on an instance.
 
     "auto" takes the operator where a Triton kernel does its work: on CUDA, below fp64, channels last. Under
-    torch.compile it takes the formula, which the compiler fuses with what stands around it, and under torch.func, which
-    the operator does not support. "fused" insists on the operator, whose arithmetic is plain where there is no kernel.
+    torch.compile it takes the formula, which the compiler fuses with what stands around it, and under torch.func and
+    forward-mode differentiation, which the operator does not support. "fused" insists on the operator, whose arithmetic
+    is plain where there is no kernel.
     """
     note: str = ""
     """What a run's record should say about how the recipe was read for this width and role; usually nothing."""
@@ -105,12 +107,11 @@ class Norm(Declared):
         if self.kernels == "fused":
             if not self.fusible:
                 raise UserError(f"{self} has no fused operator: leave kernels at auto")
+            refuse_transformations("norm")
             return True
         if self.kernels == "plain" or not self.fusible or self.axis != -1 or torch.compiler.is_compiling():
             return False
-        if type(x) not in (Tensor, nn.Parameter):  # a DTensor: the operator knows nothing of shards
-            return False
-        return has_kernel(x) and not torch._C._are_functorch_transforms_active()
+        return has_kernel(x) and shows_itself(x)
 
     def zero_(self) -> None:
         """Set the parameters to where the operator returns 0 for every input."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.kernels.boundary import boundary, has_kernels_for
-from siamesenorm.kernels.launch import is_transformed, shows_itself
+from siamesenorm.kernels.launch import refuse_transformations, shows_itself
 from siamesenorm.norms.layer_norm import LayerNorm
 from siamesenorm.norms.rms_norm import RMSNorm
 from siamesenorm.topologies.single_stream import SingleStreamClosing, SingleStreamConnection, WeightedSkipConnection
@@ -77,11 +77,12 @@ class FusedConnection(Connection):
     def operator_for(self, x: Tensor) -> FusedNorms | None:
         """Return what the operator needs to know, or None if the plain formulas read streams like x.
 
-        Raises UserError under torch.func, which does not see through the operator, if the operator must do it.
+        Raises UserError under transformations that do not see through the operator, if the operator must do it.
         """
-        if self.everywhere and is_transformed():
-            raise UserError("torch.func cannot see through the fused boundary: use plain kernels, or auto")
-        return self.fused_norms if self.everywhere or (has_kernels_for(x) and shows_itself(x)) else None
+        if self.everywhere:
+            refuse_transformations("boundary")
+            return self.fused_norms
+        return self.fused_norms if has_kernels_for(x) and shows_itself(x) else None
 
 
 def gain_of(part: nn.Module) -> Tensor | None:

@@ -165,12 +165,13 @@ class LeanSiameseConnection(FusedSiameseConnection):
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
         """Complete the pending write and read; the first connection's state has no carrier yet."""
         bounded, identity, *carriers, output = streams
-        assert self.fused_norms is not None
+        norms = self.operator_for(bounded)
+        assert norms is not None
         bounded, identity, h, _, _, carrier = lean_boundary(
             bounded, output, identity, carriers[0] if carriers else None, self.arrival, self.scale,
             gain_of(self.settle), gain_of(self.gate), self.identity_norm.gain, gain_of(self.input_norm),
             bias_of(self.settle), bias_of(self.identity_norm), bias_of(self.input_norm),
-            self.fused_norms.eps, self.fused_norms.centred,
+            norms.eps, norms.centred,
         )  # fmt: skip
         return self.to_compute(h), (bounded, identity, carrier)
 
