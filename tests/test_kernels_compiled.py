@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from siamesenorm.kernels.inspection import BOUNDARIES, Inspection, boundary_launches, inspect
+from siamesenorm.kernels.launch import H200, Launch
+from siamesenorm.kernels.norm_plain import Form, Weights
 
 triton = pytest.importorskip("triton")
 SPILLED = 0 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 80
@@ -89,6 +91,36 @@ def test_the_lean_backward_pass_does_not_spill(name: str, dim: int, centred: boo
     for passed, launch in launches:
         if passed != "forward":
             assert inspect(launch).spilled_bytes == 0
+
+
+def assert_one_wave(what: str, launch: Launch) -> None:
+    """The programs of a persistent kernel are resident all at once, and are at least half of those that could be."""
+    found, planned = inspect(launch), math.prod(launch.grid) / H200.count
+    assert found.resident / 2 <= planned <= found.resident, f"{what}: {planned} of {found.resident}"
+
+
+@pytest.mark.parametrize("centred", [False, True], ids=["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("name", BOUNDARIES)
+def test_persistent_programs_of_boundaries_are_resident(name: str, centred: bool) -> None:
+    for streams in (torch.bfloat16, torch.float32):
+        for dim in (128, 512, 768, 4096, 8192) if streams == torch.bfloat16 or not centred else (512, 4096):
+            kind = BOUNDARIES[name]
+            for passed, launch in boundary_launches(kind, dim, streams=streams, centred=centred, tokens=65_536):
+                if passed == "backward":
+                    assert_one_wave(f"{name}, d={dim}, {streams}", launch)
+
+
+@pytest.mark.parametrize("names", ["gain", "gain bias", "alpha beta gain"])
+def test_persistent_programs_of_norms_are_resident(names: str) -> None:
+    from siamesenorm.kernels.norm_launch import plan
+
+    for rows in (torch.bfloat16, torch.float32):
+        for dim in (128, 768, 2048, 4096, 16_384):
+            weights = Weights(**{name: torch.empty(dim, device="meta") for name in names.split()})
+            form = Form(0.0, 1, 1.0, "tanh", 1e-5, centred="bias" in names)
+            _, *launches = plan(torch.empty(65_536, dim, dtype=rows, device="meta"), weights, form, H200)
+            for launch in launches:
+                assert_one_wave(f"{names}, d={dim}, {rows}, {launch.kernel.__name__}", launch)
 
 
 def test_programs_fill_the_device() -> None:

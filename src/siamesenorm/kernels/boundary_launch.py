@@ -14,14 +14,17 @@ from torch import Tensor
 
 from siamesenorm.kernels import boundary_backward_triton, boundary_triton
 from siamesenorm.kernels.boundary_plain import Backward, Carried, Constants, Forward, Gains, shares_gradient
-from siamesenorm.kernels.launch import Launch, Processor
+from siamesenorm.kernels.launch import Launch, Processor, Walk
 
 CHANNELS_OF_A_THREAD = 8
 LONGEST_WHOLE_ROW = 4096
 """The longest row that a program of the backward pass holds whole; of longer ones it has a part."""
 PART_OF_A_ROW = 2048
 MOST_SUMS = 4 * 4096
-"""The most sums over rows for which a program of the backward pass has registers beside gains and biases."""
+"""The most sums over rows for which a program of the backward pass has registers beside gains and biases.
+
+Beyond, those that are used once a tile are read with it, and not held: the six sums of LayerNorms over rows of 4096.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,35 +43,14 @@ class Tile:
         return cls(block, max(1, warps * 32 * CHANNELS_OF_A_THREAD // block), warps)
 
 
-@dataclass(frozen=True, slots=True)
-class Walk:
-    """How the persistent backward pass goes over the rows.
+def threads_of_sums(sums: int, columns: int) -> int:
+    """Return for how many threads a multiprocessor has the registers of the backward pass with so many sums.
 
-    `programs` for each part of a row, of which there are `parts`; each has `stages - 1` tiles on their way to shared
-    memory while it computes one. The six sums of three LayerNorms over rows of 4096 leave too few registers: then the
-    gains and biases that are used once a tile are read with it, and not held.
+    They have 64, 128 or 255 registers each; several short rows in a tile, and what masks them, take some more than 64.
     """
-
-    tile: Tile
-    programs: int
-    parts: int
-    stages: int
-    holds_gains: bool
-
-    @classmethod
-    def over(cls, rows: int, columns: int, *, sums: int, channel_bytes: int, processor: Processor) -> Walk:
-        """Return the walk over rows of which each channel is so many bytes in all that is read, with so many sums."""
-        tile = Tile.of(columns if columns <= LONGEST_WHOLE_ROW else PART_OF_A_ROW)
-        holds_gains = sums * tile.block <= MOST_SUMS
-        parts = triton.cdiv(columns, tile.block)
-        # Threads for which a multiprocessor has the 64, 128 or 255 registers that the sums make necessary.
-        threads = 1024 if sums <= 1 else 512 if sums <= 3 else 256
-        resident = max(1, threads // (32 * tile.warps))
-        programs = max(1, min(processor.count * resident // parts, triton.cdiv(rows, tile.rows)))
-        # A little memory is needed for the sums over a row.
-        fitting = max(0, processor.memory - 8192) // (resident * tile.rows * tile.block * channel_bytes)
-        ahead = min(2 if holds_gains else 1, fitting)
-        return cls(tile, programs, parts, stages=1 + ahead, holds_gains=holds_gains)
+    if sums <= 1:
+        return 1024 if columns >= 1024 else 768
+    return 512 if sums <= 3 else 256
 
 
 def forward(
@@ -167,8 +149,17 @@ def plan_backward(
     carried = identity if isinstance(identity, Carried) else None
     second = identity.rest if isinstance(identity, Carried) else identity
     read = [part for part in (grad_settled, grad_identity, grad_h, kept, second) if part is not None]
-    channel_bytes, sums = sum(part.itemsize for part in read), len(gains.present)
-    walk = Walk.over(rows, columns, sums=sums, channel_bytes=channel_bytes, processor=processor)
+    tile, sums = Tile.of(columns if columns <= LONGEST_WHOLE_ROW else PART_OF_A_ROW), len(gains.present)
+    parts, holds_gains = triton.cdiv(columns, tile.block), sums * tile.block <= MOST_SUMS
+    walk = Walk.over(
+        triton.cdiv(rows, tile.rows),
+        tile_bytes=sum(part.itemsize for part in read) * tile.rows * tile.block,
+        warps=tile.warps,
+        threads=threads_of_sums(sums, columns),
+        processor=processor,
+        parts=parts,
+        most_ahead=2 if holds_gains else 1,
+    )
     shared = shares_gradient(grad_identity, grad_h, kept, constants, gains)
     result = Backward(
         kept.new_empty(kept.shape),
@@ -185,12 +176,12 @@ def plan_backward(
         "carried": _contiguous(second) if carried else None,
         "departure": carried.departure if carried else None,
         "statistics": statistics,
-        "projections": torch.empty_like(statistics) if walk.parts > 1 else None,
+        "projections": torch.empty_like(statistics) if parts > 1 else None,
         **_dense(gains),
         "rows": rows,
         "eps": carried.eps if carried else 0.0,
         "DIM": columns,
-        "BLOCK": walk.tile.block,
+        "BLOCK": tile.block,
         "CENTRED": centred,
     }
     results = {
@@ -205,14 +196,14 @@ def plan_backward(
         **constants._asdict(),
         "grad_identity_next": _contiguous(grad_identity),
         **results,
-        "ROWS": walk.tile.rows,
+        "ROWS": tile.rows,
         "STAGES": walk.stages,
-        "HOLD_GAINS": walk.holds_gains,
+        "HOLD_GAINS": holds_gains,
     }
-    grid, warps = (walk.programs, walk.parts), walk.tile.warps
+    grid, warps = (walk.programs, parts), tile.warps
     kernel, first = boundary_backward_triton.boundary_backward, boundary_backward_triton.boundary_projections
     launches = [Launch(kernel=kernel, grid=grid, arguments=arguments, warps=warps)]
-    if walk.parts > 1:
+    if parts > 1:
         needed = {name: part for name, part in sources.items() if name != "input_bias"}
         launches.insert(0, Launch(kernel=first, grid=(rows,), arguments=needed, warps=warps))
     return result, launches

@@ -39,6 +39,12 @@ class Inspection:
     loads: dict[int, int]
     stores: dict[int, int]
 
+    @property
+    def resident(self) -> int:
+        """The programs for which a multiprocessor (of Hopper) has registers and threads."""
+        of_a_warp = -(-32 * self.registers // 256) * 256
+        return min(32, 2048 // self.threads, 65_536 // (of_a_warp * self.threads // 32))
+
 
 def inspect(launch: Launch, capability: int = 90) -> Inspection:
     """Compile a launch for an architecture (90 is Hopper) and read its machine code; the tensors may be on "meta"."""

@@ -84,6 +84,47 @@ class Processor:
 H200 = Processor(count=132, memory=232_448)
 
 
+ON_THEIR_WAY = 96 * 1024
+"""Bytes of a multiprocessor's shared memory for rows to come: three times what hides the latency of an H200's memory.
+
+That takes 4.8 TB/s x 0.8 us / 132, or 29 kB. What is further ahead only costs registers, for its addresses.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """How a persistent kernel goes over the rows: in how many programs, each with `stages - 1` tiles on their way.
+
+    The tiles are on their way to shared memory while the program computes the one before them.
+    """
+
+    programs: int
+    stages: int
+
+    @classmethod
+    def over(
+        cls,
+        tiles: int,
+        *,
+        tile_bytes: int,
+        warps: int,
+        threads: int,
+        processor: Processor,
+        parts: int = 1,
+        most_ahead: int = 2,
+    ) -> Walk:
+        """Return the walk over so many tiles, `tile_bytes` in all that is read, in one wave of programs.
+
+        `threads` are those for which a multiprocessor has the registers that the kernel takes, and `parts` the programs
+        that share a row. A program has room on the device whatever it takes.
+        """
+        resident = max(1, threads // (32 * warps))
+        programs = max(1, min(processor.count * resident // parts, tiles))
+        # A little memory is needed for the sums over a row.
+        room = max(0, min(ON_THEIR_WAY, processor.memory - 8192))
+        return cls(programs, stages=1 + min(most_ahead, room // (resident * tile_bytes)))
+
+
 @cache
 def _of_gpu(device: torch.device) -> Processor:
     properties: Any = torch.cuda.get_device_properties(device)

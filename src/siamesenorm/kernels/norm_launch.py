@@ -15,7 +15,7 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from siamesenorm.kernels import norm_triton
-from siamesenorm.kernels.launch import Launch, Processor, power_of_two
+from siamesenorm.kernels.launch import Launch, Processor, Walk, power_of_two
 from siamesenorm.kernels.norm_plain import Form, Weights
 
 SHORTEST_TILE = 1024
@@ -58,25 +58,9 @@ class Tile:
         return {"ROWS": self.rows, "HEAD_BLOCK": self.heads, "WIDTH_BLOCK": self.width}
 
 
-@dataclass(frozen=True, slots=True)
-class Walk:
-    """How a persistent kernel goes over the rows: in how many programs, each with `stages - 1` tiles on their way."""
-
-    programs: int
-    stages: int
-
-    @classmethod
-    def over(
-        cls, rows: int, tile: Tile, *, sums: int, channel_bytes: int, processor: Processor, parts: int = 1
-    ) -> Walk:
-        """Return the walk over rows of which each channel is so many bytes in all that is read, with so many sums."""
-        # Threads for which a multiprocessor has the 64, 128 or 255 registers that the sums make necessary.
-        threads = 1024 if sums <= 1 else 512 if sums <= 3 else 256
-        resident = max(1, threads // (32 * tile.warps))
-        programs = max(1, min(processor.count * resident // parts, triton.cdiv(rows, tile.rows)))
-        # A little memory is needed for the sums over a row.
-        fitting = max(0, processor.memory - 8192) // (resident * tile.rows * tile.length * channel_bytes)
-        return cls(programs, stages=1 + min(2, fitting))
+def threads_of_sums(sums: int) -> int:
+    """Return for how many threads a multiprocessor has the registers of `norm_backward` with so many sums."""
+    return 1024 if sums <= 2 else 512
 
 
 def forward(x: Tensor, weights: Weights, form: Form) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,7 +116,13 @@ def plan_backward(
     heads, sums = _heads_with_dots(dim, weights, form), len(weights.names)
     tile = Tile.of(dim, heads or 1, channels_of_a_thread=8)
     whole = tile.length <= (LONGEST_WITH_SUMS if sums > 2 else 2 * LONGEST_WITH_SUMS) or not sums
-    walk = Walk.over(rows, tile, sums=sums if whole else 0, channel_bytes=2 * x.itemsize, processor=processor)
+    walk = Walk.over(
+        triton.cdiv(rows, tile.rows),
+        tile_bytes=2 * x.itemsize * tile.rows * tile.length,
+        warps=tile.warps,
+        threads=threads_of_sums(sums if whole else 0),
+        processor=processor,
+    )
     sources = {"grad": grad.contiguous(), **_sources(x, statistics, dots, weights, form)}
     grad_x = x.new_empty(x.shape)
     grad_dots = torch.empty_like(dots) if heads and not whole else None
@@ -162,8 +152,14 @@ def _plan_sums(
     """Return memory for [weights, programs, dim], and the launch that fills it."""
     x, heads, width = sources["x"], sources["HEADS"], sources["WIDTH"]
     parts = triton.cdiv(heads, part.heads) * triton.cdiv(width, part.width)
-    channel_bytes = 2 * x.itemsize
-    walk = Walk.over(sources["rows"], part, sums=sums, channel_bytes=channel_bytes, processor=processor, parts=parts)
+    walk = Walk.over(
+        sources["rows"],
+        tile_bytes=2 * x.itemsize * part.length,
+        warps=part.warps,
+        threads=1024,  # whatever the sums: 64 registers are enough
+        processor=processor,
+        parts=parts,
+    )
     partials = x.new_empty((sums, walk.programs, x.shape[-1]), dtype=torch.float32)
     launch = Launch(
         kernel=norm_triton.norm_sums,
