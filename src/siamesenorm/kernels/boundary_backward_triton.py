@@ -27,39 +27,64 @@ def _normalised(x, statistics, norm, row, rows, CENTRED: tl.constexpr):
 
 
 @triton.jit
-def _rebuild(
-    kept, identity, carried, carried_next, departure, scale, statistics,
-    settle_gain, settle_bias, gate, identity_gain, identity_bias,
-    at, inside, row, rows, CENTRED: tl.constexpr,
+def _settle(
+    kept, statistics, settle_gain, settle_bias, at, inside, row, rows, CENTRED: tl.constexpr
 ):  # fmt: skip
-    """Return X', the sum Z = gate X' + N(Y'), and x^, y^ with 1 / deviation; gains are rows, what is absent is X'.
-
-    Where Y' was not kept, it follows from what the next boundary handed back: see `lean_boundary`.
-    """
-    x = load_rows(kept, at, inside)
-    unsettled = x
-    x_hat, x_inverse, y_hat, y_inverse = x, x, x, x
+    """Return U, X', and x^ with 1 / deviation; gains are rows, and what is absent is U."""
+    unsettled = load_rows(kept, at, inside)
+    x, x_hat, x_inverse = unsettled, unsettled, unsettled
     if settle_gain is not None:
-        x_hat, x_inverse = _normalised(x, statistics, 0, row, rows, CENTRED)
+        x_hat, x_inverse = _normalised(unsettled, statistics, 0, row, rows, CENTRED)
         x = x_hat * settle_gain
     if settle_bias is not None:
         x += settle_bias
+    return unsettled, x, x_hat, x_inverse
+
+
+@triton.jit
+def _second_stream(identity, carried, departure, x, at, inside):
+    """Return Y'; where it was not kept, it follows from what the next boundary handed back: see `lean_boundary`."""
+    if carried is None:
+        y = load_rows(identity, at, inside)
+    else:
+        y = load_rows(carried, at, inside) + x / tl.load(departure).to(tl.float32)
+    return y
+
+
+@triton.jit
+def _sum(x, gate, y_hat, identity_gain, identity_bias):
+    """Return Z = gate X' + N(Y'); gains are rows."""
     total = x
     if gate is not None:
         total *= gate
     if identity_gain is not None:
-        if carried is None:
-            y = load_rows(identity, at, inside)
-        else:
-            y = load_rows(carried, at, inside) + x / tl.load(departure).to(tl.float32)
-            if carried_next is not None:
-                store_rows(carried_next, at, y - unsettled / tl.load(scale).to(tl.float32), inside)
-        identity_norm: tl.constexpr = 1 if settle_gain is not None else 0
-        y_hat, y_inverse = _normalised(y, statistics, identity_norm, row, rows, CENTRED)
         total += y_hat * identity_gain
     if identity_bias is not None:
         total += identity_bias
-    return x, total, x_hat, x_inverse, y_hat, y_inverse
+    return total
+
+
+@triton.jit
+def _spoiled(mean_square, inverse, eps, row, rows):
+    """Return in which rows a rebuilt Y' is not the one that was normalised, for which the sum below is 1."""
+    return (tl.abs(mean_square + eps * inverse * inverse - 1.0) > 1e-3) & (row < rows)
+
+
+@triton.jit
+def _verify(
+    y_hat, y_inverse, projections, norm, eps, inside, row, rows, DIM: tl.constexpr, CENTRED: tl.constexpr
+):  # fmt: skip
+    """Return the rows of y^ that are of the Y' that was normalised, and NaN for others: better lost than wrong.
+
+    A program with a part of the row cannot tell: there `boundary_projections` has left NaN.
+    """
+    if projections is None:
+        mean_square = tl.sum(tl.where(inside, y_hat * y_hat, 0.0), axis=1) * (1.0 / DIM)
+        spoiled = _spoiled(mean_square, tl.sum(y_inverse, axis=1), eps, row, rows)
+    else:
+        along = tl.load(projections + (2 * norm if CENTRED else norm) * rows + row, mask=row < rows, other=0.0)
+        spoiled = along != along
+    return tl.where(spoiled[:, None], float("nan"), y_hat)
 
 
 @triton.jit
@@ -82,12 +107,6 @@ def _pull_back(
             mean = tl.load(projections + (2 * norm + 1) * rows + row, mask=row < rows, other=0.0)
         result -= mean[:, None]
     return result * inverse
-
-
-@triton.jit
-def _spoiled(mean_square, inverse, eps, row, rows):
-    """Return in which rows a rebuilt Y' is not the one that was normalised, for which the sum below is 1."""
-    return (tl.abs(mean_square + eps * inverse * inverse - 1.0) > 1e-3) & (row < rows)
 
 
 @triton.jit
@@ -157,15 +176,19 @@ def boundary_backward(
             identity_held if HOLD_GAINS or identity_bias is None else per_channel(identity_bias, column, DIM)
         )
         input_row = input_held if HOLD_GAINS or input_gain is None else per_channel(input_gain, column, DIM)
-        x, total, x_hat, x_inverse, y_hat, y_inverse = _rebuild(
-            kept, identity, carried, carried_next, departure, scale, statistics,
-            settle_row, settle_shift, gate_row, identity_row, identity_shift,
-            at, inside, row, rows, CENTRED,
+        unsettled, x, x_hat, x_inverse = _settle(
+            kept, statistics, settle_row, settle_shift, at, inside, row, rows, CENTRED
         )  # fmt: skip
-        if carried is not None and projections is None:
-            mean_square = tl.sum(tl.where(inside, y_hat * y_hat, 0.0), axis=1) * (1.0 / DIM)
-            spoiled = _spoiled(mean_square, tl.sum(y_inverse, axis=1), eps, row, rows)
-            y_hat = tl.where(spoiled[:, None], float("nan"), y_hat)
+        y_hat, y_inverse = x, x
+        if identity_gain is not None:
+            y = _second_stream(identity, carried, departure, x, at, inside)
+            y_hat, y_inverse = _normalised(y, statistics, identity_norm, row, rows, CENTRED)
+            if carried is not None:
+                store_rows(carried_next, at, y - unsettled / tl.load(scale).to(tl.float32), inside)
+                y_hat = _verify(
+                    y_hat, y_inverse, projections, identity_norm, eps, inside, row, rows, DIM, CENTRED
+                )  # fmt: skip
+        total = _sum(x, gate_row, y_hat, identity_row, identity_shift)
 
         d_total = load_rows(grad_h, at, inside)
         if input_gain is not None:
@@ -228,12 +251,14 @@ def _rebuild_part(
     gate_row = None if gate is None else per_channel(gate, column, DIM)
     identity_row = None if identity_gain is None else per_channel(identity_gain, column, DIM)
     identity_shift = None if identity_bias is None else per_channel(identity_bias, column, DIM)
-    _, total, x_hat, _, y_hat, _ = _rebuild(
-        kept, identity, carried, None, departure, None, statistics,
-        settle_row, settle_shift, gate_row, identity_row, identity_shift,
-        row[:, None] * DIM + column[None, :], (row < rows)[:, None] & (column < DIM)[None, :], row, rows, CENTRED,
-    )  # fmt: skip
-    return total, x_hat, y_hat
+    at, inside = row[:, None] * DIM + column[None, :], (row < rows)[:, None] & (column < DIM)[None, :]
+    _, x, x_hat, _ = _settle(kept, statistics, settle_row, settle_shift, at, inside, row, rows, CENTRED)
+    y_hat = x
+    if identity_gain is not None:
+        y = _second_stream(identity, carried, departure, x, at, inside)
+        identity_norm: tl.constexpr = 1 if settle_gain is not None else 0
+        y_hat, _ = _normalised(y, statistics, identity_norm, row, rows, CENTRED)
+    return _sum(x, gate_row, y_hat, identity_row, identity_shift), x_hat, y_hat
 
 
 @triton.jit
