@@ -185,6 +185,22 @@ def test_a_compiled_read_sees_forward_mode(monkeypatch: pytest.MonkeyPatch) -> N
     assert fused == [True, False]
 
 
+@pytest.mark.parametrize("kernels", ["fused", "lean"])
+def test_one_compiled_graph_for_streams_of_any_length(kernels: str) -> None:
+    _, (_, place) = transformer_places(2)
+    graphs: list[torch.fx.GraphModule] = []
+    torch._dynamo.reset()
+    read = torch.compile(
+        build_topology("siamese").connection(place, Materials(dim=4, kernels=kernels)).read,
+        fullgraph=True,
+        dynamic=True,
+        backend=lambda graph, _: graphs.append(graph) or graph.forward,
+    )
+    for rows in (3, 5, 20):
+        read(tuple(torch.ones(rows, 4) for _ in range(3)))
+    assert len(graphs) == 1
+
+
 def test_auto_is_plain_for_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     class Shard(Tensor):
         pass

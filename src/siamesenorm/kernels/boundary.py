@@ -12,6 +12,7 @@ gradient is that with respect to each input, whoever else uses the streams.
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 from typing import Any
 
@@ -66,7 +67,7 @@ def _(
     gains, centred = Gains(*rest[3:10]), rest[11]
     check(bounded, output, identity, gains)
     nothing = bounded.new_empty(0)
-    tokens = bounded.shape[:-1].numel()
+    tokens = math.prod(bounded.shape[:-1])
     return (
         bounded.new_empty(bounded.shape),
         nothing if identity is None else bounded.new_empty(bounded.shape),

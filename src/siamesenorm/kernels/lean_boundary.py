@@ -17,6 +17,7 @@ are refused.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def _(
     bounded: Tensor, output: Tensor, identity: Tensor, carrier: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     gains, centred = Gains(*rest[2:9]), rest[10]
-    shape, tokens = bounded.shape, bounded.shape[:-1].numel()
+    shape, tokens = bounded.shape, math.prod(bounded.shape[:-1])
     return (
         bounded.new_empty(shape),
         bounded.new_empty(shape),
