@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from siamesenorm import LanguageModel, Materials, available_topologies, build_language_model, build_topology
 from siamesenorm.errors import UserError
 from siamesenorm.interop.swap_norms import swap_norms
+from siamesenorm.kernels import launch
 from siamesenorm.norms import NormSpec
 from siamesenorm.topologies import fused as fused_connections
 from siamesenorm.topologies import transformer_places
@@ -110,9 +111,15 @@ def test_auto_is_plain_on_a_cpu_to_the_last_bit(topology: str, norm: str) -> Non
     torch.testing.assert_close(found, run(plain), rtol=0, atol=0)
 
 
+def pretend_kernels(monkeypatch: pytest.MonkeyPatch, smallest: int = 0) -> None:
+    """Let there be kernels for every tensor of so many bytes."""
+    monkeypatch.setattr(fused_connections, "has_kernels_for", lambda x: True)
+    monkeypatch.setattr(launch, "SMALLEST", smallest)
+
+
 @pytest.mark.parametrize("topology", FUSED)
 def test_auto_is_fused_where_there_are_kernels(topology: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_connections, "has_kernels_for", lambda x: True)
+    pretend_kernels(monkeypatch)
     auto = tiny_model(topology, kernels="auto")
     with Calls() as calls:
         found = run(auto)
@@ -125,7 +132,7 @@ OPAQUE = "torch.func and forward-mode differentiation cannot see through the fus
 
 def test_auto_is_plain_under_torch_func_and_fused_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its transformations do not see through operators: a function's gradient is that of the plain formulas."""
-    monkeypatch.setattr(fused_connections, "has_kernels_for", lambda x: True)
+    pretend_kernels(monkeypatch)
 
     def gradients(kernels: str) -> dict[str, Tensor]:
         model = tiny_model("siamese", kernels=kernels)
@@ -147,7 +154,7 @@ def test_auto_is_plain_under_forward_mode_and_fused_is_refused(
     topology: str, grad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An operator would lose the tangent, in silence where nothing asks for gradients."""
-    monkeypatch.setattr(fused_connections, "has_kernels_for", lambda x: True)
+    pretend_kernels(monkeypatch)
 
     def tangent(kernels: str) -> Tensor:
         model = tiny_model(topology, kernels=kernels)
@@ -166,9 +173,7 @@ def test_auto_is_plain_under_forward_mode_and_fused_is_refused(
 
 def test_a_compiled_read_sees_forward_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one graph without it and one with it, each used again."""
-    monkeypatch.setattr(fused_connections, "has_kernels_for", lambda x: True)
-    _, (place, _) = transformer_places(2)
-    connection = build_topology("pre").connection(place, Materials(dim=4, kernels="auto"))
+    pretend_kernels(monkeypatch)
     fused: list[bool] = []
 
     def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
@@ -176,13 +181,44 @@ def test_a_compiled_read_sees_forward_mode(monkeypatch: pytest.MonkeyPatch) -> N
         return graph.forward
 
     torch._dynamo.reset()
-    read = torch.compile(connection.read, fullgraph=True, backend=backend)
+    read = torch.compile(read_of("auto"), fullgraph=True, backend=backend)
     streams = torch.ones(2, 4), torch.ones(2, 4)
     for _ in range(2):
         read(streams)
         with forward_ad.dual_level():
             read(streams)
     assert fused == [True, False]
+
+
+def read_of(kernels: str) -> Any:
+    """Return the read of a connection of Pre-Norm."""
+    _, (place, _) = transformer_places(2)
+    return build_topology("pre").connection(place, Materials(dim=4, kernels=kernels)).read
+
+
+def test_auto_is_plain_for_small_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where launching takes the host longer than the plain formulas; who insists gets the operator."""
+    pretend_kernels(monkeypatch, smallest=8 * 4 * 4)
+    for kernels, rows, fused in (("auto", 7, 0), ("auto", 8, 1), ("fused", 7, 1)):
+        with Calls() as calls:
+            read_of(kernels)((torch.ones(rows, 4), torch.ones(rows, 4)))
+        assert calls.counts == [fused, 0]
+
+
+def test_a_compiled_read_of_any_length_sees_small_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one graph for all small ones, and in one for all large ones."""
+    pretend_kernels(monkeypatch, smallest=8 * 4 * 4)
+    fused: list[bool] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
+        fused.append("siamesenorm.boundary" in graph.code)
+        return graph.forward
+
+    torch._dynamo.reset()
+    read = torch.compile(read_of("auto"), fullgraph=True, dynamic=True, backend=backend)
+    for rows in (3, 5, 7, 8, 20, 6, 100):
+        read((torch.ones(rows, 4), torch.ones(rows, 4)))
+    assert fused == [False, True]
 
 
 @pytest.mark.parametrize("kernels", ["fused", "lean"])
@@ -205,20 +241,18 @@ def test_auto_is_plain_for_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     class Shard(Tensor):
         pass
 
-    monkeypatch.setattr(fused_connections, "has_kernels_for", lambda x: True)
-    _, (place, _) = transformer_places(2)
-    connection = build_topology("pre").connection(place, Materials(dim=4, kernels="auto"))
-    streams = torch.ones(2, 4), torch.ones(2, 4)
+    pretend_kernels(monkeypatch)
+    read, streams = read_of("auto"), (torch.ones(2, 4), torch.ones(2, 4))
     with Calls() as calls:
-        connection.read(streams)
+        read(streams)
         assert calls.counts == [1, 0]
-        connection.read(tuple(stream.as_subclass(Shard) for stream in streams))
+        read(tuple(stream.as_subclass(Shard) for stream in streams))
     assert calls.counts == [1, 0]
 
 
 @pytest.mark.parametrize("norm", ["seednorm", "dyt", "rmsnorm:offset=1"])
 def test_auto_is_plain_for_norms_that_the_operator_does_not_know(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_connections, "has_kernels_for", lambda x: True)
+    pretend_kernels(monkeypatch)
     with Calls() as calls:
         found = run(tiny_model("siamese", norm=norm, kernels="auto"))
     assert calls.counts == [0, 0]

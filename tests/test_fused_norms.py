@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from norm_operator_cases import CASES, gradients, tokens, trained
 from siamesenorm.errors import UserError
+from siamesenorm.kernels import launch
 from siamesenorm.kernels import norm as operator
 from siamesenorm.kernels.norm import normalise, normalise_backward
 from siamesenorm.kernels.norm_plain import ACTIVATIONS, Form, Weights
@@ -186,8 +187,26 @@ def test_auto_is_the_formula_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not took_operator(trained("seednorm", DIM), tokens(3, DIM), monkeypatch)
 
 
-def test_auto_is_the_operator_where_there_is_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def pretend_kernels(monkeypatch: pytest.MonkeyPatch, smallest: int = 0) -> None:
+    """Let there be kernels for every tensor of so many bytes."""
     monkeypatch.setattr(norms_norm, "has_kernel", lambda _: True)
+    monkeypatch.setattr(launch, "SMALLEST", smallest)
+
+
+def test_auto_is_the_formula_for_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where launching takes the host longer than the formula; who insists gets the operator."""
+    norm, x = trained("rmsnorm", DIM), tokens(3, DIM)
+    pretend_kernels(monkeypatch, smallest=x.nbytes + 1)
+    assert not took_operator(norm, x, monkeypatch)
+    norm.kernels = "fused"
+    assert took_operator(norm, x, monkeypatch)
+    pretend_kernels(monkeypatch, smallest=x.nbytes)
+    norm.kernels = "auto"
+    assert took_operator(norm, x, monkeypatch)
+
+
+def test_auto_is_the_operator_where_there_is_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_kernels(monkeypatch)
     norm, x = trained("seednorm:dropout=0.5", DIM), tokens(3, DIM)
     assert not took_operator(norm, x, monkeypatch), "dropout"
     assert took_operator(norm.eval(), x, monkeypatch)
@@ -203,7 +222,7 @@ def test_auto_is_the_operator_where_there_is_a_kernel(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("frozen", [True, False])
 def test_forward_mode_keeps_the_tangent(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator would lose it, in silence if nothing asks for gradients."""
-    monkeypatch.setattr(norms_norm, "has_kernel", lambda _: True)
+    pretend_kernels(monkeypatch)
     norm, x = trained("seednorm", DIM).requires_grad_(not frozen), tokens(3, DIM).detach()
 
     def tangent(kernels: str) -> Tensor:
@@ -219,7 +238,7 @@ def test_forward_mode_keeps_the_tangent(frozen: bool, monkeypatch: pytest.Monkey
 
 
 def test_channels_first_takes_the_operator_only_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norms_norm, "has_kernel", lambda _: True)
+    pretend_kernels(monkeypatch)
     norm, x = seed_norm.SeeDNorm(DIM, axis=1), tokens(2, DIM, 5, dtype=torch.float32)
     assert not took_operator(norm, x, monkeypatch)
     expected = norm(x)
@@ -228,7 +247,7 @@ def test_channels_first_takes_the_operator_only_when_told(monkeypatch: pytest.Mo
 
 
 def test_a_compiled_norm_takes_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norms_norm, "has_kernel", lambda _: True)
+    pretend_kernels(monkeypatch)
     graphs: list[torch.fx.GraphModule] = []
     norm = trained("seednorm", DIM, dtype=torch.float32)
     compiled = torch.compile(norm, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)

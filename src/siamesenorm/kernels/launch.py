@@ -29,9 +29,21 @@ def is_transformed() -> bool:
     return forward_ad._current_level >= 0 or bool(torch._C._are_functorch_transforms_active())
 
 
-def shows_itself(x: Tensor) -> bool:
-    """Return whether an operator that knows neither shards (DTensor) nor transformations may be given x."""
-    return type(x) in (Tensor, torch.nn.Parameter) and not is_transformed()
+SMALLEST = 2**20
+"""Bytes of the smallest tensor that "auto" leaves to an operator.
+
+Below, time is the host's, not the device's: forward and backward pass of an operator keep it busy for 0.1 to 0.2 ms,
+longer than the few launches of the plain formulas.
+"""
+
+
+def suits_operator(x: Tensor) -> bool:
+    """Return whether "auto" may leave x to an operator: it must show itself, and be worth the launch.
+
+    An operator knows neither shards (DTensor) nor transformations.
+    """
+    shows_itself = type(x) in (Tensor, torch.nn.Parameter) and not is_transformed()
+    return shows_itself and x.numel() * x.itemsize >= SMALLEST
 
 
 def refuse_transformations(operator: str) -> None:

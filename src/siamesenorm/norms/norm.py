@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.kernels.launch import refuse_transformations, shows_itself
+from siamesenorm.kernels.launch import refuse_transformations, suits_operator
 from siamesenorm.kernels.norm import has_kernel
 from siamesenorm.norms.declared import Declared
 from siamesenorm.norms.function import NormFunction, take_bias, take_gain, take_statistic
@@ -50,10 +50,10 @@ class Norm(Declared):
     kernels: Literal["auto", "plain", "fused"] = "auto"
     """Whether `forward` takes the formula ("plain") or one fused operator; to be set on an instance.
 
-    "auto" takes the operator where a Triton kernel does its work: on CUDA, below fp64, channels last. Under
-    torch.compile it takes the formula, which the compiler fuses with what stands around it, and under torch.func and
-    forward-mode differentiation, which the operator does not support. "fused" insists on the operator, whose arithmetic
-    is plain where there is no kernel.
+    "auto" takes the operator where a Triton kernel does its work and pays: on CUDA, below fp64, channels last, from 1
+    MiB on. Under torch.compile it takes the formula, which the compiler fuses with what stands around it, and under
+    torch.func and forward-mode differentiation, which the operator does not support. "fused" insists on the operator,
+    whose arithmetic is plain where there is no kernel.
     """
     note: str = ""
     """What a run's record should say about how the recipe was read for this width and role; usually nothing."""
@@ -111,7 +111,7 @@ class Norm(Declared):
             return True
         if self.kernels == "plain" or not self.fusible or self.axis != -1 or torch.compiler.is_compiling():
             return False
-        return has_kernel(x) and shows_itself(x)
+        return has_kernel(x) and suits_operator(x)
 
     def zero_(self) -> None:
         """Set the parameters to where the operator returns 0 for every input."""

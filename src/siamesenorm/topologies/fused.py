@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.kernels.boundary import boundary, has_kernels_for
-from siamesenorm.kernels.launch import refuse_transformations, shows_itself
+from siamesenorm.kernels.launch import refuse_transformations, suits_operator
 from siamesenorm.norms.layer_norm import LayerNorm
 from siamesenorm.norms.rms_norm import RMSNorm
 from siamesenorm.topologies.single_stream import SingleStreamClosing, SingleStreamConnection, WeightedSkipConnection
@@ -54,8 +54,8 @@ class FusedConnection(Connection):
     """A connection whose read completes a pending write, in one operator where that may be.
 
     With `kernels="fused"` and "lean" the operator does it everywhere, and norms that it does not know are refused; with
-    "auto" it does it on devices for which there are kernels, if it knows the norms, and the plain formulas do it
-    elsewhere.
+    "auto" it does it on devices for which there are kernels, if it knows the norms, for streams that are large enough
+    for it to pay, and the plain formulas do it elsewhere.
     """
 
     fused_norms: FusedNorms | None
@@ -82,7 +82,7 @@ class FusedConnection(Connection):
         if self.everywhere:
             refuse_transformations("boundary")
             return self.fused_norms
-        return self.fused_norms if has_kernels_for(x) and shows_itself(x) else None
+        return self.fused_norms if has_kernels_for(x) and suits_operator(x) else None
 
 
 def gain_of(part: nn.Module) -> Tensor | None:
