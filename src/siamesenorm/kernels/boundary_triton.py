@@ -41,6 +41,12 @@ def times(x, constant):
 
 
 @triton.jit
+def _sums_of_both(x, y):
+    """Return the sums of x and of y over a row: together, threads exchange and wait once, not twice."""
+    return tl.split(tl.sum(tl.join(x, y), axis=1))
+
+
+@triton.jit
 def _affine(normalised, gain, bias, column, DIM: tl.constexpr):
     result = normalised * per_channel(gain, column, DIM)
     if bias is not None:
@@ -52,10 +58,32 @@ def _affine(normalised, gain, bias, column, DIM: tl.constexpr):
 def _normalise(x, inside, statistics, norm, row, rows, eps, DIM: tl.constexpr, CENTRED: tl.constexpr):
     """Return x^; leave 1 / deviation (and the mean, if it is centred) of norm number `norm` for the backward pass."""
     if CENTRED:
-        mean = tl.sum(x, axis=1) * (1.0 / DIM)
-        tl.store(statistics + (2 * norm + 1) * rows + row, mean, mask=row < rows)
-        x = tl.where(inside, x - mean[:, None], 0.0)
-    inverse = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / DIM) + eps)
+        x = _centre(x, tl.sum(x, axis=1), inside, statistics, norm, row, rows, DIM)
+    return _scale(x, tl.sum(x * x, axis=1), statistics, norm, row, rows, eps, DIM, CENTRED)
+
+
+@triton.jit
+def _normalise_both(x, y, inside, statistics, row, rows, eps, DIM: tl.constexpr, CENTRED: tl.constexpr):
+    """Return x^ and y^ of the norms 0 and 1, as `_normalise` would."""
+    if CENTRED:
+        x_sum, y_sum = _sums_of_both(x, y)
+        x = _centre(x, x_sum, inside, statistics, 0, row, rows, DIM)
+        y = _centre(y, y_sum, inside, statistics, 1, row, rows, DIM)
+    x_squares, y_squares = _sums_of_both(x * x, y * y)
+    x = _scale(x, x_squares, statistics, 0, row, rows, eps, DIM, CENTRED)
+    return x, _scale(y, y_squares, statistics, 1, row, rows, eps, DIM, CENTRED)
+
+
+@triton.jit
+def _centre(x, row_sum, inside, statistics, norm, row, rows, DIM: tl.constexpr):
+    mean = row_sum * (1.0 / DIM)
+    tl.store(statistics + (2 * norm + 1) * rows + row, mean, mask=row < rows)
+    return tl.where(inside, x - mean[:, None], 0.0)
+
+
+@triton.jit
+def _scale(x, squares, statistics, norm, row, rows, eps, DIM: tl.constexpr, CENTRED: tl.constexpr):
+    inverse = tl.rsqrt(squares * (1.0 / DIM) + eps)
     tl.store(statistics + (2 * norm if CENTRED else norm) * rows + row, inverse, mask=row < rows)
     return x * inverse[:, None]
 
@@ -84,14 +112,18 @@ def boundary_forward(
 
     if settle_gain is not None:
         store_rows(unsettled, at, x, inside)
-        x = _normalise(x, inside, statistics, 0, row, rows, eps, DIM, CENTRED)
+        if identity_gain is None:
+            x = _normalise(x, inside, statistics, 0, row, rows, eps, DIM, CENTRED)
+        else:
+            x, y = _normalise_both(x, y, inside, statistics, row, rows, eps, DIM, CENTRED)
         x = _affine(x, settle_gain, settle_bias, column, DIM)
     store_rows(settled, at, x, inside)
 
     if gate is not None:
         x *= per_channel(gate, column, DIM)
     if identity_gain is not None:
-        y = _normalise(y, inside, statistics, identity_norm, row, rows, eps, DIM, CENTRED)
+        if settle_gain is None:
+            y = _normalise(y, inside, statistics, 0, row, rows, eps, DIM, CENTRED)
         x += _affine(y, identity_gain, identity_bias, column, DIM)
     if input_gain is not None:
         x = _normalise(x, inside, statistics, input_norm, row, rows, eps, DIM, CENTRED)
