@@ -13,7 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from siamesenorm.kernels.boundary_triton import load_rows, per_channel, store_rows, times
+from siamesenorm.kernels.boundary_triton import per_channel, times
+from siamesenorm.kernels.rows_triton import load_rows, store_rows
 
 
 @triton.jit

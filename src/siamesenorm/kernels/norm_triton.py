@@ -15,15 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _load(pointer, at, inside):
-    return tl.load(pointer + at, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store(pointer, at, value, inside):
-    tl.store(pointer + at, value.to(pointer.dtype.element_ty), mask=inside)
+from siamesenorm.kernels.rows_triton import load_rows, store_rows
 
 
 @triton.jit
@@ -76,18 +68,18 @@ def norm_forward(
     # As large as the tile, so that weights are read in the tile's layout rather than exchanged between threads.
     channel, of_row = tl.broadcast_to(channel, at.shape), tl.broadcast_to(of_row, at.shape)
 
-    value = _load(x, at, inside)
+    value = load_rows(x, at, inside)
     scale = tl.full((1, HEAD_BLOCK, WIDTH_BLOCK), 0.0, tl.float32) + offset
     if gain is not None:
-        scale += _load(gain, channel, of_row)
+        scale += load_rows(gain, channel, of_row)
     if beta is not None:
-        t = value * (_load(beta, channel, of_row) * dot_scale)
+        t = value * (load_rows(beta, channel, of_row) * dot_scale)
         if dots is not None:
             t = tl.sum(t, axis=2, keep_dims=True)
             tl.store(dots + row * HEADS + head, t, mask=(row < rows) & (head < HEADS))
         s, _ = _activate(t, ACTIVATION)
         if alpha is not None:
-            s *= _load(alpha, channel, of_row)
+            s *= load_rows(alpha, channel, of_row)
         scale += s
     if CENTRED:
         mean = _row_sums(value) * (1.0 / (HEADS * WIDTH))
@@ -97,8 +89,8 @@ def norm_forward(
     tl.store(statistics + row, inverse, mask=row < rows)
     value *= inverse * scale
     if bias is not None:
-        value += _load(bias, channel, of_row)
-    _store(y, at, value, inside)
+        value += load_rows(bias, channel, of_row)
+    store_rows(y, at, value, inside)
 
 
 @triton.jit
@@ -143,20 +135,20 @@ def norm_backward(
     weight_at, weight_inside = tl.broadcast_to(channel, nothing.shape), tl.broadcast_to(of_row, nothing.shape)
     still = nothing + offset
     if gain is not None:
-        still += _load(gain, weight_at, weight_inside)
+        still += load_rows(gain, weight_at, weight_inside)
     alpha_row, beta_row = alpha, beta
     if alpha is not None:
-        alpha_row = _load(alpha, weight_at, weight_inside)
+        alpha_row = load_rows(alpha, weight_at, weight_inside)
     if beta is not None:
-        beta_row = _load(beta, weight_at, weight_inside)
+        beta_row = load_rows(beta, weight_at, weight_inside)
 
     # With several stages, rows to come are on their way to shared memory while this one is computed.
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None, None]
         at = row * (HEADS * WIDTH) + channel
         inside = (row < rows) & of_row
-        value = _load(x, at, inside)
-        dy = _load(grad, at, inside)
+        value = load_rows(x, at, inside)
+        dy = load_rows(grad, at, inside)
         inverse = tl.load(statistics + row, mask=row < rows, other=0.0)
         normalised = value * inverse
         if CENTRED:
@@ -194,7 +186,7 @@ def norm_backward(
         dx = (dx - normalised * (_row_sums(along * scale) * (1.0 / (HEADS * WIDTH)))) * inverse
         if beta is not None:
             dx += through * beta_row
-        _store(grad_x, at, dx, inside)
+        store_rows(grad_x, at, dx, inside)
 
     if partials is not None:
         _store_all_sums(
@@ -222,15 +214,15 @@ def norm_sums(
     d_alpha, d_beta, d_gain, d_bias = nothing, nothing, nothing, nothing
     alpha_row, beta_row = alpha, beta
     if alpha is not None:
-        alpha_row = _load(alpha, channel, inside)
+        alpha_row = load_rows(alpha, channel, inside)
     if beta is not None:
-        beta_row = _load(beta, channel, inside)
+        beta_row = load_rows(beta, channel, inside)
 
     for tile in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
         row = (tile + tl.arange(0, 1)).to(tl.int64)[:, None, None]
         at = row * (HEADS * WIDTH) + channel
-        value = _load(x, at, inside)
-        dy = _load(grad, at, inside)
+        value = load_rows(x, at, inside)
+        dy = load_rows(grad, at, inside)
         along = value
         if CENTRED:
             along -= tl.load(statistics + rows + row)
