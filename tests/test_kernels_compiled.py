@@ -12,7 +12,8 @@ from siamesenorm.kernels.launch import H200, Launch
 from siamesenorm.kernels.norm_plain import Form, Weights
 
 triton = pytest.importorskip("triton")
-SPILLED = 0 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 80
+RECENT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+SPILLED = 0 if RECENT else 80
 """Bytes: Triton 3.6 spills 16 to 80 in the backward pass of the settled boundary, of bf16 rows of 3072 and more."""
 
 NO_SPILLS = [
@@ -99,6 +100,7 @@ def assert_one_wave(what: str, launch: Launch) -> None:
     assert found.resident / 2 <= planned <= found.resident, f"{what}: {planned} of {found.resident}"
 
 
+@pytest.mark.skipif(not RECENT, reason="Triton 3.6 takes 138 and 164 registers for two of SiameseNorm's rows of 128")
 @pytest.mark.parametrize("centred", [False, True], ids=["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("name", BOUNDARIES)
 def test_persistent_programs_of_boundaries_are_resident(name: str, centred: bool) -> None:
