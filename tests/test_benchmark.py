@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from siamesenorm.benchmark import boundary, gpu, norms, peers, step
+from siamesenorm.benchmark.measured_boundary import Boundary
 from siamesenorm.benchmark.results import Results, markdown, noting
 from siamesenorm.benchmark.saved_bytes import kept_for_backward
 from siamesenorm.benchmark.timing import Deadline, Spread, measure, ratio
 from siamesenorm.cli import main
 from siamesenorm.errors import UserError
+from siamesenorm.kernels import boundary as boundary_operator
+from siamesenorm.kernels import boundary_plain
 from siamesenorm.norms import NormSpec
+from siamesenorm.norms.rms_norm import RMSNorm
 from siamesenorm.topologies import Materials, available_topologies, build_topology
 
 CPU = torch.device("cpu")
@@ -55,18 +63,17 @@ def test_kept_memory_is_counted_once_and_without_parameters() -> None:
 @pytest.mark.parametrize("name", available_topologies())
 def test_every_topology_has_a_boundary_to_measure(name: str) -> None:
     materials = Materials(dim=16, norm=NormSpec())
-    built = boundary.Boundary.build(build_topology(name), materials, 8, CPU)
-    h, *streams = built.forward()
-    assert h.shape == (8, 16)
-    assert len(streams) >= 1
-    gradients = torch.autograd.grad(h.sum() + sum(s.sum() for s in streams), built.inputs, allow_unused=True)
-    assert gradients[0] is not None
+    built = Boundary.build(build_topology(name), materials, 8, CPU)
+    results = built.forward()
+    assert results[0].shape == built.close(results).shape == (8, 16)
+    values = built.values(built.forward)
+    assert values["gradient of stream 0"].any() and values["gradient of output"].any()
 
 
 def test_a_fused_boundary_is_the_plain_one() -> None:
     topology = build_topology("siamese")
     plain, fused = (
-        boundary.Boundary.build(topology, Materials(dim=16, kernels=kernels), 8, CPU) for kernels in ("plain", "fused")
+        Boundary.build(topology, Materials(dim=16, kernels=kernels), 8, CPU) for kernels in ("plain", "fused")
     )
     for one, other in zip(plain.forward(), fused.forward(), strict=True):
         torch.testing.assert_close(one, other)
@@ -90,7 +97,8 @@ def test_boundaries_are_measured_and_what_is_missing_is_named() -> None:
 def test_the_least_traffic_is_that_of_the_boundary_that_is_measured() -> None:
     """Hybrid-Pre's MLP settles: 7 passes forward, where the mean of a block's two boundaries is 6.5."""
     materials = Materials(dim=64, kernels="fused")
-    forward, backward = boundary.Boundary.build(build_topology("siamese"), materials, 8, CPU).traffic()
+    built = Boundary.build(build_topology("siamese"), materials, 8, CPU)
+    forward, backward = built.traffic(built.forward)
     statistics, scale = 3 * 8 * 4, 4
     assert (forward - statistics - scale, backward - statistics - scale) == (7 * 8 * 64 * 4, 8 * 8 * 64 * 4)
 
@@ -109,6 +117,67 @@ def test_what_fails_is_noted_and_the_rest_is_measured() -> None:
     assert (late.rows, late.not_measured) == ([], ["siamese, 16 bfloat16: no time was left"])
 
 
+def settings_of_two(**others: object) -> boundary.BoundarySettings:
+    return boundary.BoundarySettings(
+        topologies=("siamese",), dims=(16,), tokens=32, stream_dtypes=("float32",), output_dtype="float32",
+        candidates=("plain", "fused"), rounds=1, **others,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "what"),
+    [
+        ("forward", {"h": lambda h: 2 * h}, "its input differs from the formula by 1 of its length"),
+        ("forward", {"settled": lambda x: torch.cat((x[:-1], x[:1]))}, "its closed state differs"),
+        ("backward", {"identity": lambda x: -x}, "its gradient of stream 1 differs from the formula by 2 of its"),
+        (
+            "backward",
+            {"gains": lambda g: 1.01 * g},
+            "its gradient of read settle.gain differs from the formula by 0.01",
+        ),
+        ("backward", None, "RuntimeError: out of resource: shared memory"),
+    ],
+)
+def test_a_kernel_that_is_wrong_or_fails_is_not_timed(
+    part: str, change: dict[str, Callable[[Tensor], Tensor]] | None, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoiled(*arguments: object) -> object:
+        if change is None:
+            raise RuntimeError("out of resource: shared memory")
+        result = getattr(boundary_plain, part)(*arguments)
+        return result._replace(**{name: alter(getattr(result, name)) for name, alter in change.items()})
+
+    kernels = types.SimpleNamespace(forward=boundary_plain.forward, backward=boundary_plain.backward)
+    setattr(kernels, part, spoiled)
+    monkeypatch.setattr(boundary_operator, "implementation", lambda x: kernels)
+    results = boundary.measure_boundaries(settings_of_two(), "cpu")
+    assert [row["candidate"] for row in results.rows] == ["plain"]
+    (noted,) = results.not_measured
+    assert noted.startswith(f"siamese, 16 float32, fused: {what}")
+
+
+def test_a_norm_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RMSNorm, "fused", lambda self, x: self.formula(x) + 0.01)
+    settings = norms.NormSettings(
+        norms=("rmsnorm",), candidates=("plain", "fused"), dims=(16,), tokens=8, rounds=1, dtype="float32"
+    )
+    results = norms.measure_norms(settings, "cpu")
+    assert [row["candidate"] for row in results.rows] == ["plain"]
+    assert results.not_measured[0].startswith("rmsnorm, 16, fused: its output differs from the formula by 0.")
+
+
+def test_rounds_end_at_the_deadline_but_not_before_the_third() -> None:
+    timings = measure({"a": lambda: None}, device=CPU, rounds=9, deadline=Deadline.after(-1))
+    assert len(timings["a"]) == 3
+
+
+def test_results_so_far_are_seen() -> None:
+    seen: list[int] = []
+    settings = dataclasses.replace(settings_of_two(), topologies=("siamese", "rezero"))
+    results = boundary.measure_boundaries(settings, "cpu", progress=lambda found: seen.append(len(found.rows)))
+    assert seen == [2, 3] and len(results.rows) == 3
+
+
 def test_an_error_is_noted_in_one_line() -> None:
     missing: list[str] = []
     with noting(missing, "pre"):
@@ -118,20 +187,29 @@ def test_an_error_is_noted_in_one_line() -> None:
     assert missing == ["pre: RuntimeError: out of memory", "post: no time was left"]
 
 
+def measure_here(
+    part: str, path: Path, last: float, end: float, rounds: int | None, topologies: tuple[str, ...]
+) -> None:
+    """Measure a part in this process, which pretends to have CUDA."""
+    gpu.measure_part(part, path, last, rounds, topologies)
+
+
 def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the parts of `bench gpu` run on the CPU, at small sizes."""
     small = {
         boundary: boundary.BoundarySettings(topologies=("siamese", "pre"), dims=(2048,), tokens=4, rounds=1,
                                             stream_dtypes=("bfloat16",), candidates=("plain", "fused", "lean")),
         norms: norms.NormSettings(dims=(2048,), tokens=4, rounds=1, candidates=("plain", "fused")),
-        step: step.StepSettings(topologies=("siamese", "dhc-2"), candidates=("fused", "compiled"), dim=16, depth=1,
-                                heads=2, hidden=16, vocabulary=32, batch=1, context=8, rounds=1),
+        step: step.StepSettings(topologies=("siamese", "dhc-2"), candidates=("fused", "compiled"),
+                                rivals=("compiled",), dim=16, depth=1, heads=2, hidden=16, vocabulary=32, batch=1,
+                                context=8, rounds=1),
     }  # fmt: skip
     for module, settings in small.items():
         monkeypatch.setattr(module, "settings_for", lambda _, settings=settings: settings)
         monkeypatch.setattr(module, "resolve_device", lambda _: CPU)
     monkeypatch.setattr(step, "compile_blocks", lambda model: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "measure_apart", measure_here)
 
 
 def test_the_gpu_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,6 +252,47 @@ def test_the_gpu_command_survives_a_part_that_fails(tmp_path: Path, monkeypatch:
     assert files["norms"]["rows"] and files["step"]["rows"]
 
 
+def test_a_part_that_is_killed_leaves_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(name: str, *arguments: object, **options: object) -> list[dict[str, object]]:
+        if name == "pre":
+            raise KeyboardInterrupt
+        return measure_boundary(name, *arguments, **options)
+
+    measure_boundary = boundary.measure_boundary
+    pretend_cuda(monkeypatch)
+    monkeypatch.setattr(boundary, "measure_boundary", killed)
+    path = tmp_path / "boundary.json"
+    with pytest.raises(KeyboardInterrupt):
+        gpu.measure_part("boundary", path, 60)
+    record = json.loads(path.read_text())
+    assert {row["topology"] for row in record["rows"]} == {"siamese"}
+    assert record["not_measured"][-1] == gpu.UNFINISHED
+
+
+@pytest.mark.parametrize(
+    ("code", "minutes", "reason"),
+    [
+        ("import os; os.abort()", 1.0, "its process ended with status -6"),
+        ("import signal; signal.pause()", 1e-4, "no time was left"),
+    ],
+)
+def test_a_process_that_dies_or_hangs_is_noted(
+    code: str, minutes: float, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "COMMAND", [sys.executable, "-c", code])
+    gpu.measure_on_gpu(tmp_path, minutes=minutes)
+    for path in tmp_path.iterdir():
+        assert json.loads(path.read_text())["not_measured"] == [gpu.UNFINISHED, f"{path.stem}: {reason}"]
+
+
+def test_a_part_is_measured_by_a_process_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    assert gpu.measure_apart("step", path, 9.0, 60.0, 2, ("siamese",)) is None
+    (noted,) = json.loads(path.read_text())["not_measured"]
+    assert noted == "step: device 'cuda': torch finds no CUDA device here; choose cpu"
+
+
 def test_the_gpu_command_needs_torch_and_triton_alone(tmp_path: Path) -> None:
     code = (
         "import sys\n"
@@ -203,6 +322,20 @@ def test_steps_are_compared_with_pre_norm() -> None:
     assert reference["step_to_pre"] == {"median": 1.0, "low": 1.0, "high": 1.0}
     assert siamese["kept_to_pre"] > 1
     assert siamese["parameters_to_pre"] > 1
+    assert "step_to_best_pre" not in siamese
+
+
+def test_steps_are_compared_with_the_fastest_pre_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "compile_blocks", lambda model: None)
+    seconds = {"pre": 3.0, "pre, compiled": 2.0, "siamese": 4.0}
+    monkeypatch.setattr(step, "measure", lambda runs, **_: {name: [seconds[name]] for name in runs})
+    settings = step.StepSettings(
+        topologies=("siamese",), candidates=("fused",), rivals=("compiled",), against_plain=(), dim=16, depth=1,
+        heads=2, hidden=16, vocabulary=32, batch=1, context=8,
+    )  # fmt: skip
+    _, siamese = step.measure_steps(settings, "cpu").rows
+    assert siamese["step_to_best_pre"]["median"] == 2.0
+    assert siamese["step_to_pre"]["median"] == pytest.approx(4 / 3, rel=1e-5)
 
 
 def test_steps_are_compared_with_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,10 +55,11 @@ STAND_INS: dict[str, object] = {"liger": Liger, "flash-attn": with_residual, "fl
 
 def install(monkeypatch: pytest.MonkeyPatch, library: str, kernel: object) -> None:
     foreign = FOREIGN_KERNELS[library]
-    parts = foreign.module.split(".")
+    module = foreign.modules[-1]
+    parts = module.split(".")
     for length in range(1, len(parts) + 1):
         monkeypatch.setitem(sys.modules, ".".join(parts[:length]), types.ModuleType(".".join(parts[:length])))
-    setattr(sys.modules[foreign.module], foreign.name, kernel)
+    setattr(sys.modules[module], foreign.name, kernel)
 
 
 def measured(library: str, *, streams: str = "float32", output: str = "float32", norm: str = "rmsnorm") -> Results:

@@ -2,23 +2,24 @@
 
 A boundary is the write of one connection and the read of the next. Candidates are the plain formulas, the same
 compiled, the fused operator where the topology has one, and for Pre-Norm the kernels of other libraries where they are
-installed; the yardstick is a copy on the same machine in the same round, of the bytes that the fused operator must move
-(or, without one, as many as the topology says).
+installed. Each must first compute what the formulas do in fp64, gradients too; the yardstick of its speed is a copy on
+the same machine in the same round, of the bytes that it must move for what it takes, returns and keeps.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from siamesenorm.benchmark.foreign_kernels import FOREIGN_KERNELS, refuse_another_function
-from siamesenorm.benchmark.results import Results, Row, noting
+from siamesenorm.benchmark.agreement import Expected
+from siamesenorm.benchmark.foreign_kernels import FOREIGN_KERNELS
+from siamesenorm.benchmark.measured_boundary import Boundary, Forward, cross
+from siamesenorm.benchmark.results import Progress, Results, Row, noting, unseen
 from siamesenorm.benchmark.saved_bytes import kept_for_backward
 from siamesenorm.benchmark.timing import (
     NO_DEADLINE,
@@ -27,18 +28,18 @@ from siamesenorm.benchmark.timing import (
     Deadline,
     Spread,
     Timings,
+    allow_kept_graphs,
     copy_action,
+    current,
     measure,
     ratio,
     resolve_device,
     rounded,
     share_of_copy_rate,
 )
-from siamesenorm.benchmark.traffic import traffic_of
 from siamesenorm.norms import NormSpec
 from siamesenorm.norms.rms_norm import RMSNorm
-from siamesenorm.topologies import Connection, Kernels, Materials, Streams, Topology, build_topology, transformer_places
-from siamesenorm.topologies.fused import FusedConnection
+from siamesenorm.topologies import Kernels, Materials, Streams, Topology, build_topology
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -68,122 +69,97 @@ def settings_for(device: torch.device) -> BoundarySettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Boundary:
-    """One boundary of a topology, ready to run: the second connection of a block after the first one's write."""
+class Candidate:
+    """One way to compute a boundary."""
 
-    topology: Topology
-    before: Connection
-    after: Connection
-    streams: Streams
-    output: Tensor
-    gradients: tuple[Tensor, ...] = field(default=())
+    boundary: Boundary
+    forward: Forward
+    passes: dict[str, Action]
 
     @classmethod
-    def build(cls, topology: Topology, materials: Materials, tokens: int, device: torch.device) -> Boundary:
-        """Build the boundary before a block's MLP on random streams, which require gradients as do the gains."""
-        attention, mlp = transformer_places(2)[1]
-        generator = torch.Generator(device).manual_seed(0)
-        before, after = (topology.connection(place, materials).to(device) for place in (attention, mlp))
-
-        def random(dtype: torch.dtype | None) -> Tensor:
-            values = torch.randn(tokens, materials.dim, generator=generator, device=device)
-            return values.to(dtype).requires_grad_()
-
-        plain = dataclasses.replace(materials, kernels="plain")  # its reads take settled streams, as the opening's are
-        with torch.no_grad():
-            opened = topology.opening(materials).to(device)(random(materials.residual_dtype))
-            _, read = topology.connection(attention, plain).to(device).read(opened)
-        streams = tuple(stream.detach().clone().requires_grad_(stream.is_floating_point()) for stream in read)
-        return cls(
-            topology=topology, before=before, after=after, streams=streams, output=random(materials.compute_dtype)
-        )
-
-    def forward(self) -> tuple[Tensor, ...]:
-        """Return the next sublayer's input and the streams."""
-        return cross(self.before, self.after, self.streams, self.output)
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        """Everything that receives a gradient: streams, output, gains."""
-        gains = [p for part in (self.before, self.after) for p in part.parameters() if p.requires_grad]
-        return [*self.streams, self.output, *gains]
-
-    def traffic(self) -> tuple[float, float]:
-        """Return the bytes of the least forward and backward pass.
-
-        They are counted on a fused boundary; of others they are the topology's passes by the mean size of its tensors.
-        """
-        tensors = [*self.streams, self.output]
-        if isinstance(self.after, FusedConnection):
-            parameters = [*self.before.parameters(), *self.after.parameters()]
-            return traffic_of(self.forward, tensors, besides=parameters)
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / len(tensors)
-        return self.topology.cost.forward * size, self.topology.cost.backward * size
+    def build(cls, name: str, boundary: Boundary, expected: Expected) -> Candidate:
+        """Run both passes of a candidate once; raises UserError if it cannot, or computes something else."""
+        forward = forward_of(name, boundary)
+        boundary.refuse_other_dtypes(forward)
+        expected.refuse_another(boundary.values(forward))
+        passes = passes_of(boundary, forward)
+        for run in passes.values():
+            run()
+        return cls(boundary=boundary, forward=forward, passes=passes)
 
 
-def cross(before: Connection, after: Connection, streams: Streams, output: Tensor) -> tuple[Tensor, ...]:
-    """Write the output of one sublayer and read for the next."""
-    h, streams = after.read(before.write(streams, output))
-    return (h, *streams)
+def expected_of(topology: Topology, plain: Boundary, materials: Materials) -> Expected:
+    """Return what every candidate of a topology must compute."""
+    exact = plain.in_double(topology, materials)
+    return Expected.of(exact.values(exact.forward), plain.values(plain.forward), coarsest(plain.streams, plain.output))
+
+
+def coarsest(streams: Streams, output: Tensor) -> torch.dtype:
+    """Return bf16 where streams or outputs are, else fp32."""
+    return torch.bfloat16 if torch.bfloat16 in {each.dtype for each in (*streams, output)} else torch.float32
 
 
 def measure_boundaries(
-    settings: BoundarySettings, device_name: str = "auto", deadline: Deadline = NO_DEADLINE
+    settings: BoundarySettings,
+    device_name: str = "auto",
+    deadline: Deadline = NO_DEADLINE,
+    progress: Progress = unseen,
 ) -> Results:
-    """Measure every topology at every width and stream dtype; see `BoundarySettings`."""
+    """Measure every topology at every width and stream dtype; see `BoundarySettings`.
+
+    `progress` is called with the results so far after each. What fails is noted, and the rest goes on.
+    """
     device = resolve_device(device_name)
-    rows: list[Row] = []
-    missing: list[str] = []
+    results = Results(benchmark="boundary", device=str(device), settings=vars(settings))
+    missing = results.not_measured
     for dim, dtype, name in itertools.product(settings.dims, settings.stream_dtypes, settings.topologies):
-        with noting(missing, f"{name}, {dim} {dtype}"):
+        with current(device), allow_kept_graphs(), noting(missing, f"{name}, {dim} {dtype}"):
             deadline.check()
-            rows.extend(measure_boundary(name, dim, dtype, settings, device, missing))
-    return Results(
-        benchmark="boundary", device=str(device), settings=vars(settings), rows=rows,
-        not_measured=list(dict.fromkeys(missing)),
-    )  # fmt: skip
+            results.rows.extend(measure_boundary(name, dim, dtype, settings, device, missing, deadline))
+        progress(results)
+    return results
 
 
 def measure_boundary(
-    name: str, dim: int, dtype: str, settings: BoundarySettings, device: torch.device, missing: list[str]
+    name: str,
+    dim: int,
+    dtype: str,
+    settings: BoundarySettings,
+    device: torch.device,
+    missing: list[str],
+    deadline: Deadline = NO_DEADLINE,
 ) -> list[Row]:
     """Return a row for each candidate of one boundary, and add to `missing` those that cannot be measured, and why."""
-    forwards: dict[str, Callable[[], tuple[Tensor, ...]]] = {}
-    boundaries: dict[str, Boundary] = {}
-    actions = {"copy": copy_action(device)}
-    foreign = settings.foreign if (name, settings.norm) == ("pre", "rmsnorm") else ()
-    for candidate in (*settings.candidates, *foreign):
-        if absent := missing_kernels(name, candidate):
-            missing.append(absent)
-            continue
-        with noting(missing, f"{name}, {dim} {dtype}, {candidate}"):
-            boundary = build_boundary(name, dim, dtype, candidate, settings, device)
-            forward = forward_of(candidate, boundary)
-            actions.update(passes(candidate, boundary, forward))
-            boundaries[candidate], forwards[candidate] = boundary, forward
-    flush = CacheFlush(device) if device.type == "cuda" else None
-    timings = measure(actions, device=device, rounds=settings.rounds, prepare=flush)
-    least = boundaries.get("fused", next(iter(boundaries.values()), None))
-    traffic = (0.0, 0.0) if least is None else least.traffic()
-    return [
-        {"topology": name, "dim": dim, "streams": dtype, "candidate": candidate}
-        | describe(candidate, boundary, timings, forwards[candidate], traffic)
-        for candidate, boundary in boundaries.items()
-    ]
-
-
-def build_boundary(
-    name: str, dim: int, dtype: str, candidate: str, settings: BoundarySettings, device: torch.device
-) -> Boundary:
-    """Return the boundary with the candidate's kernels."""
+    topology = build_topology(name)
     materials = Materials(
         dim=dim,
         norm=NormSpec.parse(settings.norm),
         residual_dtype=DTYPES[dtype],
         compute_dtype=DTYPES[settings.output_dtype],
-        kernels=kernels_of(candidate),
     )
-    return Boundary.build(build_topology(name), materials, settings.tokens, device)
+    foreign = settings.foreign if (name, settings.norm) == ("pre", "rmsnorm") else ()
+
+    def build(kernels: Kernels) -> Boundary:
+        chosen = dataclasses.replace(materials, kernels=kernels)
+        return Boundary.build(topology, chosen, settings.tokens, device)
+
+    expected = expected_of(topology, build("plain"), materials)
+    candidates: dict[str, Candidate] = {}
+    for each in (*settings.candidates, *foreign):
+        if absent := missing_kernels(name, each):
+            missing.extend({absent} - set(missing))
+            continue
+        with noting(missing, f"{name}, {dim} {dtype}, {each}"):
+            candidates[each] = Candidate.build(each, build(kernels_of(each)), expected)
+    actions = {"copy": copy_action(device)}
+    for each, candidate in candidates.items():
+        actions |= {f"{each} {direction}": run for direction, run in candidate.passes.items()}
+    flush = CacheFlush(device) if device.type == "cuda" else None
+    timings = measure(actions, device=device, rounds=settings.rounds, prepare=flush, deadline=deadline)
+    return [
+        {"topology": name, "dim": dim, "streams": dtype, "candidate": each} | describe(each, candidate, timings)
+        for each, candidate in candidates.items()
+    ]
 
 
 def kernels_of(candidate: str) -> Kernels:
@@ -198,76 +174,64 @@ def missing_kernels(topology: str, candidate: str) -> str | None:
     return None if has.get(candidate, True) else f"{topology}: has no {candidate} boundary"
 
 
-def forward_of(candidate: str, boundary: Boundary) -> Callable[[], tuple[Tensor, ...]]:
+def forward_of(candidate: str, boundary: Boundary) -> Forward:
     """Return how a candidate computes the boundary's forward pass; raises UserError for a kernel that cannot."""
     if candidate == "compiled":
         return compiled_forward(boundary)
     return foreign_forward(candidate, boundary) if candidate in FOREIGN_KERNELS else boundary.forward
 
 
-def foreign_forward(library: str, boundary: Boundary) -> Callable[[], tuple[Tensor, ...]]:
-    """Return Pre-Norm's forward pass by another library; raises UserError unless it computes what ours does."""
+def foreign_forward(library: str, boundary: Boundary) -> Forward:
+    """Return Pre-Norm's forward pass by another library; raises UserError if it is not here."""
     kernel = FOREIGN_KERNELS[library].load()
     (norm,) = (part for part in boundary.after.modules() if isinstance(part, RMSNorm))
     (stream,) = boundary.streams
 
-    def forward() -> tuple[Tensor, Tensor]:
-        return kernel(boundary.output, stream, norm.gain, norm.eps)
-
-    refuse_another_function(forward(), boundary.forward())
-    return forward
+    return lambda: kernel(boundary.output, stream, norm.gain, norm.eps)
 
 
-def compiled_forward(boundary: Boundary) -> Callable[[], tuple[Tensor, ...]]:
+def compiled_forward(boundary: Boundary) -> Forward:
     """Return the boundary's forward pass as the compiler makes it, without recompilation between boundaries."""
     torch._dynamo.reset()
     compiled = torch.compile(cross, fullgraph=True, dynamic=False)
     return lambda: compiled(boundary.before, boundary.after, boundary.streams, boundary.output)
 
 
-def passes(candidate: str, boundary: Boundary, forward: Callable[[], tuple[Tensor, ...]]) -> dict[str, Action]:
-    """Return the forward pass, without a graph, and the backward pass of a graph made once."""
-    outputs = forward()
-    gradients = [torch.randn_like(output) for output in outputs]
-    inputs = boundary.inputs
+def passes_of(boundary: Boundary, forward: Forward) -> dict[str, Action]:
+    """Return the forward pass as training runs it, with all that it keeps, and the backward pass of a graph made once.
 
-    def ahead() -> None:
-        with torch.no_grad():
-            forward()
+    The compiler leaves out what is kept, and so does less, where there is no gradient.
+    """
+    outputs = forward()
+    gradients = boundary.gradients(outputs)
+    inputs = list(boundary.inputs.values())
 
     def back() -> None:
         torch.autograd.grad(outputs, inputs, gradients, retain_graph=True, allow_unused=True)
 
-    return {f"{candidate} forward": ahead, f"{candidate} backward": back}
+    return {"forward": forward, "backward": back}
 
 
-def describe(
-    candidate: str,
-    boundary: Boundary,
-    timings: Timings,
-    forward: Callable[[], tuple[Tensor, ...]],
-    traffic: tuple[float, float],
-) -> dict[str, Any]:
+def describe(name: str, candidate: Candidate, timings: Timings) -> dict[str, Any]:
     """Return times, the share of the copy rate at the least traffic, ratios to the compiler, and what is kept."""
     record: dict[str, Any] = {}
-    for direction, moved in zip(("forward", "backward"), traffic, strict=True):
-        seconds = timings[f"{candidate} {direction}"]
+    moved = candidate.boundary.traffic(candidate.forward)
+    for direction, size in zip(("forward", "backward"), moved, strict=True):
+        seconds = timings[f"{name} {direction}"]
         record[f"{direction}_ms"] = Spread.of([1e3 * one for one in seconds])
-        record[f"{direction}_share_of_copy_rate"] = share_of_copy_rate(moved, seconds, timings["copy"])
+        record[f"{direction}_share_of_copy_rate"] = share_of_copy_rate(size, seconds, timings["copy"])
     if "compiled forward" in timings:
         both = {
-            name: [f + b for f, b in zip(timings[f"{name} forward"], timings[f"{name} backward"], strict=True)]
-            for name in {candidate, "compiled"}
+            each: [f + b for f, b in zip(timings[f"{each} forward"], timings[f"{each} backward"], strict=True)]
+            for each in {name, "compiled"}
         }
-        record["both_to_compiled"] = ratio(both, candidate, "compiled")
-    record |= kept_of(boundary, forward)
-    return rounded(record)
+        record["both_to_compiled"] = ratio(both, name, "compiled")
+    return rounded(record | kept_of(candidate.boundary, candidate.forward))
 
 
-def kept_of(boundary: Boundary, forward: Callable[[], tuple[Tensor, ...]]) -> dict[str, Any]:
+def kept_of(boundary: Boundary, forward: Forward) -> dict[str, Any]:
     """Return what the backward pass keeps of a boundary: whole tensors of the streams' size, and scalars a token."""
-    parameters: list[nn.Parameter] = [*boundary.before.parameters(), *boundary.after.parameters()]
-    kept = kept_for_backward(forward, besides=parameters)
+    kept = kept_for_backward(forward, besides=boundary.parameters)
     tokens = boundary.output.shape[0]
     sizes = [piece.bytes for piece in kept]
     whole = boundary.output.numel() * min(tensor.element_size() for tensor in (*boundary.streams, boundary.output))

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from siamesenorm.benchmark.results import Results, Row, noting
+from siamesenorm.benchmark.agreement import Expected, perturb, random_like
+from siamesenorm.benchmark.results import Progress, Results, Row, noting, unseen
 from siamesenorm.benchmark.timing import (
     NO_DEADLINE,
+    Action,
     CacheFlush,
     Deadline,
     Spread,
     Timings,
+    allow_kept_graphs,
     allow_many_graphs,
     copy_action,
+    current,
     measure,
     ratio,
     resolve_device,
@@ -50,36 +52,50 @@ def settings_for(device: torch.device) -> NormSettings:
     )
 
 
-def measure_norms(settings: NormSettings, device_name: str = "auto", deadline: Deadline = NO_DEADLINE) -> Results:
-    """Measure every operator in every way at every width, as ratios to RMSNorm computed the same way."""
+def measure_norms(
+    settings: NormSettings,
+    device_name: str = "auto",
+    deadline: Deadline = NO_DEADLINE,
+    progress: Progress = unseen,
+) -> Results:
+    """Measure every operator in every way at every width, as ratios to RMSNorm computed the same way.
+
+    `progress` is called with the results so far after each width. What fails is noted, and the rest goes on.
+    """
     device = resolve_device(device_name)
-    rows: list[Row] = []
-    missing: list[str] = []
-    with allow_many_graphs():
+    results = Results(benchmark="norms", device=str(device), settings=vars(settings))
+    with allow_many_graphs(), allow_kept_graphs():
         for dim in settings.dims:
-            with noting(missing, f"norms, {dim}"):
+            with current(device), noting(results.not_measured, f"norms, {dim}"):
                 deadline.check()
-                rows.extend(measure_width(dim, settings, device, missing, deadline))
-    return Results(benchmark="norms", device=str(device), settings=vars(settings), rows=rows, not_measured=missing)
+                results.rows.extend(measure_width(dim, settings, device, results.not_measured, deadline))
+            progress(results)
+    return results
 
 
 def measure_width(
     dim: int, settings: NormSettings, device: torch.device, missing: list[str], deadline: Deadline
 ) -> list[Row]:
     """Return a row for each operator and candidate at one width, and add to `missing` what cannot be measured."""
-    dtype = getattr(torch, settings.dtype)
-    x = torch.randn(settings.tokens, dim, device=device).to(dtype).requires_grad_()
-    gradient = torch.randn_like(x)
-    actions: dict[str, Callable[[], object]] = {"copy": copy_action(device)}
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    x = random_like(torch.empty(settings.tokens, dim, dtype=dtype, device=device), 0).requires_grad_()
+    actions: dict[str, Action] = {"copy": copy_action(device)}
     built: list[tuple[str, str]] = []
-    for name, candidate in itertools.product(settings.norms, settings.candidates):
-        with noting(missing, f"{name}, {dim}, {candidate}"):
-            deadline.check()
-            run = prepared(build_norm(name, dim).to(device), candidate)
-            actions.update(passes(f"{candidate} {name}", run, x, gradient))
-            built.append((name, candidate))
+    for name in settings.norms:
+        exact = values_of(build(name, "plain", x), x.detach().double().requires_grad_())
+        expected = Expected.of(exact, values_of(build(name, "plain", x), x), dtype)
+        for candidate in settings.candidates:
+            with noting(missing, f"{name}, {dim}, {candidate}"):
+                deadline.check()
+                norm = build(name, candidate, x)
+                expected.refuse_another(values_of(norm, x))
+                passes = passes_of(norm, x)
+                for run in passes.values():
+                    run()
+                actions |= {f"{candidate} {name} {direction}": run for direction, run in passes.items()}
+                built.append((name, candidate))
     flush = CacheFlush(device) if device.type == "cuda" else None
-    timings = measure(actions, device=device, rounds=settings.rounds, prepare=flush)
+    timings = measure(actions, device=device, rounds=settings.rounds, prepare=flush, deadline=deadline)
     size = x.numel() * x.element_size()
     return [
         {"norm": name, "dim": dim, "dtype": settings.dtype, "candidate": candidate}
@@ -100,24 +116,30 @@ def describe(name: str, reference: str, timings: Timings, size: int) -> Row:
     return rounded(row)
 
 
-def prepared(norm: Norm, candidate: str) -> Callable[[Tensor], Tensor]:
-    """Return the norm as the candidate computes it."""
+def build(name: str, candidate: str, x: Tensor) -> Norm:
+    """Return the norm for x as the candidate computes it."""
+    norm = build_norm(name, x.shape[-1]).to(x.device)
+    perturb(norm)
     norm.kernels = "fused" if candidate == "fused" else "plain"
     if candidate == "compiled":
         norm.compile(fullgraph=True, dynamic=False)
     return norm
 
 
-def passes(name: str, norm: Callable[[Tensor], Tensor], x: Tensor, gradient: Tensor) -> dict[str, Callable[[], object]]:
-    """Return the forward pass, without a graph, and the backward pass of a graph made once."""
+def values_of(norm: Norm, x: Tensor) -> dict[str, Tensor]:
+    """Return the norm of x and all gradients."""
+    inputs = {"x": x, **dict(norm.named_parameters())}
     y = norm(x)
-    inputs = [x, *norm.parameters()] if isinstance(norm, Norm) else [x]
+    gradients = torch.autograd.grad(y, list(inputs.values()), random_like(y, 1))
+    return {"output": y.detach()} | {f"gradient of {k}": one for k, one in zip(inputs, gradients, strict=True)}
 
-    def ahead() -> None:
-        with torch.no_grad():
-            norm(x)
+
+def passes_of(norm: Norm, x: Tensor) -> dict[str, Action]:
+    """Return the forward pass with what it keeps, and the backward pass of a graph made once."""
+    y = norm(x)
+    inputs, gradient = [x, *norm.parameters()], random_like(y, 1)
 
     def back() -> None:
         torch.autograd.grad(y, inputs, gradient, retain_graph=True)
 
-    return {f"{name} forward": ahead, f"{name} backward": back}
+    return {"forward": lambda: norm(x), "backward": back}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +26,8 @@ COLUMNS = {
         "backward_share_of_copy_rate", "both_to_compiled", "kept_tensors", "kept_scalars_a_token",
     ),
     "step": (
-        "topology", "candidate", "step_ms", "step_to_pre", "step_to_plain", "tokens_per_second", "kept_to_pre",
-        "parameters_to_pre", "peak_bytes",
+        "topology", "candidate", "step_ms", "step_to_pre", "step_to_best_pre", "step_to_plain", "tokens_per_second",
+        "kept_to_pre", "parameters_to_pre", "peak_bytes",
     ),
     "norms": (
         "norm", "dim", "candidate", "forward_ms", "backward_ms", "forward_share_of_copy_rate",
@@ -46,8 +46,14 @@ class Results:
     benchmark: str
     device: str
     settings: dict[str, Any]
-    rows: list[Row]
+    rows: list[Row] = field(default_factory=list)
     not_measured: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> Results:
+        """Return what a file holds."""
+        record = json.loads(path.read_text())
+        return cls(device=record.pop("environment")["device"], **record)
 
     def to_json(self) -> dict[str, Any]:
         """Return everything with the environment."""
@@ -89,6 +95,14 @@ class Results:
             print(f"not measured: {line}", file=sys.stderr)
         if self.rows:
             print(self.table(), flush=True)
+
+
+Progress = Callable[[Results], None]
+"""Sees results while they come in."""
+
+
+def unseen(results: Results) -> None:
+    """Look at no results before their end."""
 
 
 @contextmanager

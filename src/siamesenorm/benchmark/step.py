@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,13 +13,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from siamesenorm.benchmark.boundary import kernels_of, missing_kernels
-from siamesenorm.benchmark.results import Results, Row, noting
+from siamesenorm.benchmark.results import Progress, Results, Row, noting, unseen
 from siamesenorm.benchmark.saved_bytes import kept_for_backward
 from siamesenorm.benchmark.timing import (
     NO_DEADLINE,
+    Action,
     Deadline,
     Spread,
     allow_many_graphs,
+    current,
     measure,
     ratio,
     resolve_device,
@@ -37,12 +41,14 @@ class StepSettings:
     """The model (width, depth, heads, MLP, vocabulary), the batch, and what is compared with what.
 
     A candidate is "plain", "compiled" (by block), "fused" or "lean" (by block, around such boundaries). Every candidate
-    of a topology is divided by the same candidate of Pre-Norm, and for the topologies `against_plain` by the plain one.
-    `precision` "bfloat16" is autocast with streams of `residual_dtype`.
+    of a topology is divided by the same candidate of Pre-Norm, and by the fastest of that one and Pre-Norm's `rivals`
+    beside it; for the topologies `against_plain` also by the plain one. `precision` "bfloat16" is autocast with streams
+    of `residual_dtype`.
     """
 
     topologies: tuple[str, ...] = ("pre", "post", "residual", "siamese", "siamese-post-pre", "dhc-2", "mhc-4")
     candidates: tuple[str, ...] = ("plain", "compiled")
+    rivals: tuple[str, ...] = ()
     against_plain: tuple[str, ...] = ("pre", "siamese")
     dim: int = 512
     depth: int = 4
@@ -63,8 +69,9 @@ def settings_for(device: torch.device) -> StepSettings:
         return StepSettings()
     return StepSettings(
         topologies=("pre", "siamese", "siamese-post-pre", "post", "residual", "dhc-2", "mhc-4"),
-        candidates=("fused", "compiled"), against_plain=(), dim=2048, depth=4, heads=16, hidden=8192, vocabulary=50304,
-        batch=8, context=2048, precision="bfloat16", residual_dtype="bfloat16", rounds=20,
+        candidates=("fused", "compiled"), rivals=("compiled",), against_plain=(), dim=2048, depth=4, heads=16,
+        hidden=8192, vocabulary=50304, batch=8, context=2048, precision="bfloat16", residual_dtype="bfloat16",
+        rounds=20,
     )  # fmt: skip
 
 
@@ -117,34 +124,60 @@ class TrainingStep:
         return sum(piece.bytes for piece in kept_for_backward(self.loss, besides=self.model.parameters()))
 
 
-def measure_steps(settings: StepSettings, device_name: str = "auto", deadline: Deadline = NO_DEADLINE) -> Results:
-    """Measure every candidate of every topology against the same candidate of Pre-Norm, in one interleaved run."""
+def measure_steps(
+    settings: StepSettings,
+    device_name: str = "auto",
+    deadline: Deadline = NO_DEADLINE,
+    progress: Progress = unseen,
+) -> Results:
+    """Measure every candidate of every topology against the same candidate of Pre-Norm, in one interleaved run.
+
+    `progress` is called with the results so far after each candidate. What fails is noted, and the rest goes on.
+    """
     device = resolve_device(device_name)
-    rows: list[Row] = []
-    missing: list[str] = []
+    results = Results(benchmark="step", device=str(device), settings=vars(settings))
     for candidate in settings.candidates:
-        torch._dynamo.reset()
-        steps: dict[str, TrainingStep] = {}
-        kept: dict[str, int] = {}
-        with allow_many_graphs(), noting(missing, candidate):
-            for topology in dict.fromkeys((REFERENCE, *settings.topologies)):
-                if absent := missing_kernels(topology, candidate):
-                    missing.append(f"{candidate}, {absent}")
-                    continue
-                with noting(missing, f"{topology}, {candidate}"):
-                    deadline.check()
-                    step = TrainingStep.build(topology, candidate, settings, device)
-                    kept[topology] = step.kept_bytes()
-                    step.run()
-                    steps[topology] = step
-            if REFERENCE in steps:
-                rows.extend(compare(candidate, steps, kept, settings, device))
-    for row in rows:
+        with current(device), allow_many_graphs(), noting(results.not_measured, candidate):
+            results.rows.extend(measure_candidate(candidate, settings, device, results.not_measured, deadline))
+        progress(results)
+    for row in results.rows:
         if row["topology"] in settings.against_plain and row["candidate"] != "plain":
-            with allow_many_graphs(), noting(missing, f"{row['topology']}, {row['candidate']} to plain"):
+            what = f"{row['topology']}, {row['candidate']} to plain"
+            with current(device), allow_many_graphs(), noting(results.not_measured, what):
                 deadline.check()
                 row |= rounded({"step_to_plain": step_to_plain(row["topology"], row["candidate"], settings, device)})
-    return Results(benchmark="step", device=str(device), settings=vars(settings), rows=rows, not_measured=missing)
+            progress(results)
+    return results
+
+
+def measure_candidate(
+    candidate: str, settings: StepSettings, device: torch.device, missing: list[str], deadline: Deadline
+) -> list[Row]:
+    """Return a row for each topology, none without Pre-Norm, and add to `missing` what cannot be measured."""
+    torch._dynamo.reset()
+    steps: dict[str, TrainingStep] = {}
+    rivals: dict[str, TrainingStep] = {}
+    kept: dict[str, int] = {}
+
+    def build(topology: str, each: str) -> TrainingStep:
+        deadline.check()
+        step = TrainingStep.build(topology, each, settings, device)
+        step.run()
+        return step
+
+    for rival in settings.rivals:
+        if rival != candidate:
+            with noting(missing, f"{REFERENCE}, {rival}"):
+                rivals[f"{REFERENCE}, {rival}"] = build(REFERENCE, rival)
+    for topology in dict.fromkeys((REFERENCE, *settings.topologies)):
+        if absent := missing_kernels(topology, candidate):
+            missing.append(f"{candidate}, {absent}")
+            continue
+        with noting(missing, f"{topology}, {candidate}"):
+            step = build(topology, candidate)
+            kept[topology] = step.kept_bytes()
+            steps[topology] = step
+    return compare(candidate, steps, kept, settings, device, rivals, deadline) if REFERENCE in steps else []
 
 
 def compare(
@@ -153,10 +186,16 @@ def compare(
     kept: dict[str, int],
     settings: StepSettings,
     device: torch.device,
+    rivals: Mapping[str, TrainingStep] = MappingProxyType({}),
+    deadline: Deadline = NO_DEADLINE,
 ) -> list[Row]:
-    """Return a row for each topology: step time, its ratio to Pre-Norm's, tokens a second, memory."""
-    actions: dict[str, Callable[[], object]] = {name: step.run for name, step in steps.items()}
-    timings = measure(actions, device=device, rounds=settings.rounds)
+    """Return a row for each topology: step time, its ratio to Pre-Norm's, tokens a second, memory.
+
+    `rivals` are other Pre-Norm models: with them the ratio to the fastest Pre-Norm is told besides.
+    """
+    runs: dict[str, Action] = {name: step.run for name, step in (steps | dict(rivals)).items()}
+    timings = measure(runs, device=device, rounds=settings.rounds, deadline=deadline)
+    best = min((REFERENCE, *rivals), key=lambda name: statistics.median(timings[name]))
     tokens = settings.batch * settings.context
     rows = []
     for name, step in steps.items():
@@ -164,14 +203,16 @@ def compare(
         record: dict[str, Any] = {
             "topology": name,
             "candidate": candidate,
-            "step_ms": Spread.of([1e3 * seconds for seconds in timings[name]]),
+            "step_ms": Spread.of([1e3 * each for each in timings[name]]),
             "step_to_pre": ratio(timings, name, REFERENCE),
-            "tokens_per_second": Spread.of([tokens / seconds for seconds in timings[name]]),
+            "tokens_per_second": Spread.of([tokens / each for each in timings[name]]),
             "kept_bytes": kept[name],
             "kept_to_pre": kept[name] / kept[REFERENCE],
             "parameters": parameters,
             "parameters_to_pre": parameters / count_parameters(steps[REFERENCE].model)[0],
         }
+        if rivals:
+            record["step_to_best_pre"] = ratio(timings, name, best)
         if device.type == "cuda":
             record["peak_bytes"] = peak_bytes(step)
         rows.append(rounded(record))

@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ Action = Callable[[], object]
 Timings = dict[str, list[float]]
 """Seconds of every candidate, one a round."""
 COPIED_BYTES = 1 << 28
+FEWEST_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,44 @@ class Spread:
         return f"{self.median:.3g} [{self.low:.3g}, {self.high:.3g}]"
 
 
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A moment of the monotonic clock from which on nothing more is begun."""
+
+    moment: float = math.inf
+
+    @classmethod
+    def after(cls, seconds: float) -> Deadline:
+        """Return the moment so many seconds from now."""
+        return cls(time.monotonic() + seconds)
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is past."""
+        return time.monotonic() > self.moment
+
+    def check(self) -> None:
+        """Raise UserError if it is past."""
+        if self.passed:
+            raise UserError("no time was left")
+
+
+NO_DEADLINE = Deadline()
+
+
 def measure(
-    actions: Mapping[str, Action], *, device: torch.device, rounds: int, warmup: int = 2, prepare: Action | None = None
+    actions: Mapping[str, Action],
+    *,
+    device: torch.device,
+    rounds: int,
+    warmup: int = 2,
+    prepare: Action | None = None,
+    deadline: Deadline = NO_DEADLINE,
 ) -> Timings:
     """Return the seconds of every action in every round; the order turns by one from round to round.
 
     `prepare` runs before each action, untimed (it may flush a cache). On CUDA the time is that between two events.
+    After the deadline no round begins, but three there are.
     """
     for _ in range(warmup):
         for action in actions.values():
@@ -61,6 +94,8 @@ def measure(
     timings: Timings = {name: [] for name in actions}
     names = list(actions)
     for number in range(rounds):
+        if number >= FEWEST_ROUNDS and deadline.passed:
+            break
         first = number % len(names)
         for name in names[first:] + names[:first]:
             if prepare is not None:
@@ -96,6 +131,13 @@ def allow_many_graphs() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def allow_kept_graphs() -> Iterator[None]:
+    """Let a compiled backward pass run many times on one graph: it must not write over what the graph keeps."""
+    with torch._functorch.config.patch(donated_buffer=False):
+        yield
+
+
 class CacheFlush:
     """Overwrite more memory than the last cache holds, so that every candidate reads from memory; for milliseconds.
 
@@ -111,26 +153,6 @@ class CacheFlush:
         """Overwrite the memory."""
         for _ in range(self.times):
             self.memory.zero_()
-
-
-@dataclass(frozen=True, slots=True)
-class Deadline:
-    """A moment of the monotonic clock from which on nothing more is begun."""
-
-    moment: float = math.inf
-
-    @classmethod
-    def after(cls, seconds: float) -> Deadline:
-        """Return the moment so many seconds from now."""
-        return cls(time.monotonic() + seconds)
-
-    def check(self) -> None:
-        """Raise UserError if it is past."""
-        if time.monotonic() > self.moment:
-            raise UserError("no time was left")
-
-
-NO_DEADLINE = Deadline()
 
 
 def copy_action(device: torch.device) -> Action:
@@ -156,6 +178,11 @@ def resolve_device(name: str) -> torch.device:
     if name.startswith("cuda") and not available:
         raise UserError(f"device {name!r}: torch finds no CUDA device here; choose cpu")
     return torch.device(name)
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a CUDA device the current one, by which events and memory are counted."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def rounded(record: Mapping[str, Any]) -> dict[str, Any]:
