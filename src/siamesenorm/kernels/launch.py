@@ -99,7 +99,8 @@ H200 = Processor(count=132, memory=232_448)
 ON_THEIR_WAY = 96 * 1024
 """Bytes of a multiprocessor's shared memory for rows to come: three times what hides the latency of an H200's memory.
 
-That takes 4.8 TB/s x 0.8 us / 132, or 29 kB. What is further ahead only costs registers, for its addresses.
+That takes 4.8 TB/s x 0.8 us / 132, or 29 kB. What is further ahead only costs registers, for its addresses; one tile
+is ahead wherever it fits.
 """
 
 
@@ -132,9 +133,10 @@ class Walk:
         """
         resident = max(1, threads // (32 * warps))
         programs = max(1, min(processor.count * resident // parts, tiles))
+        one_ahead = resident * tile_bytes
         # A little memory is needed for the sums over a row.
-        room = max(0, min(ON_THEIR_WAY, processor.memory - 8192))
-        return cls(programs, stages=1 + min(most_ahead, room // (resident * tile_bytes)))
+        fitting = max(0, processor.memory - 8192) // one_ahead
+        return cls(programs, stages=1 + min(most_ahead, fitting, max(1, ON_THEIR_WAY // one_ahead)))
 
 
 @cache
