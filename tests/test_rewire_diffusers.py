@@ -220,6 +220,10 @@ def lacks_a_weight(directory: Path) -> None:
     save_file(weights, directory / WEIGHTS)
 
 
+def has_a_stray_weight(directory: Path) -> None:
+    save_file({**load_file(directory / WEIGHTS), "stray": torch.zeros(2)}, directory / WEIGHTS)
+
+
 def has_a_pickle(directory: Path) -> None:
     torch.save(load_file(directory / WEIGHTS), directory / "diffusion_pytorch_model.bin")
     (directory / WEIGHTS).unlink()
@@ -229,7 +233,8 @@ def has_a_pickle(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lacks_a_weight, "lacks 1 weights, such as norm_out.closing.identity_norm.bias"),
+        (has_a_stray_weight, r"no place in the model, 1 weight \(stray\)"),
+        (lacks_a_weight, r"lacks 1 weight \(norm_out.closing.identity_norm.bias\)"),
         (has_a_pickle, "has no safetensors weights"),
         (lambda directory: (directory / "config.json").write_text("{"), "config.json cannot be read"),
         (lambda directory: (directory / "config.json").write_text("[]"), "holds no configuration"),

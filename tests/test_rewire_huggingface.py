@@ -526,11 +526,27 @@ def test_what_the_files_lack_is_an_error_of_ours(family: str, initial: float, tm
     lost = "model.layers.1.mlp_connection.settle.gain"
     del weights[lost]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=f"lacks 1 weights, such as {lost}"):
+    with pytest.raises(UserError, match=rf"lacks 1 weight \({lost}\): its files"):
         siamesenorm.from_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     # transformers warns, and draws what is missing: a gain of 1, which Gemma's norms store as 0.
     assert (loaded.get_parameter(lost) == initial).all()
+
+
+def test_weights_without_a_place_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    _, model = rewired()
+    model.save_pretrained(tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**record, "num_hidden_layers": 1}))
+    with pytest.raises(UserError, match=r"no place in the model, \d+ weights \(model.layers.1.\S+, \S+, \S+, \.\.\.\)"):
+        siamesenorm.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({**weights, "stray": torch.zeros(2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"no place in the model, 1 weight \(stray\)"):
+        siamesenorm.from_pretrained(tmp_path)
 
 
 def test_the_class_of_the_host_does_not_take_it(tmp_path: Path) -> None:

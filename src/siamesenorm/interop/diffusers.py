@@ -19,7 +19,7 @@ from diffusers import ModelMixin  # by this name a pipeline knows how to load wh
 from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.library import read_config, weights_file
+from siamesenorm.interop.library import read_config, require_whole, weights_file
 from siamesenorm.interop.surgery import Step, replay_steps
 
 PREFIX = "SiameseNorm"
@@ -37,8 +37,8 @@ def adopt(model: nn.Module, steps: Sequence[Step]) -> None:
 def load(path: str | Path, **options: Any) -> nn.Module:
     """Return the operated model that `save_pretrained` wrote to a directory.
 
-    `options` are those of diffusers' `from_pretrained`. Raises UserError for a directory that holds none, or not all
-    of its weights.
+    `options` are those of diffusers' `from_pretrained`. Raises UserError for a directory that holds none, or other
+    weights than its own.
     """
     name = str(read_config(Path(path)).get("_class_name", ""))
     if not name.startswith(PREFIX):
@@ -46,9 +46,7 @@ def load(path: str | Path, **options: Any) -> nn.Module:
     kind: Any = operated_class(_host_named(name))
     weights_file(Path(path))
     model, found = kind.from_pretrained(path, **{"local_files_only": True, **options}, output_loading_info=True)
-    if found["missing_keys"]:
-        absent = sorted(found["missing_keys"])
-        raise UserError(f"{path} lacks {len(absent)} weights, such as {absent[0]}: save the model again")
+    require_whole(Path(path), found)
     loaded: nn.Module = model
     return loaded
 

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,29 @@ def stored_dtype(file: Path) -> torch.dtype:
         found = [tensors.get_slice(name).get_dtype() for name in tensors.keys()]  # noqa: SIM118  it is no mapping
     floating = [dtype for dtype in found if dtype in DTYPES] or ["F32"]
     return DTYPES[max(set(floating), key=floating.count)]
+
+
+def require_whole(directory: Path, info: Mapping[str, Any], *, ignored: Sequence[str] = ()) -> None:
+    """Raise UserError unless the weights of a directory are those of its model: all, of its shapes, and no others.
+
+    `info` is what `output_loading_info=True` adds in transformers and diffusers; `ignored` are patterns of the names
+    that may be there without a place in the model.
+    """
+    found = {
+        "lacks": info.get("missing_keys", ()),
+        "has, with no place in the model,": [
+            name for name in info.get("unexpected_keys", ()) if not any(re.search(one, name) for one in ignored)
+        ],
+        "has in another shape": [name for name, *_ in info.get("mismatched_keys", ())],
+    }
+    wrong = [f"{verb} {_counted(sorted(names))}" for verb, names in found.items() if names]
+    if wrong:
+        raise UserError(f"{directory} {', and '.join(wrong)}: its files are not those of its config.json")
+
+
+def _counted(names: Sequence[str]) -> str:
+    weights = "1 weight" if len(names) == 1 else f"{len(names)} weights"
+    return f"{weights} ({', '.join([*names[:3], *(['...'] if len(names) > 3 else [])])})"
 
 
 @contextmanager

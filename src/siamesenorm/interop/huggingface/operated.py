@@ -28,6 +28,7 @@ from siamesenorm.interop.huggingface.operated_configuration import (
     host_classes,
     operated_config,
 )
+from siamesenorm.interop.library import require_whole
 from siamesenorm.interop.rewire.block import RewiredBlock
 from siamesenorm.interop.rewire.families import FAMILIES
 from siamesenorm.interop.rewire.hidden_states import keep_recording
@@ -155,8 +156,8 @@ def _settle(model: Any) -> None:
 def load(path: str | Path, **options: Any) -> nn.Module:
     """Return the operated model that `save_pretrained` wrote to a directory.
 
-    `options` are those of transformers' `from_pretrained`. Raises UserError for a directory that holds none, or not all
-    of its weights.
+    `options` are those of transformers' `from_pretrained`. Raises UserError for a directory that holds none, or other
+    weights than its own.
     """
     record = json.loads((Path(path) / "config.json").read_bytes())
     architecture = (record.get("architectures") or ["model of no named architecture"])[0]
@@ -172,9 +173,7 @@ def load(path: str | Path, **options: Any) -> nn.Module:
         **{"dtype": "auto", "use_safetensors": True, "local_files_only": True, **options},
         output_loading_info=True,
     )
-    if found["missing_keys"]:
-        absent = sorted(found["missing_keys"])
-        raise UserError(f"{path} lacks {len(absent)} weights, such as {absent[0]}: save the model again")
+    require_whole(Path(path), found)
     loaded: nn.Module = model
     return loaded
 
