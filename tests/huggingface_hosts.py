@@ -68,3 +68,14 @@ def gradients(model: nn.Module, tokens: Tensor = TOKENS) -> dict[str, Tensor]:
     model.zero_grad()
     model(tokens, labels=tokens).loss.backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+class Wrapped(transformers.PreTrainedModel):
+    """What people put around a model: a model of transformers that initialises what has no weights yet."""
+
+    config_class = transformers.PreTrainedConfig
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(transformers.PreTrainedConfig())
+        self.inner, self.score = inner, nn.Linear(DIM, 1)
+        self.post_init()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from itertools import product
@@ -18,6 +19,7 @@ pytest.importorskip("transformers")
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, StaticCache
 from transformers.utils import logging
 
+from huggingface_hosts import Wrapped
 from siamesenorm import LanguageModel, available_norms, available_topologies, build_language_model
 from siamesenorm.errors import UserError
 from siamesenorm.interop.huggingface import SiameseNormConfig, SiameseNormForCausalLM, SiameseNormModel
@@ -105,6 +107,31 @@ def test_a_native_model_is_held_not_copied() -> None:
     assert model.model is native and not model.training
     assert torch.equal(model(tokens()).logits, native(tokens()).logits)
     assert model.config.to_native().to_json() == native.config.to_json()
+
+
+@pytest.mark.parametrize("way", ["held", "built", "loaded"])
+def test_nothing_draws_the_weights_again(way: str, tmp_path: Path) -> None:
+    native = native_model()
+    model = SiameseNormForCausalLM.from_native(native) if way == "held" else causal_model()
+    if way == "loaded":
+        model.save_pretrained(tmp_path)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for inner in (model, copy.deepcopy(model)):
+        Wrapped(inner)
+        Wrapped(inner.model)
+        inner.init_weights()
+        assert torch.equal(inner(tokens()).logits, native(tokens()).logits)
+
+
+def test_a_configuration_draws_the_native_weights_wherever_it_is_built() -> None:
+    native = build_language_model("nano", topology="deepnorm", **TINY)
+    native.reset_parameters(3)
+    config = SiameseNormConfig.from_native(native.config, seed=3)
+    with torch.device("meta"):
+        empty = SiameseNormForCausalLM(config)
+    empty.to_empty(device="cpu").init_weights()
+    for model in (SiameseNormForCausalLM(config), empty):
+        assert torch.equal(model(tokens()).logits, native(tokens()).logits)
 
 
 # --- the configuration

@@ -25,6 +25,7 @@ from huggingface_hosts import (  # noqa: E402
     PRE_NORM,
     TOKENS,
     VOCABULARY,
+    Wrapped,
     build_config,
     build_host,
     gradients,
@@ -422,7 +423,85 @@ def test_deepnorm_scales_the_initial_weights_it_declares() -> None:
         torch.testing.assert_close(model.state_dict()[weight], factor * host.state_dict()[weight])
 
 
+@torch.no_grad()
+def test_deepnorm_scales_what_is_drawn(tmp_path: Path) -> None:
+    """Weights of a model that is built, of one that gets its memory later, and what a file lacks; never loaded ones."""
+    from safetensors.torch import load_file, save_file
+
+    def scaled(model: nn.Module) -> bool:
+        attention = model.get_submodule("model.layers.1.self_attn")
+        ratio = attention.v_proj.weight.std() / attention.q_proj.weight.std()
+        return bool(ratio == pytest.approx((8 * DEPTH) ** -0.25, rel=0.2))
+
+    config = build_config("llama", num_key_value_heads=2, hidden_size=64, intermediate_size=64)
+    with torch.device("meta"):
+        empty = transformers.AutoModelForCausalLM.from_config(config)
+    rewire(empty, "deepnorm", preserve=False)
+    empty.to_empty(device="cpu").init_weights()
+    assert scaled(empty) and logits(empty).isfinite().all()
+    before = logits(empty)
+    empty.init_weights()
+    assert torch.equal(logits(empty), before)
+    assert scaled(transformers.AutoModelForCausalLM.from_config(empty.config))
+    empty.save_pretrained(tmp_path)
+    assert torch.equal(logits(siamesenorm.from_pretrained(tmp_path)), before)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.self_attn.v_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert scaled(loaded)
+    assert torch.equal(loaded.model.layers[0].self_attn.v_proj.weight, empty.model.layers[0].self_attn.v_proj.weight)
+
+
 # --- saving and loading
+
+
+@pytest.mark.parametrize("family", HOSTS)
+def test_nothing_draws_the_weights_again(family: str, tmp_path: Path) -> None:
+    model = build_host(family)
+    if family in PRE_NORM:
+        rewire(model, topology_for(family))
+    else:
+        swap_norms(model, "seednorm")
+    moved(model).save_pretrained(tmp_path)
+    expected = logits(model)
+    for source in (model, siamesenorm.from_pretrained(tmp_path)):
+        for inner in (source, copy.deepcopy(source)):
+            Wrapped(inner)
+            assert torch.equal(logits(inner), expected)
+            Wrapped(inner.base_model)
+            assert torch.equal(logits(inner), expected)
+            inner.init_weights()
+            assert torch.equal(logits(inner), expected)
+
+
+def test_nothing_draws_again_what_an_adapter_trained() -> None:
+    peft = pytest.importorskip("peft")
+    _, model = rewired()
+    connections = ["attention_connection", "mlp_connection", "closing"]
+    options = {"target_modules": "all-linear", "modules_to_save": connections, "init_lora_weights": False}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**options))
+    merged = moved(adapted).merge_and_unload().eval()
+    expected = logits(merged)
+    Wrapped(merged).init_weights()
+    merged.init_weights()
+    assert torch.equal(logits(merged), expected)
+
+
+@torch.no_grad()
+def test_inside_another_model_it_is_built_and_loaded(tmp_path: Path) -> None:
+    _, model = rewired("gemma2", "dhc-2")
+
+    class Composite(Wrapped):
+        def __init__(self, config: Any) -> None:
+            super().__init__(transformers.AutoModelForCausalLM.from_config(copy.deepcopy(model.config)))
+
+    Composite.config_class = transformers.PreTrainedConfig
+    whole = Composite(None)
+    assert logits(whole.inner).isfinite().all()
+    moved(whole).save_pretrained(tmp_path)
+    loaded = Composite.from_pretrained(tmp_path)
+    assert torch.equal(logits(loaded.inner), logits(whole.inner))
 
 
 @pytest.mark.parametrize("family", PRE_NORM)

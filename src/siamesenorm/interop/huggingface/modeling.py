@@ -20,11 +20,11 @@ from transformers.utils.generic import can_return_tuple
 from siamesenorm.errors import UserError
 from siamesenorm.interop.huggingface.attention import LayerCache, attention_mask_for, steps_of
 from siamesenorm.interop.huggingface.configuration import SiameseNormConfig
+from siamesenorm.interop.huggingface.initialisation import is_initialised, mark_initialised, refill_constants
 from siamesenorm.interop.huggingface.recorder import Recorder, StreamsOfBlock
 from siamesenorm.interop.stored_model import compute_in
 from siamesenorm.models.block import add_losses
 from siamesenorm.models.language import LanguageModel
-from siamesenorm.norms import Declared
 from siamesenorm.sublayers.cache import KeyValueCache
 from siamesenorm.sublayers.modulated import Losses
 from siamesenorm.sublayers.rotary import Rotation
@@ -87,18 +87,24 @@ class SiameseNormPreTrainedModel(PreTrainedModel):
         self.model.head = value
 
     @torch.no_grad()
-    def initialize_weights(self) -> None:
-        """Draw the weights that no checkpoint gave, as the native model draws them; give constants their values."""
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        """Draw the weights that no checkpoint gave, as the native model draws them, when the model itself is met."""
+        if is_initialised(self):  # what was added to it since, and what copies it
+            super()._initialize_weights(module, is_custom_code)
+        elif module is self:
+            self._draw_missing()
+            mark_initialised(self)
+        if module is self:
+            refill_constants(self)
+
+    def _draw_missing(self) -> None:
         parameters = dict(self.model.named_parameters())
-        given = {name: p for name, p in parameters.items() if getattr(p, "_is_hf_initialized", False)}
+        given = {name: parameter for name, parameter in parameters.items() if is_initialised(parameter)}
         if len(given) < len(parameters):
             kept = {name: parameter.clone() for name, parameter in given.items()}
             self.model.reset_parameters(self.config.seed)
             for name, values in kept.items():
                 parameters[name].copy_(values)
-        for module in self.model.modules():
-            if isinstance(module, Declared):
-                module.refill_constants()
 
     def run_blocks(
         self,
@@ -229,6 +235,7 @@ class SiameseNormForCausalLM(SiameseNormPreTrainedModel, GenerationMixin):
             held = cls(SiameseNormConfig.from_native(native.config, **options))
         held.model = native
         held.config.dtype = native.embedding.weight.dtype
+        mark_initialised(held)
         held._compute_in_dtype_of_parameters()
         held.train(native.training)
         return held

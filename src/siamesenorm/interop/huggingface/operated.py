@@ -23,18 +23,20 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from siamesenorm.errors import UserError
 from siamesenorm.interop.derived_class import made, original_class, without
+from siamesenorm.interop.huggingface.initialisation import is_initialised, mark_initialised, refill_constants
 from siamesenorm.interop.huggingface.operated_configuration import (
     PREFIX,
     host_classes,
     operated_config,
 )
 from siamesenorm.interop.library import require_whole
+from siamesenorm.interop.rewire.attention_norms import scale_drawn_weights
 from siamesenorm.interop.rewire.block import RewiredBlock
 from siamesenorm.interop.rewire.families import FAMILIES
 from siamesenorm.interop.rewire.hidden_states import keep_recording
 from siamesenorm.interop.surgery import Step, replay_steps
 from siamesenorm.norms import Declared
-from siamesenorm.norms.declared import assign
+from siamesenorm.norms.declared import assign, declared_parameters
 
 REWIRED = "Rewired"
 """Stands before the name of a backbone inside an operated model."""
@@ -60,23 +62,25 @@ class OperatedModel:
         _settle(self)
 
     @torch.no_grad()
-    def initialize_weights(self) -> None:
-        """Initialise what no checkpoint gave: new parameters at their declared values, and all constants."""
-        ours = [module for module in self.modules() if isinstance(module, Declared)]  # type: ignore[attr-defined]
-        for module in ours:  # Gemma would take our RMSNorm, by its name, for its own
-            module._is_hf_initialized = True  # type: ignore[assignment]
-        super().initialize_weights()  # type: ignore[misc]
-        for module in ours:
-            for name, declaration in module.declarations.items():
-                parameter = module.get_parameter(name)
-                if not getattr(parameter, "_is_hf_initialized", False):
-                    initial = torch.tensor(declaration.initial, dtype=parameter.dtype, device=parameter.device)
-                    assign(parameter, initial)
-            module.refill_constants()
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        """Initialise what no checkpoint gave; new parameters and constants with the model itself, which comes last."""
+        model: Any = self
+        if module is model:
+            if not is_initialised(model):
+                _initialise_declared(model)
+                scale_drawn_weights(model, keep=is_initialised)
+            refill_constants(model)
+        super()._initialize_weights(module, is_custom_code)  # type: ignore[misc]
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
         """Do nothing: saving writes the file of code, where transformers would copy this one."""
+
+
+def _initialise_declared(model: nn.Module) -> None:
+    for _, parameter, declaration in declared_parameters(model):
+        if not is_initialised(parameter):
+            assign(parameter, torch.tensor(declaration.initial, dtype=parameter.dtype, device=parameter.device))
 
 
 def operated_class(host: type) -> type[Any]:
@@ -134,10 +138,8 @@ def adopt(model: nn.Module, steps: Sequence[Step]) -> None:
             if isinstance(value, PreTrainedConfig) and id(value) in copies:
                 vars(module)[name] = copies[id(value)]
     model.name_or_path = ""
-    for module in model.modules():
-        if isinstance(module, Declared):
-            for parameter in module.parameters(recurse=False):
-                parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        mark_initialised(model)
     _settle(model)
 
 
@@ -149,6 +151,8 @@ def _settle(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module._no_split_modules = {*(module._no_split_modules or ()), *rewired}
+        if isinstance(module, Declared):  # Gemma would take our RMSNorm, by its name, for its own
+            mark_initialised(module)
     # Conversions between the names of a checkpoint and those of the host: files of this model have its own names.
     vars(model).pop("_weight_conversions", None)
 

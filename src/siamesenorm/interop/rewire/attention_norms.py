@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -72,11 +74,20 @@ def normalise_projections(host: Host, operator: NormSpec) -> None:
                 block.set_submodule(path, NormedProjection(projection, norm).train(projection.training))
 
 
-@torch.no_grad()
 def scale_initial_weights(host: Host, topology: Topology) -> None:
-    """Multiply weights by the factors that a topology declares for their initialisation."""
+    """Multiply weights by the factors that a topology declares for their initialisation, and note these beside them."""
     for block in host.blocks:
         for role, path in host.anatomy.projections.items():
             factor = topology.initial_factor(role, len(host.blocks))
             if factor != 1.0:
-                block.get_parameter(f"{path}.weight").mul_(factor)
+                block.get_submodule(path).initial_factor = factor  # type: ignore[assignment]
+    scale_drawn_weights(host.backbone)
+
+
+@torch.no_grad()
+def scale_drawn_weights(model: nn.Module, keep: Callable[[nn.Parameter], bool] = lambda weight: False) -> None:
+    """Multiply weights that were just drawn by the factors noted beside them, those apart that are to be kept."""
+    for module in model.modules():
+        factor = vars(module).get("initial_factor")
+        if factor is not None and not keep(weight := module.get_parameter("weight")):
+            weight.mul_(factor)

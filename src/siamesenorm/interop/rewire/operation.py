@@ -70,9 +70,7 @@ def rewire(
     before = fates_of_old_norms(model, host, old, preserve=preserve)
     known = norms_of(model)
     # Nothing of the model was touched above, and nothing can fail below.
-    wiring = Wiring(topology=resolved, norm=operator, attention_norm=attention_norm)
-    if not preserve:
-        scale_initial_weights(host, resolved)
+    wiring = Wiring(topology=resolved, norm=operator, attention_norm=attention_norm, preserve=preserve)
     wiring.install(host, parts)
     record_step(model, wiring.to_json())
     fates = (*before, *fates_of_new_norms(model, known.values(), preserve=preserve))
@@ -86,6 +84,7 @@ class Wiring:
     topology: Topology
     norm: NormSpec
     attention_norm: NormSpec | None
+    preserve: bool
 
     def to_json(self) -> dict[str, Any]:
         """Return what `replay` reads."""
@@ -94,6 +93,7 @@ class Wiring:
             "topology": topology_to_json(self.topology),
             "norm": self.norm.to_json(),
             "attention_norm": self.attention_norm and self.attention_norm.to_json(),
+            "preserve": self.preserve,
         }
 
     @classmethod
@@ -106,17 +106,23 @@ class Wiring:
             topology=topology_from_json(record["topology"]),
             norm=NormSpec.from_json(record["norm"]),
             attention_norm=record["attention_norm"] and NormSpec.from_json(record["attention_norm"]),
+            preserve=record.get("preserve", True),  # older records do not say, and need not: files hold the weights
         )
 
     def install(self, host: Host, parts: Parts) -> None:
-        """Put the parts in the place of the host's residual path, and norms into its attention."""
+        """Put the parts in the place of the host's residual path, and norms into its attention.
+
+        Unless a function is to be preserved, weights are multiplied by the topology's factors for their initialisation.
+        """
+        if not self.preserve:
+            scale_initial_weights(host, self.topology)
         if self.attention_norm:
             normalise_projections(host, self.attention_norm)
         parts.install(host)
 
 
 def replay(model: nn.Module, record: Mapping[str, Any]) -> None:
-    """Repeat on a freshly built host the structural part of a rewiring, for weights to be loaded into."""
+    """Repeat a rewiring on a freshly built host, for weights to be loaded into, or to be trained from scratch."""
     host, wiring = find_host(model, FAMILIES), Wiring.from_json(record)
     wiring.install(host, Parts.build(host, wiring.topology, wiring.norm, read_norms(host)))
 
