@@ -248,6 +248,14 @@ def test_damaged_files_are_refused(read: Any, damage: Any, message: str, tmp_pat
         read(tmp_path)
 
 
+def test_options_that_cannot_be_met_are_refused(tmp_path: Path) -> None:
+    _, model = rewired()
+    model.save_pretrained(tmp_path)
+    for option in ({"device_map": "auto"}, {"output_loading_info": True}):
+        with pytest.raises(UserError, match=f"^{next(iter(option))}: .* leave it out"):
+            siamesenorm.from_pretrained(tmp_path, **option)
+
+
 # --- the pipeline
 
 

@@ -628,6 +628,20 @@ def test_weights_without_a_place_are_refused(tmp_path: Path) -> None:
         siamesenorm.from_pretrained(tmp_path)
 
 
+def test_the_options_of_the_library_apply(tmp_path: Path) -> None:
+    _, model = rewired(auto=transformers.AutoModelForSequenceClassification, num_labels=3)
+    model.save_pretrained(tmp_path)
+    for name in ("dtype", "torch_dtype"):
+        loaded = siamesenorm.from_pretrained(tmp_path, **{name: torch.bfloat16})
+        assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    with pytest.raises(UserError, match="^output_loading_info: .* leave it out$"):
+        siamesenorm.from_pretrained(tmp_path, output_loading_info=True)
+    with pytest.raises(UserError, match=r"has in another shape 1 weight \(score.weight\)"):
+        siamesenorm.from_pretrained(tmp_path, num_labels=4)
+    loaded = siamesenorm.from_pretrained(tmp_path, num_labels=4, ignore_mismatched_sizes=True)
+    assert loaded.score.weight.shape[0] == 4
+
+
 def test_the_class_of_the_host_does_not_take_it(tmp_path: Path) -> None:
     for family in PRE_NORM:
         host, model = rewired(family)

@@ -19,7 +19,7 @@ from diffusers import ModelMixin  # by this name a pipeline knows how to load wh
 from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.library import read_config, require_whole, weights_file
+from siamesenorm.interop.library import read_config, refuse_loading_info, require_whole, weights_file
 from siamesenorm.interop.surgery import Step, replay_steps
 
 PREFIX = "SiameseNorm"
@@ -40,6 +40,7 @@ def load(path: str | Path, **options: Any) -> nn.Module:
     `options` are those of diffusers' `from_pretrained`. Raises UserError for a directory that holds none, or other
     weights than its own.
     """
+    refuse_loading_info(options)
     name = str(read_config(Path(path)).get("_class_name", ""))
     if not name.startswith(PREFIX):
         raise UserError(f"{path} holds no operated model of diffusers: its class is {name or 'not given'}")
@@ -66,8 +67,13 @@ class OperatedModel:
         """Load a saved model; `options` are those of diffusers' `from_pretrained`.
 
         The model is built with its constants, never on the meta device, where these would stay. Weights are safetensors
-        unless the options say otherwise: diffusers would take a pickle where there are none.
+        unless the options say otherwise: diffusers would take a pickle where there are none. Raises UserError for a
+        `device_map`, which needs the meta device.
         """
+        if options.get("device_map") is not None:
+            raise UserError(
+                "device_map: an operated model of diffusers is built in memory: leave it out, and use .to()"
+            )
         options = {"use_safetensors": True, **options, "low_cpu_mem_usage": False}
         return super().from_pretrained(path, **options)  # type: ignore[misc]
 

@@ -85,6 +85,12 @@ def require_whole(directory: Path, info: Mapping[str, Any], *, ignored: Sequence
         raise UserError(f"{directory} {', and '.join(wrong)}: its files are not those of its config.json")
 
 
+def refuse_loading_info(options: Mapping[str, Any]) -> None:
+    """Raise UserError for an option that asks what a load reports: it is refused unless there is nothing to report."""
+    if "output_loading_info" in options:
+        raise UserError("output_loading_info: a model that loads has all its weights, and no others: leave it out")
+
+
 def _counted(names: Sequence[str]) -> str:
     weights = "1 weight" if len(names) == 1 else f"{len(names)} weights"
     return f"{weights} ({', '.join([*names[:3], *(['...'] if len(names) > 3 else [])])})"

@@ -66,9 +66,9 @@ def from_pretrained(path: str | Path, **options: Any) -> nn.Module:
     """Return the model at `path`, in evaluation mode: one that was rewired or had its norms swapped, or a native one.
 
     An operated model comes back as what it is in its library (transformers, diffusers, timm), in the dtype of its
-    weights, with that library's `options` (`dtype`, `device_map`, ...). A native one, from a run, a checkpoint or an
-    exported directory, comes back as a `LanguageModel`. Nothing is downloaded, and weights are safetensors. Raises
-    UserError for a directory that holds none of these, or not all of their weights.
+    weights, in timm in fp32, with that library's `options` (`dtype`; `device_map` in transformers; ...). A native one,
+    from a run, a checkpoint or an exported directory, comes back as a `LanguageModel`. Nothing is downloaded, and
+    weights are safetensors. Raises UserError for a directory that holds none of these, or other weights than theirs.
     """
     directory = Path(path)
     if not directory.is_dir():

@@ -29,7 +29,7 @@ from siamesenorm.interop.huggingface.operated_configuration import (
     host_classes,
     operated_config,
 )
-from siamesenorm.interop.library import require_whole
+from siamesenorm.interop.library import refuse_loading_info, require_whole
 from siamesenorm.interop.rewire.attention_norms import scale_drawn_weights
 from siamesenorm.interop.rewire.block import RewiredBlock
 from siamesenorm.interop.rewire.families import FAMILIES
@@ -163,6 +163,7 @@ def load(path: str | Path, **options: Any) -> nn.Module:
     `options` are those of transformers' `from_pretrained`. Raises UserError for a directory that holds none, or other
     weights than its own.
     """
+    refuse_loading_info(options)
     record = json.loads((Path(path) / "config.json").read_bytes())
     architecture = (record.get("architectures") or ["model of no named architecture"])[0]
     host = getattr(transformers, architecture.removeprefix(PREFIX).removeprefix(REWIRED), None)
@@ -172,11 +173,12 @@ def load(path: str | Path, **options: Any) -> nn.Module:
             "operated_class(host).from_pretrained of siamesenorm.interop.huggingface"
         )
     register(host.config_class)  # type: ignore[arg-type]
-    model, found = operated_class(host).from_pretrained(
-        path,
-        **{"dtype": "auto", "use_safetensors": True, "local_files_only": True, **options},
-        output_loading_info=True,
-    )
+    defaults: dict[str, Any] = {"use_safetensors": True, "local_files_only": True, "ignore_mismatched_sizes": True}
+    if "torch_dtype" not in options:  # the old name of dtype, which gives way to the new one
+        defaults["dtype"] = "auto"
+    model, found = operated_class(host).from_pretrained(path, **{**defaults, **options}, output_loading_info=True)
+    if options.get("ignore_mismatched_sizes"):
+        found = {**found, "mismatched_keys": ()}
     require_whole(Path(path), found)
     loaded: nn.Module = model
     return loaded
