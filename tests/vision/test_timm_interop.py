@@ -134,6 +134,17 @@ def test_options_of_create_model_apply_on_loading(tmp_path: Path) -> None:
     assert loaded.blocks[-1].drop_path1.drop_prob == pytest.approx(0.3)
 
 
+@pytest.mark.parametrize("build", [registered, converted])
+@torch.no_grad()
+def test_another_size_of_images_resamples_the_position_embedding(build: Any, tmp_path: Path) -> None:
+    model = build()
+    interop.save_pretrained(model, tmp_path)
+    loaded = interop.load(tmp_path, img_size=96).eval()
+    model.set_input_size((96, 96))
+    images = torch.randn(2, 3, 96, 96)
+    assert torch.equal(loaded(images), model(images))
+
+
 TIMM_ALONE = """
 import conftest, sys, timm
 for path in sys.argv[1:]:

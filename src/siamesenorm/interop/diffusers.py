@@ -71,9 +71,7 @@ class OperatedModel:
         `device_map`, which needs the meta device.
         """
         if options.get("device_map") is not None:
-            raise UserError(
-                "device_map: an operated model of diffusers is built in memory: leave it out, and use .to()"
-            )
+            raise UserError("device_map: operated models of diffusers are built in memory: leave it out, and use .to()")
         options = {"use_safetensors": True, **options, "low_cpu_mem_usage": False}
         return super().from_pretrained(path, **options)  # type: ignore[misc]
 

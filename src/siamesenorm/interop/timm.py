@@ -15,6 +15,7 @@ from typing import Any
 
 import timm
 from timm.models import build_model_with_cfg, generate_default_cfgs, model_entrypoint, register_model, save_for_hf
+from timm.models.vision_transformer import checkpoint_filter_fn  # by which position embeddings fit another size
 from torch import nn
 
 from siamesenorm.errors import UserError
@@ -129,7 +130,9 @@ def _create(
         return model
 
     features = {"out_indices": 3, "feature_cls": "getter"}
-    model: nn.Module = build_model_with_cfg(build, name, pretrained, feature_cfg=features, **options)
+    model: nn.Module = build_model_with_cfg(
+        build, name, pretrained, feature_cfg=features, pretrained_filter_fn=checkpoint_filter_fn, **options
+    )
     return model
 
 
