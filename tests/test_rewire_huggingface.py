@@ -369,6 +369,15 @@ def test_lora_attaches_saves_and_loads(targets: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(loaded.merge_and_unload()), logits(adapted), rtol=1e-4, atol=1e-4)
 
 
+def test_lora_wants_to_be_told_its_targets() -> None:
+    """PEFT has a list of defaults by model type: README.md and docs/what-will-not-work.md say what to give."""
+    peft = pytest.importorskip("peft")
+    host, model = rewired()
+    peft.get_peft_model(host, peft.LoraConfig(task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match="specify `target_modules`"):
+        peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM"))
+
+
 @pytest.mark.parametrize("family", PRE_NORM)
 def test_lora_attaches_to_every_family(family: str) -> None:
     peft = pytest.importorskip("peft")
@@ -640,6 +649,15 @@ def test_the_options_of_the_library_apply(tmp_path: Path) -> None:
         siamesenorm.from_pretrained(tmp_path, num_labels=4)
     loaded = siamesenorm.from_pretrained(tmp_path, num_labels=4, ignore_mismatched_sizes=True)
     assert loaded.score.weight.shape[0] == 4
+
+
+def test_an_error_of_the_library_is_told_whole_in_one_line(tmp_path: Path) -> None:
+    _, model = rewired()
+    model.save_pretrained(tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**record, "hidden_size": "many"}))
+    with pytest.raises(UserError, match=r"^\S+ cannot be loaded: .*'hidden_size': .*many.*$"):
+        siamesenorm.from_pretrained(tmp_path)
 
 
 def test_the_class_of_the_host_does_not_take_it(tmp_path: Path) -> None:

@@ -352,7 +352,8 @@ def test_a_model_with_adapters(operation: str, way: str) -> None:
     model = build_host("llama")
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     reason = refusal(adapted if way == "the wrapper" else model, OPERATIONS[operation])
-    assert "is an adapter of PEFT" in reason or "inside a" in reason
+    remedies = "merge and unload it, swap the norms of the model, and", "merge and unload it, rewire the model, and"
+    assert any(remedy in reason for remedy in remedies) or "inside a" in reason
     expected, plain = logits(adapted.eval()), adapted.merge_and_unload()
     rewire(plain, "siamese")
     torch.testing.assert_close(logits(plain), expected, rtol=1e-3, atol=1e-3)

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import timm
 import torch
+from safetensors.torch import load_file, save_file
 from timm.data import resolve_model_data_config
 from torch import nn
 from vision_models import DIM, IMAGES, SMALL, build_host, moved
 
+import siamesenorm
 from siamesenorm import rewire
 from siamesenorm.errors import UserError
 from siamesenorm.interop import timm as interop
@@ -143,6 +145,17 @@ def test_another_size_of_images_resamples_the_position_embedding(build: Any, tmp
     model.set_input_size((96, 96))
     images = torch.randn(2, 3, 96, 96)
     assert torch.equal(loaded(images), model(images))
+
+
+def test_an_error_of_timm_is_told_whole_in_one_line(tmp_path: Path) -> None:
+    interop.save_pretrained(converted(), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["blocks.1.mlp.fc1.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"^\S+ cannot be loaded: Error\(s\) .*: .* \"blocks.1.mlp.fc1.weight\"\.$"):
+        siamesenorm.from_pretrained(tmp_path)
+    with pytest.raises(UserError, match="use siamese-post-pre, or siamesenorm.rewire with preserve=True"):
+        timm.create_model(NAME, topology="siamese", **SMALL)
 
 
 TIMM_ALONE = """

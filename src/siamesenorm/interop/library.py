@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,14 +99,20 @@ def _counted(names: Sequence[str]) -> str:
 
 @contextmanager
 def told_in_one_line(directory: Path) -> Iterator[None]:
-    """Turn whatever a library raises over a directory into the first sentence of it."""
+    """Turn whatever a library raises over a directory into a UserError of one line."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:  # of any class: libraries raise their own over damaged files
-        sentence = re.split(r"\n|(?<=[.!?]) ", str(error).strip() or type(error).__name__)[0]
-        raise UserError(f"{directory} cannot be loaded: {sentence}") from error
+        raise UserError(f"{directory} cannot be loaded: {_in_one_line(error)}") from error
+
+
+def _in_one_line(error: Exception) -> str:
+    """Return the first sentence of an error; where it only announces what follows, that too, shortened."""
+    text = str(error).strip() or type(error).__name__
+    sentence: str = re.split(r"\n|(?<=[.!?]) ", text)[0]
+    return textwrap.shorten(text, 240, placeholder=" ...") if sentence.endswith(":") else sentence
 
 
 @contextmanager

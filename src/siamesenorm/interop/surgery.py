@@ -58,8 +58,8 @@ def refuse_unsavable(model: nn.Module, operation: str) -> None:
             )
         if type(module).__module__.startswith("peft.tuners."):
             raise UserError(
-                f"{name} is an adapter of PEFT ({type(module).__name__}), saved without its model: merge it and unload "
-                f"it, {operation}, and attach adapters then"
+                f"{name} is an adapter of PEFT ({type(module).__name__}), saved without its model: merge and unload "
+                f"it, {operation} the model, and attach adapters then"
             )
 
 

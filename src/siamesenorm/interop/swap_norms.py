@@ -13,6 +13,7 @@ from torch import nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.interop.foreign_norms import Unreadable, looks_like_norm, read_norm
+from siamesenorm.interop.rewire.host_norms import inheriting
 from siamesenorm.interop.rewire.native import on_the_residual_path, refuse_native_inside, swapped_config
 from siamesenorm.interop.surgery import record_step, refuse_unsavable
 from siamesenorm.models.language import LanguageModel
@@ -211,14 +212,7 @@ def _replacement(
     old = next(module.parameters(), None)
     affine = module.affine if isinstance(module, Norm) else function.affine
     like = old if old is not None else next(filter(torch.is_floating_point, model.parameters()), torch.empty(0))
-    inherited = {"eps": function.eps, "offset": function.offset if function.gain is not None else None}
-    options = {
-        option: value
-        for option, value in inherited.items()
-        if value is not None and option in NORMS[specification.name].option_defaults()
-    }
-    complete = NormSpec.parse(specification.name, **{**options, **dict(specification.options)})
-    new = complete.build(function.dim, affine=affine, axis=function.axis)
+    new = inheriting(specification, function).build(function.dim, affine=affine, axis=function.axis)
     new = new.to(device=like.device, dtype=like.dtype).train(module.training)
     differences = new.adopt(function)
     if old is not None:

@@ -51,7 +51,7 @@ def refuse_fused_projections(host: Host, topology: Topology) -> None:
     if adds_qkv_norm(topology, preserve=False) and not all(role in known for role in ATTENTION_ROLES):
         raise UserError(
             f"{host.name}.0.{host.anatomy.attention} has no projections of its own for queries, keys and values: it "
-            f"cannot have the QKV-norm of {name}; use siamese-post-pre, or preserve=True"
+            f"cannot have the QKV-norm of {name}; use siamese-post-pre, or siamesenorm.rewire with preserve=True"
         )
     for role in SCALED_ROLES:
         if topology.initial_factor(role, len(host.blocks)) != 1.0 and role not in known:
