@@ -123,6 +123,20 @@ def test_nothing_draws_the_weights_again(way: str, tmp_path: Path) -> None:
         assert torch.equal(inner(tokens()).logits, native(tokens()).logits)
 
 
+def test_inside_another_model_it_is_built_and_loaded(tmp_path: Path) -> None:
+    native = native_model()
+
+    class Composite(Wrapped):
+        def __init__(self, config: Any) -> None:
+            super().__init__(SiameseNormForCausalLM(SiameseNormConfig.from_native(native.config)))
+
+    whole = Composite(None)
+    whole.inner.model.load_state_dict(native.state_dict())
+    whole.save_pretrained(tmp_path)
+    loaded = Composite.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded.inner(tokens()).logits, native(tokens()).logits)
+
+
 def test_a_configuration_draws_the_native_weights_wherever_it_is_built() -> None:
     native = build_language_model("nano", topology="deepnorm", **TINY)
     native.reset_parameters(3)

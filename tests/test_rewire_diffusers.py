@@ -224,6 +224,11 @@ def has_a_stray_weight(directory: Path) -> None:
     save_file({**load_file(directory / WEIGHTS), "stray": torch.zeros(2)}, directory / WEIGHTS)
 
 
+def has_no_steps(directory: Path) -> None:
+    record = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**record, "siamesenorm": []}))
+
+
 def has_a_pickle(directory: Path) -> None:
     torch.save(load_file(directory / WEIGHTS), directory / "diffusion_pytorch_model.bin")
     (directory / WEIGHTS).unlink()
@@ -235,6 +240,7 @@ def has_a_pickle(directory: Path) -> None:
     [
         (has_a_stray_weight, r"no place in the model, 1 weight \(stray\)"),
         (lacks_a_weight, r"lacks 1 weight \(norm_out.closing.identity_norm.bias\)"),
+        (has_no_steps, "siamesenorm in the configuration is no list of operations: the configuration is damaged"),
         (has_a_pickle, "has no safetensors weights"),
         (lambda directory: (directory / "config.json").write_text("{"), "config.json cannot be read"),
         (lambda directory: (directory / "config.json").write_text("[]"), "holds no configuration"),
@@ -246,6 +252,14 @@ def test_damaged_files_are_refused(read: Any, damage: Any, message: str, tmp_pat
     damage(tmp_path)
     with pytest.raises(UserError, match=message):
         read(tmp_path)
+
+
+def test_a_configuration_draws_weights_with_the_factors_of_the_topology() -> None:
+    model = build_host()
+    rewire(model, "deepnorm", preserve=False)
+    attention = type(model).from_config(model.config).transformer_blocks[0].attn1
+    expected = (8 * len(model.transformer_blocks)) ** -0.25
+    assert (attention.to_v.weight.std() / attention.to_q.weight.std()).item() == pytest.approx(expected, rel=0.15)
 
 
 def test_options_that_cannot_be_met_are_refused(tmp_path: Path) -> None:

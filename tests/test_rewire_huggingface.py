@@ -505,7 +505,6 @@ def test_inside_another_model_it_is_built_and_loaded(tmp_path: Path) -> None:
         def __init__(self, config: Any) -> None:
             super().__init__(transformers.AutoModelForCausalLM.from_config(copy.deepcopy(model.config)))
 
-    Composite.config_class = transformers.PreTrainedConfig
     whole = Composite(None)
     assert logits(whole.inner).isfinite().all()
     moved(whole).save_pretrained(tmp_path)

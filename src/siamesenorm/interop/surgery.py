@@ -75,7 +75,7 @@ def replay_steps(model: nn.Module, steps: Sequence[Step]) -> None:
 
     Raises UserError for a record that is unknown or damaged.
     """
-    if not isinstance(steps, (list, tuple)) or not all(isinstance(step, Mapping) for step in steps):
+    if not steps or not isinstance(steps, (list, tuple)) or not all(isinstance(step, Mapping) for step in steps):
         raise UserError("siamesenorm in the configuration is no list of operations: the configuration is damaged")
     for step in steps:
         name = step.get("operation", "")
