@@ -106,7 +106,7 @@ class Wiring:
             topology=topology_from_json(record["topology"]),
             norm=NormSpec.from_json(record["norm"]),
             attention_norm=record["attention_norm"] and NormSpec.from_json(record["attention_norm"]),
-            preserve=record.get("preserve", True),  # older records do not say, and need not: files hold the weights
+            preserve=record["preserve"],
         )
 
     def install(self, host: Host, parts: Parts) -> None:
