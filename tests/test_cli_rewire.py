@@ -219,6 +219,13 @@ def lose_a_weight(directory: Path) -> None:
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
+def add_a_weight(directory: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = {**load_file(directory / "model.safetensors"), "model.layers.2.mlp.up_proj.weight": torch.ones(24, 16)}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (shutil.rmtree, "does not exist"),
     "empty": (lambda directory: only(directory, "notes.txt"), "has no config.json"),
@@ -232,9 +239,22 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda directory: spoil_configuration(directory, quantization_config={"quant_method": "gptq", "bits": 4}),
         "quantised weights (gptq)",
     ),
-    "pickles": (pickle_weights, "pickles, which can run code"),
+    "pickles": (pickle_weights, "pytorch_model.bin is a pickle, which can run code"),
+    "weights of a variant": (
+        lambda directory: (directory / "model.safetensors").rename(directory / "model.fp16.safetensors"),
+        "model.fp16.safetensors: rename it to model.safetensors",
+    ),
+    "weights of another name": (
+        lambda directory: (directory / "model.safetensors").rename(directory / "consolidated.safetensors"),
+        "holds no model.safetensors, but consolidated.safetensors",
+    ),
+    "weights of another format": (
+        lambda directory: (directory / "model.safetensors").rename(directory / "flax_model.msgpack"),
+        "flax_model.msgpack is of another format",
+    ),
     "no weights": (lambda directory: (directory / "model.safetensors").unlink(), "no safetensors weights"),
-    "a weight short": (lose_a_weight, "lacks 1 weights, such as model.layers.1.mlp.up_proj.weight"),
+    "a weight short": (lose_a_weight, "lacks 1 weight (model.layers.1.mlp.up_proj.weight)"),
+    "a weight too many": (add_a_weight, "no place in the model, 1 weight (model.layers.2.mlp.up_proj.weight)"),
     "damaged weights": (
         lambda directory: (directory / "model.safetensors").write_bytes(b"weights"),
         "cannot be loaded",
@@ -259,6 +279,40 @@ def test_a_directory_that_cannot_be_rewired_is_refused(
     damage(llama_directory)
     line = refusal(capsys, llama_directory, llama_directory.parent / "out", "--topology", "siamese")
     assert words in line and str(llama_directory) in line
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.fp16.safetensors", "model.safetensors.index.json"])
+def test_from_scratch_weights_that_cannot_be_loaded_are_not_passed_over(
+    name: str, llama_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (llama_directory / "model.safetensors").rename(llama_directory / name)
+    line = refusal(capsys, llama_directory, llama_directory.parent / "out", "--topology", "siamese", "--scratch")
+    assert name in line and str(llama_directory) in line
+
+
+def test_what_does_not_fit_is_told_in_one_line(dit_directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = dit_directory / "diffusion_pytorch_model.safetensors"
+    save_file({**load_file(file), "extra.weight": torch.ones(2)}, file, metadata={"format": "pt"})
+    capfd.readouterr()
+    assert main(["rewire", str(dit_directory), "--topology", "pre", "--out", str(dit_directory.parent / "out")]) == 2
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and "no place in the model, 1 weight (extra.weight)" in said
+
+
+def test_masks_that_old_versions_saved_are_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    file = tmp_path / "gpt2/model.safetensors"
+    masks = {
+        "transformer.h.0.attn.masked_bias": torch.tensor(-1e4),
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8),
+    }
+    save_file({**load_file(file), **masks}, file, metadata={"format": "pt"})
+    output(capsys, tmp_path / "gpt2", "--topology", "pre")
 
 
 @pytest.mark.parametrize(

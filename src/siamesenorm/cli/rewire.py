@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import tyro
 from typing_extensions import Doc
 
 from siamesenorm.errors import UserError
 from siamesenorm.interop.export import new_directory
-from siamesenorm.interop.local_directory import LocalModel
+from siamesenorm.interop.local_directory import Source
 from siamesenorm.interop.local_native import open_model
 from siamesenorm.interop.rewire import RewireReport, rewire
 from siamesenorm.norms import NormSpec, available_norms
@@ -42,7 +41,7 @@ class Arguments:
     ] = None
     scratch: bool = False
     """Do not keep the function: start at the topology's own initial values, with its attention norm. A directory
-    without weights then gives a model with new ones."""
+    with no file of weights then gives a model with new ones."""
     seed: int = 0
     """Seed of those new weights."""
     data: Path | None = None
@@ -59,7 +58,7 @@ def run(arguments: Arguments) -> None:
     source = open_model(arguments.model, data=arguments.data)
     refuse_rewired(source)
     refuse_occupied(arguments.out)
-    model = load(source, arguments)
+    model = source.start(arguments.seed) if arguments.scratch else source.load()
     with in_words_of_the_command():
         report = rewire(model, arguments.topology, preserve=not arguments.scratch, norm=arguments.norm)
     with new_directory(arguments.out) as directory:
@@ -69,7 +68,7 @@ def run(arguments: Arguments) -> None:
     )
 
 
-def refuse_rewired(source: LocalModel) -> None:
+def refuse_rewired(source: Source) -> None:
     """Raise UserError for a model with a topology of ours already."""
     for step in source.steps:
         if step.get("operation") == "rewire":
@@ -87,14 +86,6 @@ def refuse_occupied(out: Path) -> None:
         raise UserError(f"--out {out}: {first} is a file, choose another path")
     if not os.access(first, os.W_OK | os.X_OK):
         raise UserError(f"--out {out}: {first} cannot be written to, choose another path or its permissions")
-
-
-def load(source: LocalModel, arguments: Arguments) -> torch.nn.Module:
-    """Return the model; one of no weights, if it is to start from scratch, with initial ones."""
-    if arguments.scratch and not source.weights:
-        torch.manual_seed(arguments.seed)
-        return source.build()
-    return source.load()
 
 
 @contextmanager

@@ -7,13 +7,16 @@ its own is met.
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import nn
 
 from siamesenorm.errors import UserError
@@ -22,6 +25,7 @@ from siamesenorm.interop.library import (
     import_library,
     progress_on_terminals_alone,
     read_config,
+    require_whole,
     stored_dtype,
     told_in_one_line,
 )
@@ -33,17 +37,46 @@ COMPANIONS = (
     "chat_template*", "preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*",
 )  # fmt: skip
 """Files beside a model that stay true of it whatever its residual path: tokenizers, processors, licences."""
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|npz|onnx|index\.json)")
+"""Names of files of weights in any format; an index names others, which may not have been fetched."""
+
+OLD_CONSTANTS = (r"\.attn\.masked_bias$",)
+"""Names of what was saved with GPT-2 by old versions of transformers, and is no weight."""
+
+
+class Source(Protocol):
+    """A model on disk that can be rewired; everything raises UserError for files that are missing or damaged."""
+
+    @property
+    def directory(self) -> Path:
+        """Where it is."""
+
+    @property
+    def steps(self) -> list[Step]:
+        """What was done to the model before it was saved."""
+
+    def load(self) -> nn.Module:
+        """Return the model with its weights, in evaluation mode."""
+
+    def start(self, seed: int) -> nn.Module:
+        """Return the model to start from scratch with: where there are no weights at all, initial ones of this seed."""
+
+    def save(self, model: nn.Module, target: Path) -> None:
+        """Write the model to a directory, with its tokenizer; raises OSError where the disk refuses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalModel:
-    """A directory that holds a model of one library, and its configuration as it stands there."""
+    """A directory that holds a model of one library, and its configuration as it stands there: a `Source`."""
 
     library: ClassVar[str]
     extra: ClassVar[str]
     """The extra of this package that brings the library."""
     mark: ClassVar[str]
     """The field of config.json by which the library's own are known."""
+    file: ClassVar[str] = "model.safetensors"
+    """The file of weights that the library reads."""
 
     directory: Path
     config: dict[str, Any]
@@ -55,24 +88,32 @@ class LocalModel:
 
     @property
     def weights(self) -> list[Path]:
-        """The files of weights in safetensors."""
-        return sorted(self.directory.glob("*.safetensors"))
-
-    def build(self) -> nn.Module:
-        """Return the model of the configuration with the initial weights of its library."""
-        library = imported(self)
-        with told_in_one_line(self.directory):
-            return self._build(library).eval()
+        """The files of weights that the library reads: one, or its shards."""
+        whole = self.directory / self.file
+        return [whole] if whole.is_file() else sorted(self.directory.glob(f"{whole.stem}-*-of-*.safetensors"))
 
     def load(self) -> nn.Module:
-        """Return the model with its weights; raises UserError unless they are all there, in safetensors."""
+        """Return the model with its weights; raises UserError unless they are there, whole, in safetensors."""
         if not self.weights:
-            raise UserError(f"{self.directory} has no safetensors weights: {_remedy_for_weights(self.directory)}")
+            raise UserError(self._remedy_for_weights())
         library = imported(self)
         if self.steps:  # norms were swapped before: the library alone would not know the model
-            return from_pretrained(self.directory)
-        with told_in_one_line(self.directory):
+            with warnings_left_out(self.library):
+                return from_pretrained(self.directory)
+        with told_in_one_line(self.directory), warnings_left_out(self.library):
             return self._load(library).eval()
+
+    def start(self, seed: int) -> nn.Module:
+        """Return the model with its weights; where there is no file of weights at all, with its library's initial ones.
+
+        Raises UserError for weights that cannot be loaded.
+        """
+        if self._files_of_weights():
+            return self.load()
+        library = imported(self)
+        torch.manual_seed(seed)
+        with told_in_one_line(self.directory):
+            return self._build(library).eval()
 
     def save(self, model: nn.Module, target: Path) -> None:
         """Write the model to a directory, and beside it the tokenizer and the licence of this one.
@@ -85,18 +126,31 @@ class LocalModel:
             if file.is_file() and not (target / file.name).exists():
                 shutil.copyfile(file, target / file.name)
 
-    def require_all(self, absent: Iterable[str]) -> None:
-        """Raise UserError if weights are absent from the files: a library would draw them at random."""
-        names = sorted(absent)
-        if names:
-            raise UserError(f"{self.directory} lacks {len(names)} weights, such as {names[0]}: fetch it again")
-
     def class_of(self, library: Any, name: str) -> Any:
         """Return a class of the library by its name; raises UserError if it has none."""
         if not hasattr(library, name):
             code = "load it in Python and call siamesenorm.rewire" if "auto_map" in self.config else "install another"
             raise UserError(f"{self.directory} is a {name}, unknown to {self.library} {library.__version__}: {code}")
         return getattr(library, name)
+
+    def _files_of_weights(self) -> list[str]:
+        """Return the names of files of weights in any format."""
+        names = sorted(file.name for file in self.directory.iterdir() if WEIGHTS.fullmatch(file.name))
+        return [name for name in names if name != "training_args.bin"]
+
+    def _remedy_for_weights(self) -> str:
+        """Return what to do about weights that the library does not read."""
+        found, stem = self._files_of_weights(), self.file.removesuffix(".safetensors")
+        if not found:
+            return (
+                f"{self.directory} has no safetensors weights, nor others: fetch them, or start with rewire --scratch"
+            )
+        if variants := [name for name in found if re.fullmatch(rf"{stem}\.[^.-]+\.safetensors", name)]:
+            return f"{self.directory} holds no {self.file}, but {variants[0]}: rename it to {self.file}"
+        if safe := [name for name in found if name.endswith((".safetensors", ".index.json"))]:
+            return f"{self.directory} holds no {self.file}, but {safe[0]}: fetch it whole, or save the model again"
+        kind = "a pickle, which can run code" if found[0].endswith(PICKLES) else "of another format"
+        return f"{self.directory} has no safetensors weights: {found[0]} is {kind}: save the model as safetensors"
 
     def _build(self, library: Any) -> nn.Module:
         raise NotImplementedError
@@ -129,7 +183,7 @@ class TransformersModel(LocalModel):
                 output_loading_info=True,
                 dtype="auto",
             )
-        self.require_all(found["missing_keys"])
+        require_whole(self.directory, found, ignored=OLD_CONSTANTS)
         loaded: nn.Module = model
         return loaded
 
@@ -150,6 +204,7 @@ class DiffusersModel(LocalModel):
     library = "diffusers"
     extra = "diffusion"
     mark = "_class_name"
+    file = "diffusion_pytorch_model.safetensors"
 
     def _build(self, library: Any) -> nn.Module:
         model: nn.Module = self.class_of(library, self.config[self.mark]).from_config(self.config)
@@ -163,7 +218,7 @@ class DiffusersModel(LocalModel):
             output_loading_info=True,
             torch_dtype=stored_dtype(self.weights[0]),
         )
-        self.require_all(found["missing_keys"])
+        require_whole(self.directory, found)
         loaded: nn.Module = model
         return loaded
 
@@ -216,6 +271,18 @@ def read_configuration(directory: Path) -> dict[str, Any]:
     return read_config(directory)
 
 
+@contextmanager
+def warnings_left_out(library: str) -> Iterator[None]:
+    """Keep back what a library says of weights that do not fit: that is refused here, in one line."""
+    logger = logging.getLogger(library)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def imported(model: LocalModel) -> Any:
     """Return a model's library; raises UserError if it cannot be imported."""
     return import_library(model.library, model.extra, model.directory)
@@ -240,9 +307,3 @@ def _no_configuration(directory: Path) -> str:
     if list(directory.glob("*.gguf")):
         return f"{directory} holds GGUF files: rewire the safetensors model that they were made from"
     return f"{directory} has no config.json: name the directory of a model"
-
-
-def _remedy_for_weights(directory: Path) -> str:
-    if any(file.suffix in (".bin", ".pt", ".pth", ".ckpt") for file in directory.iterdir()):
-        return "those there are pickles, which can run code; save the model again as safetensors"
-    return "fetch it again, or start from scratch"

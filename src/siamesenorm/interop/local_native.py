@@ -13,40 +13,37 @@ from typing import Any
 from torch import nn
 
 from siamesenorm.interop.exported_tokenizer import generation_config
-from siamesenorm.interop.library import progress_on_terminals_alone
+from siamesenorm.interop.library import import_library, progress_on_terminals_alone
 from siamesenorm.interop.loading import NATIVE_TYPE
-from siamesenorm.interop.local_directory import (
-    LocalModel,
-    imported,
-    model_of_library,
-    read_configuration,
-)
+from siamesenorm.interop.local_directory import Source, model_of_library, read_configuration
 from siamesenorm.interop.native_model import open_stored
 from siamesenorm.interop.stored_model import build
+from siamesenorm.interop.surgery import Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NativeModel(LocalModel):
-    """A model that `open_stored` reads; `data` is the prepared data of a run, where they were moved."""
+class NativeModel:
+    """A model that `open_stored` reads, as a `Source`; `data` is the prepared data of a run, where they were moved."""
 
-    library = "transformers"
-    extra = "hf"
-    mark = "model_type"
-
+    directory: Path
     data: Path | None = None
 
     @property
-    def weights(self) -> list[Path]:
-        """The directory, which says itself what it lacks."""
-        return [self.directory]
+    def steps(self) -> list[Step]:
+        """Nothing: its configuration says what it is, whatever was done to it."""
+        return []
 
     def load(self) -> nn.Module:
         """Return the model in evaluation mode, in fp32 or fp64; raises UserError for a directory that is not whole."""
         return build(open_stored(self.directory, data=self.data))
 
+    def start(self, seed: int) -> nn.Module:
+        """Return the model with its weights: without them a directory is no model of this library."""
+        return self.load()
+
     def save(self, model: Any, target: Path) -> None:
         """Write the model and its tokenizer for Hugging Face."""
-        library = imported(self)
+        library = import_library("transformers", "hf", self.directory)
         from siamesenorm.interop.huggingface import SiameseNormForCausalLM
         from siamesenorm.interop.huggingface.tokenizer import tokenizer_for
 
@@ -60,7 +57,7 @@ class NativeModel(LocalModel):
         tokenizer.save_pretrained(target)
 
 
-def open_model(directory: Path, *, data: Path | None = None) -> LocalModel:
+def open_model(directory: Path, *, data: Path | None = None) -> Source:
     """Return the model that a directory holds, this library's or another's; raises UserError for everything else.
 
     `data` is the prepared data of a run, where they were moved.
@@ -69,5 +66,5 @@ def open_model(directory: Path, *, data: Path | None = None) -> LocalModel:
     config = {} if is_checkpoint and directory.is_dir() else read_configuration(directory)
     is_run = isinstance(config.get("model"), dict) and "model_type" not in config
     if is_checkpoint or is_run or NATIVE_TYPE in (config.get("model_type"), config.get("format")):
-        return NativeModel(directory=directory, config={}, data=data)
+        return NativeModel(directory=directory, data=data)
     return model_of_library(directory, config)
