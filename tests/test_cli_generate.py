@@ -111,5 +111,37 @@ def test_what_cannot_be_continued_is_refused(llama: Any, tmp_path: Path, capsys:
     assert "no token that begins a text: give a --prompt" in refusal(capsys, bare)
     long = ["--prompt", "w1 w2", "--tokens", "15"]
     assert "bare reads 16 tokens, and the prompt has 2: generate at most 14" in refusal(capsys, bare, *long)
+    long = ["--prompt", "w1 " * 18, "--tokens", "1"]
+    assert "bare reads 16 tokens, and the prompt has 18: shorten the prompt" in refusal(capsys, bare, *long)
     llama.model.save_pretrained(bare)
     assert "bare holds a LlamaModel, which generates no text" in refusal(capsys, bare, "--prompt", "w1")
+
+
+def test_a_prompt_that_is_no_text_and_a_temperature_that_overflows_are_refused(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--prompt 'w1 \\udcff': character 4 is no text: give UTF-8" in refusal(
+        capsys, directory, "--prompt", "w1 \udcff"
+    )
+    assert "--temperature 1e-40: choose at least 1e-06, or 0" in refusal(capsys, directory, "--temperature", "1e-40")
+    for temperature in ("1e-6", "1e30"):
+        assert generated(capsys, directory, "--prompt", "w1", "--tokens", "3", "--temperature", temperature)["tokens"]
+
+
+def test_a_token_that_the_model_does_not_know_is_refused(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = directory / "tokenizer.json"
+    record = json.loads(file.read_text())
+    record["model"]["vocab"]["w99"] = 32
+    file.write_text(json.dumps(record))
+    assert "its tokenizer gives token 32, and the model knows 32" in refusal(capsys, directory, "--prompt", "w1 w99")
+    assert generated(capsys, directory, "--prompt", "w1", "--tokens", "3")["tokens"]
+
+
+def test_an_encoder_and_decoder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = transformers.T5Config(
+        d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=32, decoder_start_token_id=0
+    )
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+    save_tokenizer(tmp_path / "t5")
+    line = refusal(capsys, tmp_path / "t5", "--prompt", "w1")
+    assert "holds a T5ForConditionalGeneration, whose decoder answers a text" in line

@@ -239,6 +239,18 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda directory: spoil_configuration(directory, quantization_config={"quant_method": "gptq", "bits": 4}),
         "quantised weights (gptq)",
     ),
+    "a record of another kind": (
+        lambda directory: spoil_configuration(directory, siamesenorm="x"),
+        "no list of operations: the configuration is damaged",
+    ),
+    "a record of other steps": (
+        lambda directory: spoil_configuration(directory, siamesenorm=["rewire"]),
+        "no list of operations: the configuration is damaged",
+    ),
+    "a record cut short": (
+        lambda directory: spoil_configuration(directory, siamesenorm=[{"operation": "rewire"}]),
+        "was rewired already, to an unnamed topology: rewire the original",
+    ),
     "pickles": (pickle_weights, "pytorch_model.bin is a pickle, which can run code"),
     "weights of a variant": (
         lambda directory: (directory / "model.safetensors").rename(directory / "model.fp16.safetensors"),

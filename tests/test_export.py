@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import math
 import os
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -383,6 +386,28 @@ def test_a_native_model_loads_without_transformers(exported: Path, tmp_path: Pat
     assert done.returncode == 0, done.stderr
 
 
+# --- generate
+
+
+def test_a_long_text_is_noted_before_the_prompt_is_shown(exported: Path) -> None:
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        run("generate", exported, "--prompt", "7 and", "--tokens", CONTEXT)
+    note, text = shown.getvalue().split("\n", maxsplit=1)
+    assert note.startswith(f"siamesenorm: note: the model was trained on {CONTEXT} tokens") and text.startswith("7 and")
+
+
+def test_a_tokenizer_of_another_model_is_refused(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(exported, tmp_path / "other")
+    tokenizer = tokenizers.Tokenizer.from_file(str(exported / "tokenizer.json"))
+    tokenizer.add_tokens(["ZZZ"])
+    tokenizer.save(str(tmp_path / "other/tokenizer.json"))
+    line = refusal(capsys, "generate", tmp_path / "other", "--prompt", "ZZZ")
+    assert "its tokenizer gives token 300, and the model knows 300" in line
+
+
 # --- bad input: one line, and nothing half-written
 
 
@@ -416,6 +441,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no configuration": (lambda path: (path / "config.json").write_text("[]"), "holds no configuration"),
     "cut configuration": (lambda path: (path / "config.json").write_text("{"), "cannot be read"),
     "another library's": (_foreign, "'llama', which is none of ours"),
+    "a card in another encoding": (lambda path: (path / "README.md").write_bytes(b"\xff"), "save it as UTF-8"),
     "no tokenizer": (lambda path: (path / "tokenizer.json").unlink(), "tokenizer.json: missing"),
     "cut tokenizer": (lambda path: (path / "tokenizer.json").write_text("{"), "tokenizer"),
 }

@@ -18,10 +18,12 @@ from siamesenorm.errors import UserError
 from siamesenorm.interop.local_directory import LocalModel, imported, model_of_library, read_configuration
 from siamesenorm.interop.native_model import open_stored
 from siamesenorm.interop.remote_code import MODEL_TYPE
-from siamesenorm.interop.stored_model import CONFIG_FILE, build
+from siamesenorm.interop.stored_model import CONFIG_FILE, build, require_known
 from siamesenorm.models.language import LanguageModel
 from siamesenorm.training.exact_json import encode_json
 
+COLDEST = 1e-6
+"""The lowest temperature above 0."""
 Show = Callable[[str], None]
 Continuation = dict[str, str | int | bool]
 """The `text`, its number of `tokens`, and whether the model `ended` it."""
@@ -53,6 +55,14 @@ class Arguments:
             raise UserError(f"--tokens {self.tokens}: choose at least 1")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise UserError(f"--temperature {self.temperature}: choose 0 or a positive number, such as 0.8")
+        if 0 < self.temperature < COLDEST:  # logits divided by it would overflow
+            raise UserError(
+                f"--temperature {self.temperature}: choose at least {COLDEST}, or 0, which takes the likeliest token"
+            )
+        try:
+            self.prompt.encode()
+        except UnicodeEncodeError as error:  # bytes of the shell that are no text come as lone surrogates
+            raise UserError(f"--prompt {self.prompt!r}: character {error.start + 1} is no text: give UTF-8") from error
         if not 0 <= self.seed < 2**63:
             raise UserError(f"--seed {self.seed}: choose a number from 0 to below 2^63")
 
@@ -76,7 +86,12 @@ def open_source(arguments: Arguments) -> Callable[[Show], Continuation]:
         if config.get("model_type", MODEL_TYPE) != MODEL_TYPE:
             return _in_transformers(model_of_library(arguments.model, config), arguments)
     stored = open_stored(arguments.model, data=arguments.data)
-    return partial(generate, build(stored), stored.tokenizer(), arguments)
+    model, tokenizer = build(stored), stored.tokenizer()
+    (prompt,) = tokenizer.encode_batch([arguments.prompt])
+    ids = prompt.tolist() or [tokenizer.end_of_text]
+    require_known(ids, model.config.vocabulary, arguments.model)
+    _note_length(len(ids) + arguments.tokens, model.config.context)
+    return partial(generate, model, tokenizer, ids, arguments)
 
 
 def _in_transformers(source: LocalModel, arguments: Arguments) -> Callable[[Show], Continuation]:
@@ -87,11 +102,10 @@ def _in_transformers(source: LocalModel, arguments: Arguments) -> Callable[[Show
     return partial(continued.generate, temperature=arguments.temperature, seed=arguments.seed)
 
 
-def generate(model: LanguageModel, tokenizer: Tokenizer, arguments: Arguments, show: Show) -> Continuation:
-    """Return the continuation and whether the model ended it; `show` is called with every piece of text."""
-    (prompt,) = tokenizer.encode_batch([arguments.prompt])
-    ids = prompt.tolist() or [tokenizer.end_of_text]
-    _note_length(len(ids) + arguments.tokens, model.config.context)
+def generate(
+    model: LanguageModel, tokenizer: Tokenizer, ids: list[int], arguments: Arguments, show: Show
+) -> Continuation:
+    """Return what continues the ids and whether the model ended it; `show` is called with every piece of text."""
     generator = torch.Generator().manual_seed(arguments.seed)
     continuation = model.continuation(torch.tensor([ids]), temperature=arguments.temperature, generator=generator)
     found: list[int] = []

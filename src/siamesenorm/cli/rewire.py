@@ -72,8 +72,10 @@ def refuse_rewired(source: Source) -> None:
     """Raise UserError for a model with a topology of ours already."""
     for step in source.steps:
         if step.get("operation") == "rewire":
+            topology = step.get("topology")
+            name = topology.get("name") if isinstance(topology, dict) else None
             raise UserError(
-                f"{source.directory} was rewired already, to {step['topology']['name']}: rewire the original"
+                f"{source.directory} was rewired already, to {name or 'an unnamed topology'}: rewire the original"
             )
 
 

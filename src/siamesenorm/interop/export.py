@@ -66,7 +66,7 @@ def _write_huggingface(stored: StoredModel, directory: Path) -> None:
     _write_json(directory / "tokenizer_config.json", tokenizer_config(file, end_of_text, config.context))
     (directory / TOKENIZER_FILE).write_bytes(file)
     (directory / REMOTE_CODE_FILE).write_text(REMOTE_CODE)
-    (directory / CARD_FILE).write_text(stored.card())
+    (directory / CARD_FILE).write_text(stored.card(), encoding="utf-8")
 
 
 def _write_native(stored: StoredModel, directory: Path) -> None:
@@ -75,7 +75,7 @@ def _write_native(stored: StoredModel, directory: Path) -> None:
     _write_json(directory / CONFIG_FILE, {**record, "model": stored.config().to_json()})
     _save_weights(stored.weights(), directory)
     (directory / TOKENIZER_FILE).write_bytes(tokenizer_file(tokenizer))
-    (directory / CARD_FILE).write_text(stored.card())
+    (directory / CARD_FILE).write_text(stored.card(), encoding="utf-8")
 
 
 def _save_weights(weights: Mapping[str, Tensor], directory: Path) -> None:

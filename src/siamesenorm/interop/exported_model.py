@@ -75,4 +75,9 @@ class ExportedModel:
     def card(self) -> str:
         """Return the model card; a line where there is none."""
         file = self.path / CARD_FILE
-        return file.read_text() if file.is_file() else f"# {self.config().label}\n\nA language model of siamesenorm.\n"
+        if not file.is_file():
+            return f"# {self.config().label}\n\nA language model of siamesenorm.\n"
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{file} cannot be read ({error}): save it as UTF-8, or remove it") from error

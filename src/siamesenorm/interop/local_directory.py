@@ -83,8 +83,11 @@ class LocalModel:
 
     @property
     def steps(self) -> list[Step]:
-        """What was done to the model before it was saved: nothing, if it is one of the library's own."""
-        return list(self.config.get("siamesenorm") or ())
+        """What was done to the model before it was saved: nothing, if it is one of the library's own.
+
+        Raises UserError for a record of something else.
+        """
+        return self._read_steps(self.config)
 
     @property
     def weights(self) -> list[Path]:
@@ -132,6 +135,15 @@ class LocalModel:
             code = "load it in Python and call siamesenorm.rewire" if "auto_map" in self.config else "install another"
             raise UserError(f"{self.directory} is a {name}, unknown to {self.library} {library.__version__}: {code}")
         return getattr(library, name)
+
+    def _read_steps(self, fields: Any) -> list[Step]:
+        steps = fields.get("siamesenorm") if isinstance(fields, dict) else None
+        if isinstance(steps or [], list) and all(isinstance(step, dict) for step in steps or []):
+            return steps or []
+        raise UserError(
+            f"{self.directory}: siamesenorm in config.json is no list of operations: the configuration is damaged, "
+            "save the model again"
+        )
 
     def _files_of_weights(self) -> list[str]:
         """Return the names of files of weights in any format."""
@@ -233,7 +245,7 @@ class TimmModel(LocalModel):
     @property
     def steps(self) -> list[Step]:
         """What was done to the model before it was saved: timm keeps it among the arguments."""
-        return list(self.config.get("model_args", {}).get("siamesenorm") or ())
+        return self._read_steps(self.config.get("model_args"))
 
     def _build(self, library: Any) -> nn.Module:
         model: nn.Module = library.create_model(f"local-dir:{self.directory}", pretrained=False)

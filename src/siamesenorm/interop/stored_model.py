@@ -7,6 +7,7 @@ relied on autocast, and by the plain formulas.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -72,6 +73,15 @@ def build(stored: StoredModel) -> LanguageModel:
     if model.config.residual_dtype != "inherit":
         compute_in(model, model.embedding.weight.dtype)
     return model.eval()
+
+
+def require_known(ids: Sequence[int], tokens: int, directory: Path) -> None:
+    """Raise UserError for the id of a token that a model of so many tokens does not know."""
+    if max(ids) >= tokens:
+        raise UserError(
+            f"{directory}: its tokenizer gives token {max(ids)}, and the model knows {tokens}, from 0: save the "
+            "model's own tokenizer beside it"
+        )
 
 
 def compute_in(model: LanguageModel, dtype: torch.dtype) -> None:

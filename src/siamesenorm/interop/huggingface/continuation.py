@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, TextStreamer
 from siamesenorm.errors import UserError
 from siamesenorm.interop.library import told_in_one_line
 from siamesenorm.interop.local_directory import LocalModel
+from siamesenorm.interop.stored_model import require_known
 
 GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
 
@@ -41,14 +42,22 @@ class Continued:
         self.directory, self.tokens = source.directory, tokens
         self.tokenizer = read_tokenizer(source.directory)
         self.model = cast(Any, source.load())
+        kind = type(self.model).__name__
         if not self.model.can_generate():
-            kind = type(self.model).__name__
             raise UserError(f"{self.directory} holds a {kind}, which generates no text: name a language model")
+        if self.model.config.is_encoder_decoder:
+            raise UserError(
+                f"{self.directory} holds a {kind}, whose decoder answers a text and does not continue it: name a "
+                "language model without an encoder"
+            )
         self.ids = self.tokenizer(prompt).input_ids or [self.first_token()]
+        require_known(self.ids, self.model.get_input_embeddings().weight.shape[0], self.directory)
         longest = getattr(self.model.config, "max_position_embeddings", math.inf)
         if len(self.ids) + tokens > longest:
             most = f"{self.directory} reads {longest} tokens, and the prompt has {len(self.ids)}"
-            raise UserError(f"{tokens} tokens: {most}: generate at most {longest - len(self.ids)}")
+            room = longest - len(self.ids)
+            remedy = f"generate at most {room}" if room > 0 else "shorten the prompt"
+            raise UserError(f"{tokens} tokens: {most}: {remedy}")
 
     def generate(self, show: Callable[[str], None], *, temperature: float, seed: int) -> dict[str, str | int | bool]:
         """Return the continuation, its number of tokens, and whether the model ended it; `show` gets every piece.
