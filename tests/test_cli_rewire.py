@@ -227,7 +227,7 @@ def add_a_weight(directory: Path) -> None:
 
 
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (shutil.rmtree, "does not exist"),
+    "missing": (shutil.rmtree, "no such directory"),
     "empty": (lambda directory: only(directory, "notes.txt"), "has no config.json"),
     "damaged configuration": (lambda directory: (directory / "config.json").write_text("{"), "cannot be read"),
     "no configuration of a model": (lambda directory: only(directory, "config.json"), "model_type (transformers)"),
@@ -358,10 +358,14 @@ def test_an_unsupported_architecture_is_refused_with_its_blocks(
 def test_a_rewired_model_is_refused(
     llama_directory: Path, dit_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for directory in (llama_directory, dit_directory):
+    libraries = {llama_directory: "transformers", dit_directory: "diffusers"}
+    for directory, library in libraries.items():
         output(capsys, directory, "--topology", "siamese")
         line = refusal(capsys, tmp_path / "out", tmp_path / "again", "--topology", "pre")
         assert line == f"{tmp_path / 'out'} was rewired already, to siamese: rewire the original"
+        assert main(["export", str(tmp_path / "out"), "--out", str(tmp_path / "again")]) == 2
+        line = capsys.readouterr().err
+        assert f"is in the format of {library} already" in line and "from_pretrained" in line
         shutil.rmtree(tmp_path / "out")
 
 

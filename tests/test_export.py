@@ -151,6 +151,30 @@ def test_a_trained_run_its_checkpoint_and_its_export_are_one_model(trained: Path
     assert any(not torch.equal(earlier[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize(("place", "name"), [("checkpoints", "step-00000010"), ("checkpoints/step-00000010", ".")])
+def test_a_checkpoint_by_a_relative_name(
+    place: str, name: str, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = load_native(trained / "checkpoints" / "step-00000010").state_dict()
+    monkeypatch.chdir(trained / place)
+    found = load_native(name).state_dict()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    run("generate", name, "--prompt", "7", "--tokens", 2)
+    assert capsys.readouterr().out.startswith("7")
+
+
+def test_a_checkpoint_by_a_link_and_among_linked_ones(trained: Path, tmp_path: Path) -> None:
+    checkpoint = trained / "checkpoints/step-00000010"
+    expected = load_native(checkpoint).state_dict()
+    (tmp_path / "link").symlink_to(checkpoint)
+    shutil.copytree(trained, tmp_path / "run")
+    (tmp_path / "run/checkpoints").rename(tmp_path / "large")
+    (tmp_path / "run/checkpoints").symlink_to(tmp_path / "large")
+    for path in (tmp_path / "link", tmp_path / "run/checkpoints/step-00000010"):
+        found = load_native(path).state_dict()
+        assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
 def test_exporting_twice_gives_the_same_bytes(trained: Path, exported: Path, tmp_path: Path) -> None:
     run("export", trained, "--out", tmp_path / "again")
     assert {file.name: file.read_bytes() for file in exported.iterdir()} == {
@@ -440,7 +464,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a field of another type": (lambda path: edit_json(path / "config.json", depth="two"), "config.json"),
     "no configuration": (lambda path: (path / "config.json").write_text("[]"), "holds no configuration"),
     "cut configuration": (lambda path: (path / "config.json").write_text("{"), "cannot be read"),
-    "another library's": (_foreign, "'llama', which is none of ours"),
+    "another library's": (_foreign, "a model of transformers, 'llama', which is none of ours"),
     "a card in another encoding": (lambda path: (path / "README.md").write_bytes(b"\xff"), "save it as UTF-8"),
     "no tokenizer": (lambda path: (path / "tokenizer.json").unlink(), "tokenizer.json: missing"),
     "cut tokenizer": (lambda path: (path / "tokenizer.json").write_text("{"), "tokenizer"),
@@ -475,7 +499,7 @@ DAMAGED_RUNS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no record": (lambda path: (path / "metrics.jsonl").unlink(), "metrics.jsonl"),
     "an empty record": (lambda path: (path / "metrics.jsonl").write_text(""), "metrics.jsonl"),
     "cut verdict": (lambda path: (path / "verdict.json").write_text("{"), "verdict.json"),
-    "no run": (lambda path: (path / "config.json").unlink(), "holds no model"),
+    "no run": (lambda path: (path / "config.json").unlink(), "has no config.json: name the directory of a run"),
 }
 
 

@@ -15,10 +15,10 @@ import tyro
 
 from siamesenorm.data.tokenizer import Tokenizer
 from siamesenorm.errors import UserError
-from siamesenorm.interop.local_directory import LocalModel, imported, model_of_library, read_configuration
-from siamesenorm.interop.native_model import open_stored
-from siamesenorm.interop.remote_code import MODEL_TYPE
-from siamesenorm.interop.stored_model import CONFIG_FILE, build, require_known
+from siamesenorm.interop.local_directory import LocalModel, imported, model_of_library
+from siamesenorm.interop.model_directory import look_into
+from siamesenorm.interop.native_model import read_stored
+from siamesenorm.interop.stored_model import build, require_known
 from siamesenorm.models.language import LanguageModel
 from siamesenorm.training.exact_json import encode_json
 
@@ -81,11 +81,14 @@ def run(arguments: Arguments) -> None:
 
 def open_source(arguments: Arguments) -> Callable[[Show], Continuation]:
     """Return what continues the text; raises UserError, with nothing shown yet, for a directory of no such model."""
-    if (arguments.model / CONFIG_FILE).is_file():
-        config = read_configuration(arguments.model)
-        if config.get("model_type", MODEL_TYPE) != MODEL_TYPE:
-            return _in_transformers(model_of_library(arguments.model, config), arguments)
-    stored = open_stored(arguments.model, data=arguments.data)
+    found = look_into(arguments.model)
+    if found.library == "transformers":
+        return _in_transformers(model_of_library(found), arguments)
+    if found.kind == "library":
+        raise UserError(
+            f"{found.path} holds a {found.name} of {found.library}, which generates no text: name a language model"
+        )
+    stored = read_stored(found, data=arguments.data)
     model, tokenizer = build(stored), stored.tokenizer()
     (prompt,) = tokenizer.encode_batch([arguments.prompt])
     ids = prompt.tolist() or [tokenizer.end_of_text]

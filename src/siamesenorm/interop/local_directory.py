@@ -24,12 +24,12 @@ from siamesenorm.interop.library import (
     disk_errors_raised,
     import_library,
     progress_on_terminals_alone,
-    read_config,
     require_whole,
     stored_dtype,
     told_in_one_line,
 )
 from siamesenorm.interop.loading import from_pretrained
+from siamesenorm.interop.model_directory import ModelDirectory
 from siamesenorm.interop.surgery import Step
 
 COMPANIONS = (
@@ -73,8 +73,6 @@ class LocalModel:
     library: ClassVar[str]
     extra: ClassVar[str]
     """The extra of this package that brings the library."""
-    mark: ClassVar[str]
-    """The field of config.json by which the library's own are known."""
     file: ClassVar[str] = "model.safetensors"
     """The file of weights that the library reads."""
 
@@ -179,7 +177,6 @@ class TransformersModel(LocalModel):
 
     library = "transformers"
     extra = "hf"
-    mark = "model_type"
 
     def _build(self, library: Any) -> nn.Module:
         model: nn.Module = self._class(library)(self._configuration(library))
@@ -215,15 +212,14 @@ class DiffusersModel(LocalModel):
 
     library = "diffusers"
     extra = "diffusion"
-    mark = "_class_name"
     file = "diffusion_pytorch_model.safetensors"
 
     def _build(self, library: Any) -> nn.Module:
-        model: nn.Module = self.class_of(library, self.config[self.mark]).from_config(self.config)
+        model: nn.Module = self.class_of(library, self.config["_class_name"]).from_config(self.config)
         return model
 
     def _load(self, library: Any) -> nn.Module:
-        model, found = self.class_of(library, self.config[self.mark]).from_pretrained(
+        model, found = self.class_of(library, self.config["_class_name"]).from_pretrained(
             self.directory,
             local_files_only=True,
             use_safetensors=True,
@@ -240,7 +236,6 @@ class TimmModel(LocalModel):
 
     library = "timm"
     extra = "vision"
-    mark = "architecture"
 
     @property
     def steps(self) -> list[Step]:
@@ -259,28 +254,15 @@ class TimmModel(LocalModel):
         importlib.import_module("siamesenorm.interop.timm").save_pretrained(model, target)
 
 
-KINDS = (TransformersModel, DiffusersModel, TimmModel)
+KINDS: dict[str, type[LocalModel]] = {kind.library: kind for kind in (TransformersModel, DiffusersModel, TimmModel)}
 
 
-def model_of_library(directory: Path, config: dict[str, Any]) -> LocalModel:
-    """Return the model of a library that a directory holds; raises UserError, with the remedy, for everything else."""
-    kinds = [kind for kind in KINDS if isinstance(config.get(kind.mark), str)]
-    if not kinds:
-        marks = ", ".join(f"{kind.mark} ({kind.library})" for kind in KINDS)
-        raise UserError(f"{directory} holds no model that can be rewired: config.json has none of {marks}")
-    if quantised := config.get("quantization_config"):
+def model_of_library(found: ModelDirectory) -> LocalModel:
+    """Return the model of a library that was found; raises UserError, with the remedy, for quantised weights."""
+    if quantised := found.config.get("quantization_config"):
         method = quantised.get("quant_method", "unnamed method") if isinstance(quantised, dict) else quantised
-        raise UserError(f"{directory} holds quantised weights ({method}): rewire the model that they were made from")
-    return kinds[0](directory=directory, config=config)
-
-
-def read_configuration(directory: Path) -> dict[str, Any]:
-    """Return what config.json of a directory holds; raises UserError, with the remedy, where there is none."""
-    if not directory.is_dir():
-        raise UserError(_absent(directory))
-    if not (directory / "config.json").is_file():
-        raise UserError(_no_configuration(directory))
-    return read_config(directory)
+        raise UserError(f"{found.path} holds quantised weights ({method}): name the model that they were made from")
+    return KINDS[found.library](directory=found.path, config=found.config)
 
 
 @contextmanager
@@ -298,24 +280,3 @@ def warnings_left_out(library: str) -> Iterator[None]:
 def imported(model: LocalModel) -> Any:
     """Return a model's library; raises UserError if it cannot be imported."""
     return import_library(model.library, model.extra, model.directory)
-
-
-def _absent(directory: Path) -> str:
-    if directory.exists():
-        return f"{directory} is a file: name the directory of the model"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(directory)) and not directory.parent.exists():
-        return (
-            f"{directory} is no directory here, and nothing is downloaded: if it is a model of the Hub, run "
-            f"hf download {directory} --local-dir {directory.name} first"
-        )
-    return f"{directory} does not exist: name the directory of a model"
-
-
-def _no_configuration(directory: Path) -> str:
-    if (directory / "model_index.json").is_file():
-        return f"{directory} holds a pipeline of diffusers: rewire its model, {directory / 'transformer'}"
-    if (directory / "adapter_config.json").is_file():
-        return f"{directory} holds an adapter, and no model: merge it into its model first"
-    if list(directory.glob("*.gguf")):
-        return f"{directory} holds GGUF files: rewire the safetensors model that they were made from"
-    return f"{directory} has no config.json: name the directory of a model"

@@ -14,8 +14,8 @@ from torch import nn
 
 from siamesenorm.interop.exported_tokenizer import generation_config
 from siamesenorm.interop.library import import_library, progress_on_terminals_alone
-from siamesenorm.interop.loading import NATIVE_TYPE
-from siamesenorm.interop.local_directory import Source, model_of_library, read_configuration
+from siamesenorm.interop.local_directory import Source, model_of_library
+from siamesenorm.interop.model_directory import look_into
 from siamesenorm.interop.native_model import open_stored
 from siamesenorm.interop.stored_model import build
 from siamesenorm.interop.surgery import Step
@@ -62,9 +62,5 @@ def open_model(directory: Path, *, data: Path | None = None) -> Source:
 
     `data` is the prepared data of a run, where they were moved.
     """
-    is_checkpoint = directory.name.startswith("step-") and directory.parent.name == "checkpoints"
-    config = {} if is_checkpoint and directory.is_dir() else read_configuration(directory)
-    is_run = isinstance(config.get("model"), dict) and "model_type" not in config
-    if is_checkpoint or is_run or NATIVE_TYPE in (config.get("model_type"), config.get("format")):
-        return NativeModel(directory=directory, data=data)
-    return model_of_library(directory, config)
+    found = look_into(directory)
+    return model_of_library(found) if found.kind == "library" else NativeModel(directory=directory, data=data)

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from siamesenorm.errors import UserError
 from siamesenorm.interop.exported_model import ExportedModel
-from siamesenorm.interop.library import read_config
-from siamesenorm.interop.remote_code import MODEL_TYPE
-from siamesenorm.interop.stored_model import KINDS, NATIVE_FORMAT, StoredModel, build
+from siamesenorm.interop.model_directory import ModelDirectory, look_into
+from siamesenorm.interop.stored_model import KINDS, StoredModel, build
 from siamesenorm.models.language import LanguageModel
 
 
@@ -20,17 +19,25 @@ def open_stored(path: str | Path, *, data: Path | None = None) -> StoredModel:
 
     Raises UserError unless it is the directory of a run, of a checkpoint of a run, or of an exported model.
     """
-    path = Path(path)
-    if not path.is_dir():
-        raise UserError(f"{path}: no such directory: {KINDS}")
-    record = read_config(path)
-    if record.get("model_type") == MODEL_TYPE or record.get("format") == NATIVE_FORMAT:
-        return ExportedModel(path, record)
-    if "model_type" in record:
-        raise UserError(f"{path} holds a model of type {record['model_type']!r}, which is none of ours: {KINDS}")
+    return read_stored(look_into(Path(path), KINDS), data=data)
+
+
+def read_stored(found: ModelDirectory, *, data: Path | None = None) -> StoredModel:
+    """Return the model that was found; otherwise as `open_stored`."""
+    if found.operated:
+        raise UserError(
+            f"{found.path} holds a {found.name}, which was rewired or had its norms swapped and is in the format of "
+            f"{found.library} already: siamesenorm.from_pretrained({str(found.path)!r}) loads it"
+        )
+    if found.kind == "library":
+        raise UserError(
+            f"{found.path} holds a model of {found.library}, {found.name!r}, which is none of ours: {KINDS}"
+        )
+    if found.kind == "export":
+        return ExportedModel(found.path, found.config)
     from siamesenorm.interop.trained_model import TrainedModel
 
-    return TrainedModel.of(path, data)
+    return TrainedModel.of(found, data)
 
 
 def load_native(path: str | Path) -> LanguageModel:

@@ -11,6 +11,7 @@ from siamesenorm.data.manifest import MANIFEST_FILE, Manifest, read_manifest
 from siamesenorm.data.tokenizer import Tokenizer, load_tokenizer
 from siamesenorm.errors import UserError
 from siamesenorm.interop.model_card import model_card
+from siamesenorm.interop.model_directory import ModelDirectory
 from siamesenorm.interop.stored_model import KINDS, for_use
 from siamesenorm.models.language_config import LanguageModelConfig
 from siamesenorm.training.checkpoint import Checkpoint, load_checkpoint, read_checkpoint
@@ -31,16 +32,14 @@ class TrainedModel:
     data: Path
 
     @classmethod
-    def of(cls, path: Path, data: Path | None = None) -> TrainedModel:
-        """Return the newest checkpoint of the run at `path`, or the checkpoint that `path` is."""
-        is_checkpoint = path.name.startswith("step-") and path.parent.name == "checkpoints"
-        run = RunDirectory(path.parent.parent if is_checkpoint else path)
+    def of(cls, found: ModelDirectory, data: Path | None = None) -> TrainedModel:
+        """Return the newest checkpoint of the run that was found, or the checkpoint; raises UserError without one."""
+        path, own = found.path, found.full_path if found.kind == "checkpoint" else None
+        run = RunDirectory(own.parent.parent if own else path)
         if not run.config_file.is_file():
-            raise UserError(f"{path} holds no model: {KINDS}")
+            raise UserError(f"{path} is a checkpoint, and its run has no {run.config_file}: {KINDS}")
         config = run.read_config()
-        checkpoint = (
-            read_checkpoint(path, groups=GROUPS) if is_checkpoint else load_checkpoint(run.checkpoints, groups=GROUPS)
-        )
+        checkpoint = read_checkpoint(own, groups=GROUPS) if own else load_checkpoint(run.checkpoints, groups=GROUPS)
         if checkpoint is None:
             raise UserError(f"{path} has no checkpoint yet: let the run write one (--execution.checkpoint-every)")
         return cls(path=path, run=run, run_config=config, checkpoint=checkpoint, data=data or config.data_path)
