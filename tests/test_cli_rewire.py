@@ -302,6 +302,18 @@ def test_from_scratch_weights_that_cannot_be_loaded_are_not_passed_over(
     assert name in line and str(llama_directory) in line
 
 
+def test_a_remedy_is_none_that_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    for topology, remedy in {
+        "hybridnorm": "hybridnorm; use siamese-post-pre",
+        "siamese": "siamese; use siamese-post-pre, or no --scratch",
+    }.items():
+        line = refusal(capsys, tmp_path / "gpt2", tmp_path / "out", "--topology", topology, "--scratch")
+        assert line.endswith(remedy)
+    output(capsys, tmp_path / "gpt2", "--topology", "siamese-post-pre", "--scratch")
+
+
 def test_what_does_not_fit_is_told_in_one_line(dit_directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -370,9 +382,21 @@ def test_a_rewired_model_is_refused(
 
 
 def test_nothing_is_written_over(llama_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for out in (llama_directory, llama_directory / "config.json", llama_directory / "config.json/out"):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (llama_directory / "model.safetensors").write_bytes(b"that is not looked at")
+    for out, words in {
+        llama_directory: "is not empty",
+        llama_directory / "config.json": f"{llama_directory / 'config.json'} is a file",
+        llama_directory / "config.json/out": f"{llama_directory / 'config.json'} is a file",
+        tmp_path / "link": f"is a link: choose another directory, or name {tmp_path / 'empty'} itself",
+        tmp_path / "dangling": f"is a link: choose another directory, or name {tmp_path / 'nowhere'} itself",
+    }.items():
         line = refusal(capsys, llama_directory, out, "--topology", "siamese")
-        assert line.startswith(f"--out {out}")
+        assert line.startswith(f"{out} ") and words in line
+        assert main(["export", str(tmp_path / "no model"), "--out", str(out)]) == 2
+        assert capsys.readouterr().err == f"siamesenorm: {line}\n"
 
 
 def test_a_full_disk_leaves_nothing(
@@ -443,6 +467,9 @@ def test_what_a_model_of_this_library_cannot_become(
 ) -> None:
     requests = {
         "needs attention norm 'qkv-head'": ["--topology", "siamese"],
+        "siamesenorm train --model.topology hybridnorm, or choose a topology that can, such as siamese-post-pre": [
+            *("--topology", "hybridnorm")
+        ],
         "--scratch on a model of this library": ["--topology", "post", "--scratch"],
         "name their place with --data": ["--topology", "dhc-2", "--data", str(tmp_path)],
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,12 +13,14 @@ import tyro
 from typing_extensions import Doc
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.export import new_directory
+from siamesenorm.interop.export import check_new, new_directory
 from siamesenorm.interop.local_directory import Source
 from siamesenorm.interop.local_native import open_model
 from siamesenorm.interop.rewire import RewireReport, rewire
+from siamesenorm.models.language import LanguageModel
 from siamesenorm.norms import NormSpec, available_norms
-from siamesenorm.topologies import available_topologies, build_topology, topology_to_json
+from siamesenorm.topologies import Topology, available_topologies, build_topology, topology_to_json
+from siamesenorm.topologies.pre_norm import PreNorm
 from siamesenorm.training.exact_json import encode_json
 
 
@@ -52,14 +53,16 @@ class Arguments:
 
 def run(arguments: Arguments) -> None:
     """Check everything that can be checked, load, rewire, write whole or not at all, and print the report."""
-    build_topology(arguments.topology)
+    topology = build_topology(arguments.topology)
     if arguments.norm is not None:
         NormSpec.parse(arguments.norm)
     source = open_model(arguments.model, data=arguments.data)
     refuse_rewired(source)
-    refuse_occupied(arguments.out)
+    check_new(arguments.out)
     model = source.start(arguments.seed) if arguments.scratch else source.load()
-    with in_words_of_the_command():
+    if isinstance(model, LanguageModel):
+        refuse_unreachable(model, topology, arguments)
+    with in_words_of_the_command(topology):
         report = rewire(model, arguments.topology, preserve=not arguments.scratch, norm=arguments.norm)
     with new_directory(arguments.out) as directory:
         source.save(model, directory)
@@ -79,24 +82,28 @@ def refuse_rewired(source: Source) -> None:
             )
 
 
-def refuse_occupied(out: Path) -> None:
-    """Raise UserError where nothing new can be written."""
-    if out.is_dir() and any(out.iterdir()):
-        raise UserError(f"--out {out} is not empty: choose a new directory")
-    first = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not first.is_dir():
-        raise UserError(f"--out {out}: {first} is a file, choose another path")
-    if not os.access(first, os.W_OK | os.X_OK):
-        raise UserError(f"--out {out}: {first} cannot be written to, choose another path or its permissions")
+def refuse_unreachable(model: LanguageModel, topology: Topology, arguments: Arguments) -> None:
+    """Raise UserError for what a model of this library becomes by training alone."""
+    remedy = f"train one that has it, siamesenorm train --model.topology {arguments.topology}"
+    if arguments.scratch:
+        raise UserError(f"--scratch on a model of this library: {remedy}")
+    if isinstance(model.config.topology, PreNorm) and topology.pre_norm_refusal:
+        raise UserError(
+            f"{topology.title} cannot keep the function of a Pre-Norm model: {topology.pre_norm_refusal}; {remedy}, or "
+            "choose a topology that can, such as siamese-post-pre"
+        )
 
 
 @contextmanager
-def in_words_of_the_command() -> Iterator[None]:
+def in_words_of_the_command(topology: Topology) -> Iterator[None]:
     """Tell a refusal of `rewire` with this command's options in place of that function's arguments."""
     try:
         yield
     except UserError as refusal:
-        words = str(refusal).replace("preserve=False", "--scratch").replace("preserve=True", "no --scratch")
+        words = str(refusal)
+        if topology.pre_norm_refusal:  # without --scratch it would be refused as well
+            words = words.replace(", or preserve=True", "")
+        words = words.replace("preserve=False", "--scratch").replace("preserve=True", "no --scratch")
         raise UserError(words) from refusal
 
 

@@ -45,6 +45,7 @@ def export(source: str | Path, out: Path, *, format: Format = "huggingface", dat
     UserError for a source that holds no whole model, and for a directory that is there and not empty; nothing is left
     half-written.
     """
+    check_new(out)
     stored = open_stored(source, data=data)
     build(stored)  # weights that are not those of the configuration are refused before anything is written
     write = _write_native if format == "native" else _write_huggingface
@@ -92,16 +93,30 @@ def _write_json(path: Path, record: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
 
 
+def check_new(out: Path) -> None:
+    """Raise UserError unless `out` can become a new directory: it is not there, or empty, and its place is writable."""
+    with disk_errors_told(out):
+        if out.is_symlink():
+            raise UserError(f"{out} is a link: choose another directory, or name {out.readlink()} itself")
+        if out.is_dir() and any(out.iterdir()):
+            raise UserError(f"{out} is not empty: choose another directory")
+        place = next(path for path in (out, *out.absolute().parents) if path.exists())
+        if not place.is_dir():
+            raise UserError(f"{out} cannot be made, {place} is a file: choose another directory")
+        place = next(path for path in out.absolute().parents if path.exists())
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise UserError(f"{out} cannot be made in {place}: choose another directory, or permissions")
+
+
 @contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
     """Give a directory beside `out` to write into, which becomes `out` at the end; on an error nothing is left.
 
-    Raises UserError when `out` is there and not an empty directory.
+    Raises UserError as `check_new`.
     """
+    check_new(out)
     out = out.absolute()
     with disk_errors_told(out):
-        if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
-            raise UserError(f"{out} exists and is not an empty directory: choose another directory")
         missing = [parent for parent in out.parents if not parent.exists()]
         out.parent.mkdir(parents=True, exist_ok=True)
         unfinished = out.with_name(f".{out.name}.partial")
