@@ -274,7 +274,19 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown type": (lambda directory: spoil_configuration(directory, model_type="lama"), "model type `lama`"),
     "unknown class": (
         lambda directory: spoil_configuration(directory, architectures=["LamaForCausalLM"]),
-        "is a LamaForCausalLM, unknown to transformers",
+        "is a LamaForCausalLM, no model of transformers",
+    ),
+    "class of a configuration": (
+        lambda directory: spoil_configuration(directory, architectures=["LlamaConfig"]),
+        "is a LlamaConfig, no model of transformers",
+    ),
+    "no class": (
+        lambda directory: spoil_configuration(directory, architectures=None),
+        'write it to config.json, such as "architectures": ["LlamaForCausalLM"]',
+    ),
+    "a class in no list": (
+        lambda directory: spoil_configuration(directory, architectures="LlamaForCausalLM"),
+        'write it to config.json, such as "architectures": ["LlamaForCausalLM"]',
     ),
     "code of its own": (
         lambda directory: spoil_configuration(directory, architectures=["MyForCausalLM"], auto_map={}),

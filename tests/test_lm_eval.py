@@ -362,6 +362,30 @@ def test_what_is_no_model_is_refused(tmp_path: Path, native: LanguageModel) -> N
         SiameseNormLM(native, device="cpu")
 
 
+def test_the_caller_s_model_is_left_as_it_is(exported: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.bfloat16).train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    scored = SiameseNormLM(model, tokenizer, device="cpu")
+    assert next(scored.model.parameters()).dtype == torch.float32
+    assert model.training and model.state_dict().keys() == before.keys()
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == before[name].dtype and torch.equal(tensor, before[name])
+    model = model.float().eval()
+    assert SiameseNormLM(model, tokenizer, device="cpu").model is model, "nothing is copied that need not be"
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks transformers
+def test_a_model_with_adapters_is_refused_with_what_merges_them(exported: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    (projection,) = {name.rpartition(".")[2] for name, part in model.named_modules() if name.endswith(".query")}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=[projection]))
+    with pytest.raises(UserError, match=r"a PeftModel holds adapters of PEFT: give model.merge_and_unload\(\)"):
+        SiameseNormLM(adapted, AutoTokenizer.from_pretrained(exported), device="cpu")
+    SiameseNormLM(adapted.merge_and_unload(), AutoTokenizer.from_pretrained(exported), device="cpu")
+
+
 def test_a_choice_longer_than_the_context_is_refused(trained: Path) -> None:
     with pytest.raises(UserError, match=f"more than the {CONTEXT} of the model's context"):
         harness_model(trained).loglikelihood(requests("loglikelihood", [("1", LONG)]), disable_tqdm=True)

@@ -14,9 +14,11 @@ In Python, and without a network:
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +45,9 @@ class SiameseNormLM(HFLM):  # type: ignore[misc]
     """The harness's Hugging Face model, which reads our directories too.
 
     `pretrained` is a path (a run, a checkpoint, an exported directory), whose tokenizer is used, or a model of
-    transformers with its `tokenizer`; `data` is the prepared data of a run, where they were moved; `dtype` and `device`
-    are where and in what the model computes: fp32 and the GPU, if there is one. Other options are those of HFLM. Raises
-    UserError for what cannot be scored.
+    transformers with its `tokenizer`, which is left as it is; `data` is the prepared data of a run, where they were
+    moved; `dtype` and `device` are where and in what the model computes: fp32 and the GPU, if there is one. Other
+    options are those of HFLM. Raises UserError for what cannot be scored.
     """
 
     def __init__(
@@ -66,10 +68,17 @@ class SiameseNormLM(HFLM):  # type: ignore[misc]
             own = tokenizer_for(stored.tokenizer(), native.config.context)
             tokenizer = tokenizer or own
             pretrained = SiameseNormForCausalLM.from_native(native, eos_token_id=own.eos_token_id)
+        elif isinstance(pretrained, nn.Module) and hasattr(pretrained, "merge_and_unload"):
+            raise UserError(
+                f"a {type(pretrained).__name__} holds adapters of PEFT: give model.merge_and_unload(), with its "
+                "tokenizer"
+            )
         elif not isinstance(pretrained, PreTrainedModel):
             raise UserError(f"a {type(pretrained).__name__} is no model of transformers: name its directory instead")
         elif tokenizer is None and not (pretrained.name_or_path and Path(pretrained.name_or_path).is_dir()):
             raise UserError(f"{type(pretrained).__name__} is not from a directory with a tokenizer: give its tokenizer")
+        elif pretrained.training or any(_place_of(tensor) != place for tensor in _floating(pretrained)):
+            pretrained = copy.deepcopy(pretrained)  # the caller's goes on as it is
         nn.Module.to(pretrained, *place)
         super().__init__(pretrained=pretrained, tokenizer=tokenizer, **{"backend": "causal", **options})
 
@@ -191,11 +200,18 @@ def _require_counts(options: Mapping[str, Any]) -> None:
         raise UserError(f"max_length is {max_length!r}: choose a whole number of tokens, or leave it out")
 
 
+def _floating(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield what of a model has a floating dtype."""
+    return (tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.is_floating_point())
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[torch.device, torch.dtype]:
+    return tensor.device, tensor.dtype
+
+
 def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.empty(0, device=name).device
+        return torch.empty(0, device=name or ("cuda" if torch.cuda.is_available() else "cpu")).device
     except (RuntimeError, AssertionError) as error:  # the latter is what a torch without CUDA raises
         raise UserError(f"device is {name!r}: choose cpu, or cuda where there is a GPU") from error
 

@@ -128,11 +128,16 @@ class LocalModel:
                 shutil.copyfile(file, target / file.name)
 
     def class_of(self, library: Any, name: str) -> Any:
-        """Return a class of the library by its name; raises UserError if it has none."""
-        if not hasattr(library, name):
-            code = "load it in Python and call siamesenorm.rewire" if "auto_map" in self.config else "install another"
-            raise UserError(f"{self.directory} is a {name}, unknown to {self.library} {library.__version__}: {code}")
-        return getattr(library, name)
+        """Return a model's class of the library by its name; raises UserError if it has none."""
+        found = getattr(library, name, None)
+        if isinstance(found, type) and issubclass(found, nn.Module):
+            return found
+        own_code = "auto_map" in self.config
+        remedy = "load it in Python and call siamesenorm.rewire" if own_code else "install a version that has it"
+        raise UserError(
+            f"{self.directory} is a {name}, no model of {self.library} {library.__version__}: {remedy}, or correct the "
+            "name in config.json"
+        )
 
     def _read_steps(self, fields: Any) -> list[Step]:
         steps = fields.get("siamesenorm") if isinstance(fields, dict) else None
@@ -204,7 +209,15 @@ class TransformersModel(LocalModel):
         return library.AutoConfig.from_pretrained(self.directory, local_files_only=True)
 
     def _class(self, library: Any) -> Any:
-        return self.class_of(library, (self.config.get("architectures") or ["model of no named architecture"])[0])
+        names = self.config.get("architectures")
+        if isinstance(names, list) and names and isinstance(names[0], str):
+            return self.class_of(library, names[0])
+        known = library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        usual = known.get(self.config["model_type"], "LlamaForCausalLM")
+        raise UserError(
+            f"{self.directory} does not say of which class its model is: write it to config.json, such as "
+            f'"architectures": ["{usual}"]'
+        )
 
 
 class DiffusersModel(LocalModel):
