@@ -390,6 +390,8 @@ def test_a_rewired_model_is_refused(
         assert main(["export", str(tmp_path / "out"), "--out", str(tmp_path / "again")]) == 2
         line = capsys.readouterr().err
         assert f"is in the format of {library} already" in line and "from_pretrained" in line
+        spoil_configuration(tmp_path / "out", siamesenorm=[])
+        assert "no model of" not in refusal(capsys, tmp_path / "out", tmp_path / "again", "--topology", "pre")
         shutil.rmtree(tmp_path / "out")
 
 

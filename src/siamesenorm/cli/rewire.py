@@ -100,7 +100,7 @@ def in_words_of_the_command(topology: Topology) -> Iterator[None]:
     try:
         yield
     except UserError as refusal:
-        words = str(refusal)
+        words = str(refusal).replace("siamesenorm.rewire with preserve=", "preserve=")
         if topology.pre_norm_refusal:  # without --scratch it would be refused as well
             words = words.replace(", or preserve=True", "")
         words = words.replace("preserve=False", "--scratch").replace("preserve=True", "no --scratch")

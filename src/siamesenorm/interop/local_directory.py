@@ -78,6 +78,8 @@ class LocalModel:
 
     directory: Path
     config: dict[str, Any]
+    operated: bool
+    """Whether the configuration is of a model that was rewired or had its norms swapped, for which it needs steps."""
 
     @property
     def steps(self) -> list[Step]:
@@ -98,7 +100,7 @@ class LocalModel:
         if not self.weights:
             raise UserError(self._remedy_for_weights())
         library = imported(self)
-        if self.steps:  # norms were swapped before: the library alone would not know the model
+        if self.operated or self.steps:  # the library alone would not know the model
             with warnings_left_out(self.library):
                 return from_pretrained(self.directory)
         with told_in_one_line(self.directory), warnings_left_out(self.library):
@@ -275,7 +277,7 @@ def model_of_library(found: ModelDirectory) -> LocalModel:
     if quantised := found.config.get("quantization_config"):
         method = quantised.get("quant_method", "unnamed method") if isinstance(quantised, dict) else quantised
         raise UserError(f"{found.path} holds quantised weights ({method}): name the model that they were made from")
-    return KINDS[found.library](directory=found.path, config=found.config)
+    return KINDS[found.library](directory=found.path, config=found.config, operated=found.operated)
 
 
 @contextmanager
