@@ -211,6 +211,11 @@ def pickle_weights(directory: Path) -> None:
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
 
 
+def pickled_shards(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "pytorch_model-00001-of-00001.bin")
+    (directory / "pytorch_model.bin.index.json").write_text("{}")
+
+
 def lose_a_weight(directory: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -252,6 +257,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         "was rewired already, to an unnamed topology: rewire the original",
     ),
     "pickles": (pickle_weights, "pytorch_model.bin is a pickle, which can run code"),
+    "pickles in shards": (pickled_shards, "pytorch_model-00001-of-00001.bin is a pickle, which can run code"),
     "weights of a variant": (
         lambda directory: (directory / "model.safetensors").rename(directory / "model.fp16.safetensors"),
         "model.fp16.safetensors: rename it to model.safetensors",

@@ -40,7 +40,6 @@ COMPANIONS = (
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|npz|onnx|index\.json)")
 """Names of files of weights in any format; an index names others, which may not have been fetched."""
-
 OLD_CONSTANTS = (r"\.attn\.masked_bias$",)
 """Names of what was saved with GPT-2 by old versions of transformers, and is no weight."""
 
@@ -164,7 +163,7 @@ class LocalModel:
             )
         if variants := [name for name in found if re.fullmatch(rf"{stem}\.[^.-]+\.safetensors", name)]:
             return f"{self.directory} holds no {self.file}, but {variants[0]}: rename it to {self.file}"
-        if safe := [name for name in found if name.endswith((".safetensors", ".index.json"))]:
+        if safe := [name for name in found if name.endswith((".safetensors", ".safetensors.index.json"))]:
             return f"{self.directory} holds no {self.file}, but {safe[0]}: fetch it whole, or save the model again"
         kind = "a pickle, which can run code" if found[0].endswith(PICKLES) else "of another format"
         return f"{self.directory} has no safetensors weights: {found[0]} is {kind}: save the model as safetensors"
