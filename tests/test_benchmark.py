@@ -103,6 +103,17 @@ def test_the_least_traffic_is_that_of_the_boundary_that_is_measured() -> None:
     assert (forward - statistics - scale, backward - statistics - scale) == (7 * 8 * 64 * 4, 8 * 8 * 64 * 4)
 
 
+def test_boundaries_are_measured_in_a_fresh_process() -> None:
+    """What the compiler brings has not been imported there."""
+    code = (
+        "from siamesenorm.benchmark import boundary\n"
+        "settings = boundary.BoundarySettings(topologies=('rezero',), dims=(8,), tokens=4, rounds=1, foreign=(),\n"
+        "                                     stream_dtypes=('float32',), candidates=('plain',))\n"
+        "assert len(boundary.measure_boundaries(settings, 'cpu').rows) == 1\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+
+
 def test_what_fails_is_noted_and_the_rest_is_measured() -> None:
     """bf16 streams have no lean boundary, and no time left is no error."""
     settings = boundary.BoundarySettings(

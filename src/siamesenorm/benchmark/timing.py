@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch_config
 
 from siamesenorm.errors import UserError
 
@@ -134,7 +135,7 @@ def allow_many_graphs() -> Iterator[None]:
 @contextmanager
 def allow_kept_graphs() -> Iterator[None]:
     """Let a compiled backward pass run many times on one graph: it must not write over what the graph keeps."""
-    with torch._functorch.config.patch(donated_buffer=False):
+    with functorch_config.patch(donated_buffer=False):
         yield
 
 
