@@ -12,7 +12,11 @@ from siamesenorm.kernels.inspection import BOUNDARIES, boundary_launches, inspec
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 NORMS = ("rmsnorm", "layernorm")
-WIDTHS = ((1024, "bfloat16"), (2048, "bfloat16"), (4096, "bfloat16"), (1024, "float32"), (2048, "float32"))
+WIDTHS = (
+    (1024, "bfloat16"), (2048, "bfloat16"), (4096, "bfloat16"),
+    (512, "float32"), (1024, "float32"), (2048, "float32"), (4096, "float32"),
+)  # fmt: skip
+"""The sizes at which nothing may spill, and in fp32 one below and one beyond them."""
 
 
 def inspect_kernels(kinds: tuple[str, ...] = tuple(BOUNDARIES)) -> Results:
