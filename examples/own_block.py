@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from siamesenorm import Materials, build_topology, transformer_places
+from siamesenorm import ResidualSpec, build_topology, transformer_places
 
 TEXT = b"the norm that follows an addition belongs to the next reader, and the streams belong to no one. " * 40
 DIM, DEPTH, HEADS, CONTEXT, STEPS = 64, 2, 4, 32, 60
@@ -38,11 +38,11 @@ class Block(nn.Module):
 
 
 torch.manual_seed(0)
-topology, materials = build_topology(sys.argv[1] if len(sys.argv) > 1 else "siamese"), Materials(dim=DIM)
+topology, spec = build_topology(sys.argv[1] if len(sys.argv) > 1 else "siamese"), ResidualSpec(dim=DIM)
 places, qkv_norm = transformer_places(DEPTH), topology.attention_norm == "qkv-head"
-blocks = (Block(*(topology.connection(place, materials) for place in pair), qkv_norm) for pair in places)
-closing = topology.closing(places[-1][-1], materials)  # owns every final norm
-stack = nn.Sequential(topology.opening(materials), *blocks, closing)
+blocks = (Block(*(topology.connection(place, spec) for place in pair), qkv_norm) for pair in places)
+closing = topology.closing(places[-1][-1], spec)  # owns every final norm
+stack = nn.Sequential(topology.opening(spec), *blocks, closing)
 model = nn.Sequential(nn.Embedding(256, DIM), stack, nn.Linear(DIM, 256, bias=False))
 
 text = torch.frombuffer(bytearray(TEXT), dtype=torch.uint8).long()

@@ -30,16 +30,16 @@ class Case:
 
 
 CASES = (
-    Case("siamese-mlp", "settle_gain identity_gain input_gain", constants="scale"),
+    Case("siamese-mlp", "post_norm_gain identity_gain input_gain", constants="scale"),
     Case("siamese-attention", "gate identity_gain", constants="scale"),
-    Case("siamese-post-pre", "settle_gain identity_gain", constants="scale"),
+    Case("siamese-post-pre", "post_norm_gain identity_gain", constants="scale"),
     Case("siamese-first", "identity_gain"),
     Case("pre", "input_gain", two_streams=False),
-    Case("post", "settle_gain", two_streams=False),
-    Case("deepnorm", "settle_gain", two_streams=False, constants="skip"),
-    Case("mix-ln-switch", "settle_gain input_gain", two_streams=False),
-    Case("residual", "settle_gain", constants="identity_scale"),
-    Case("everything", "settle_gain gate identity_gain input_gain", constants="skip scale identity_scale"),
+    Case("post", "post_norm_gain", two_streams=False),
+    Case("deepnorm", "post_norm_gain", two_streams=False, constants="skip"),
+    Case("mix-ln-switch", "post_norm_gain input_gain", two_streams=False),
+    Case("residual", "post_norm_gain", constants="identity_scale"),
+    Case("everything", "post_norm_gain gate identity_gain input_gain", constants="skip scale identity_scale"),
     Case("nothing", "", two_streams=False),
 )
 
@@ -130,7 +130,7 @@ def reference(inputs: Inputs) -> tuple[Tensor, ...]:
             return F.layer_norm(x, x.shape[-1:], gain, bias, EPS)
         return F.rms_norm(x, x.shape[-1:], gain, EPS)
 
-    bounded = normalised(skip * inputs.bounded + scale * inputs.output, gains.settle_gain, gains.settle_bias)
+    bounded = normalised(skip * inputs.bounded + scale * inputs.output, gains.post_norm_gain, gains.post_norm_bias)
     total, identity = bounded if gains.gate is None else gains.gate * bounded, None
     if inputs.identity is not None:
         identity = inputs.identity + identity_scale * inputs.output

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from siamesenorm.files import encode_json
 from siamesenorm.training.curves import loss_curve
-from siamesenorm.training.exact_json import encode_json
 from siamesenorm.training.stability import judge_curve
 
 UNIGRAM_ENTROPY = 2.93

@@ -164,7 +164,7 @@ def test_other_dtypes(case: Case, streams: torch.dtype, output: torch.dtype) -> 
     assert_rounded(results, reference(inputs.double()))
 
     settled, identity, h, unsettled, statistics = operator.boundary(*inputs.arguments)
-    kept = settled if inputs.gains.settle_gain is None else unsettled
+    kept = settled if inputs.gains.post_norm_gain is None else unsettled
     normalised = None if inputs.gains.identity_gain is None else identity
     second = draw_inputs(case, (6, 100), streams=streams, output=output, seed=6).map(Tensor.detach)
     arguments: tuple[Any, ...] = (second.bounded, second.identity, second.output, kept, normalised, statistics)
@@ -251,7 +251,7 @@ def test_a_row_that_cannot_be_rebuilt(case: Case, centred: bool, part: int, monk
     rest = identity - settled / departure
     rest[3] += 0.1
     carried = boundary_plain.Carried(rest, departure, 1e-5)
-    kept = settled if inputs.gains.settle_gain is None else unsettled
+    kept = settled if inputs.gains.post_norm_gain is None else unsettled
     arguments = (settled, identity, h, kept, carried, statistics, inputs.constants, inputs.gains, centred)
     found, expected = boundary_launch.backward(*arguments), boundary_plain.backward(*arguments)
     assert expected.identity[3].isnan().all() and expected.gains.isnan().any()

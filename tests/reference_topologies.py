@@ -26,8 +26,8 @@ from siamesenorm.norms import NormSpec, declared_parameters
 from siamesenorm.topologies import (
     Closing,
     Connection,
-    Materials,
     Opening,
+    ResidualSpec,
     Streams,
     Topology,
     build_topology,
@@ -56,14 +56,14 @@ Sublayer = Callable[[Tensor], Tensor]
 class Wired(nn.Module):
     """The modules of a topology at a small depth: its opening, one connection a sublayer, its closing."""
 
-    def __init__(self, topology: Topology, materials: Materials, *, depth: int, conditioned: bool) -> None:
+    def __init__(self, topology: Topology, spec: ResidualSpec, *, depth: int, conditioned: bool) -> None:
         super().__init__()
         self.topology = topology
         self.depth = depth
         places = list(itertools.chain(*transformer_places(depth, conditioned=conditioned)))
-        self.opening: Opening = topology.opening(materials)
-        self.connections = nn.ModuleList(topology.connection(place, materials) for place in places)
-        self.closing: Closing = topology.closing(places[-1], materials)
+        self.opening: Opening = topology.opening(spec)
+        self.connections = nn.ModuleList(topology.connection(place, spec) for place in places)
+        self.closing: Closing = topology.closing(places[-1], spec)
 
     @property
     def sublayers(self) -> range:
@@ -87,11 +87,11 @@ def wire(
     conditioned: bool = False,
     dtype: torch.dtype | None = torch.float64,
     seed: int | None = None,
-    **materials: Any,
+    **spec: Any,
 ) -> Wired:
     """Build a small model, with every declared parameter moved at random if a seed is given."""
     wiring = build_topology(topology) if isinstance(topology, str) else topology
-    chosen = Materials(dim=DIM, norm=NormSpec.parse(norm), **materials)
+    chosen = ResidualSpec(dim=DIM, norm=NormSpec.parse(norm), **spec)
     model = Wired(wiring, chosen, depth=depth, conditioned=conditioned)
     if seed is not None:
         randomise(model, seed)
@@ -205,8 +205,8 @@ def combinations(name: str) -> dict[Topology, str]:
 
 
 def norms_after(model: Any) -> list[Any]:
-    """Return the norm that stands after each sublayer's addition: the next reader's settle, at last the closing's."""
-    return [connection.settle for connection in model.connections][1:] + [model.closing.settle]
+    """Return the norm after each sublayer's addition: the next reader's post_norm, at last the closing's."""
+    return [connection.post_norm for connection in model.connections][1:] + [model.closing.post_norm]
 
 
 def depth_scale(reading: str, k: int) -> float:
@@ -312,7 +312,7 @@ def hybridnorm(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor
             x = x + s_a * F[a](model.connections[a].norm(x))
             x = x + s_m * F[m](model.connections[m].norm(x))
         else:
-            x = model.connections[m].settle(x + s_a * F[a](x))
+            x = model.connections[m].post_norm(x + s_a * F[a](x))
             x = x + s_m * F[m](x)
     return model.closing.norm(x)
 
@@ -324,7 +324,7 @@ def spannorm(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     for block in range(model.depth):
         a, m = 2 * block, 2 * block + 1
         if options.reading == "A":
-            z = model.connections[m].settle(x + F[a](x))
+            z = model.connections[m].post_norm(x + F[a](x))
             x = N[m](x + F[m](z))
         else:
             h = x + F[a](model.connections[a].norm(x))
@@ -347,9 +347,9 @@ def residual(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
         if options.body == "post":
             X = N[k](X)
         elif k % 2 == 0:
-            X = model.connections[k + 1].settle(X)
+            X = model.connections[k + 1].post_norm(X)
     if options.body == "hybridnorm":
-        X = model.closing.settle(X)
+        X = model.closing.post_norm(X)
     return a * X + model.closing.dual_norm(D)
 
 
@@ -357,8 +357,8 @@ def residual(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
 def siamese_post_pre(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     X, Y = (model.opening.gate.gain * e if options.gated_opening else e), e
     N_X = norms_after(model)
-    if options.settle == "lazy":
-        X = model.connections[0].settle(X)
+    if options.post_norm == "lazy":
+        X = model.connections[0].post_norm(X)
     for k in model.sublayers:
         connection = model.connections[k]
         h = X + connection.identity_norm(Y)
@@ -377,11 +377,11 @@ def siamese_hybrid_pre(options: Any, e: Tensor, F: list[Sublayer], model: Any) -
         attention, mlp = model.connections[a], model.connections[m]
         out = F[a](attention.gate.gain * X + attention.identity_norm(Y))
         X, Y = X + depth_scale(options.depth_scale, a) * out, Y + out
-        X = mlp.settle(X)
+        X = mlp.post_norm(X)
         h = X + mlp.identity_norm(Y)
         out = F[m](mlp.input_norm(h) if options.normalized_input else h)
         X, Y = X + depth_scale(options.depth_scale, m) * out, Y + out
-    return model.closing.output_norm(model.closing.settle(X) + model.closing.identity_norm(Y))
+    return model.closing.output_norm(model.closing.post_norm(X) + model.closing.identity_norm(Y))
 
 
 # --- n streams -------------------------------------------------------------------------------------------------------

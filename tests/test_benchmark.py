@@ -25,7 +25,7 @@ from siamesenorm.kernels import boundary as boundary_operator
 from siamesenorm.kernels import boundary_plain
 from siamesenorm.norms import NormSpec
 from siamesenorm.norms.rms_norm import RMSNorm
-from siamesenorm.topologies import Materials, available_topologies, build_topology
+from siamesenorm.topologies import ResidualSpec, available_topologies, build_topology
 
 CPU = torch.device("cpu")
 # PyTorch's compiler itself, where there is CUDA.
@@ -62,8 +62,8 @@ def test_kept_memory_is_counted_once_and_without_parameters() -> None:
 
 @pytest.mark.parametrize("name", available_topologies())
 def test_every_topology_has_a_boundary_to_measure(name: str) -> None:
-    materials = Materials(dim=16, norm=NormSpec())
-    built = Boundary.build(build_topology(name), materials, 8, CPU)
+    spec = ResidualSpec(dim=16, norm=NormSpec())
+    built = Boundary.build(build_topology(name), spec, 8, CPU)
     results = built.forward()
     assert results[0].shape == built.close(results).shape == (8, 16)
     values = built.values(built.forward)
@@ -73,7 +73,7 @@ def test_every_topology_has_a_boundary_to_measure(name: str) -> None:
 def test_a_fused_boundary_is_the_plain_one() -> None:
     topology = build_topology("siamese")
     plain, fused = (
-        Boundary.build(topology, Materials(dim=16, kernels=kernels), 8, CPU) for kernels in ("plain", "fused")
+        Boundary.build(topology, ResidualSpec(dim=16, kernels=kernels), 8, CPU) for kernels in ("plain", "fused")
     )
     for one, other in zip(plain.forward(), fused.forward(), strict=True):
         torch.testing.assert_close(one, other)
@@ -96,8 +96,8 @@ def test_boundaries_are_measured_and_what_is_missing_is_named() -> None:
 
 def test_the_least_traffic_is_that_of_the_boundary_that_is_measured() -> None:
     """Hybrid-Pre's MLP settles: 7 passes forward, where the mean of a block's two boundaries is 6.5."""
-    materials = Materials(dim=64, kernels="fused")
-    built = Boundary.build(build_topology("siamese"), materials, 8, CPU)
+    spec = ResidualSpec(dim=64, kernels="fused")
+    built = Boundary.build(build_topology("siamese"), spec, 8, CPU)
     forward, backward = built.traffic(built.forward)
     statistics, scale = 3 * 8 * 4, 4
     assert (forward - statistics - scale, backward - statistics - scale) == (7 * 8 * 64 * 4, 8 * 8 * 64 * 4)
@@ -144,7 +144,7 @@ def settings_of_two(**others: object) -> boundary.BoundarySettings:
         (
             "backward",
             {"gains": lambda g: 1.01 * g},
-            "its gradient of read settle.gain differs from the formula by 0.01",
+            "its gradient of read post_norm.gain differs from the formula by 0.01",
         ),
         ("backward", None, "RuntimeError: out of resource: shared memory"),
     ],

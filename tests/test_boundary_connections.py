@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from siamesenorm import LanguageModel, Materials, available_topologies, build_language_model, build_topology
+from siamesenorm import LanguageModel, ResidualSpec, available_topologies, build_language_model, build_topology
 from siamesenorm.errors import UserError
 from siamesenorm.interop.swap_norms import swap_norms
 from siamesenorm.kernels import launch
@@ -31,7 +31,7 @@ VARIANTS = [
     "siamese:normalized_input=false",
     "siamese:depth_scale=none",
     "siamese-post-pre:normalized_input=false",
-    "siamese-post-pre:settle=lazy,readout=code,gated_opening=true",
+    "siamese-post-pre:post_norm=lazy,readout=code,gated_opening=true",
 ]
 NORMS = ("rmsnorm", "layernorm", "layernorm:bias=false")
 DEPTH = 3
@@ -193,7 +193,7 @@ def test_a_compiled_read_sees_forward_mode(monkeypatch: pytest.MonkeyPatch) -> N
 def read_of(kernels: str) -> Any:
     """Return the read of a connection of Pre-Norm."""
     _, (place, _) = transformer_places(2)
-    return build_topology("pre").connection(place, Materials(dim=4, kernels=kernels)).read
+    return build_topology("pre").connection(place, ResidualSpec(dim=4, kernels=kernels)).read
 
 
 def test_auto_is_plain_for_small_streams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +227,7 @@ def test_one_compiled_graph_for_streams_of_any_length(kernels: str) -> None:
     graphs: list[torch.fx.GraphModule] = []
     torch._dynamo.reset()
     read = torch.compile(
-        build_topology("siamese").connection(place, Materials(dim=4, kernels=kernels)).read,
+        build_topology("siamese").connection(place, ResidualSpec(dim=4, kernels=kernels)).read,
         fullgraph=True,
         dynamic=True,
         backend=lambda graph, _: graphs.append(graph) or graph.forward,
@@ -269,10 +269,10 @@ def test_fused_refuses_conditioned_sublayers_and_other_axes() -> None:
     topology = build_topology("pre")
     (_, place), *_ = transformer_places(1, conditioned=True)
     with pytest.raises(UserError, match="with gain"):
-        topology.connection(place, Materials(dim=8, kernels="fused"))
+        topology.connection(place, ResidualSpec(dim=8, kernels="fused"))
     (_, place), *_ = transformer_places(1)
     with pytest.raises(UserError, match="channels last"):
-        topology.connection(place, Materials(dim=8, axis=1, kernels="fused"))
+        topology.connection(place, ResidualSpec(dim=8, axis=1, kernels="fused"))
 
 
 def test_fused_refuses_different_norms() -> None:
@@ -282,7 +282,7 @@ def test_fused_refuses_different_norms() -> None:
 
 
 def test_kernels_that_do_not_exist_are_refused() -> None:
-    for build in (lambda: Materials(dim=8, kernels="triton"), lambda: tiny_model("pre", kernels="triton")):
+    for build in (lambda: ResidualSpec(dim=8, kernels="triton"), lambda: tiny_model("pre", kernels="triton")):
         with pytest.raises(UserError, match="unknown kernels 'triton'"):
             build()
 
@@ -291,11 +291,11 @@ def test_kernels_that_do_not_exist_are_refused() -> None:
 def test_norms_of_fused_connections_are_not_swapped(kernels: str) -> None:
     """The operator computes them, whatever module would stand there."""
     (_, place), *_ = transformer_places(1)
-    connection = build_topology("siamese").connection(place, Materials(dim=8, kernels=kernels))
+    connection = build_topology("siamese").connection(place, ResidualSpec(dim=8, kernels=kernels))
     report = swap_norms(nn.ModuleDict({"connection": connection}), "layernorm")
     assert not report.replaced
     assert [name for name, _ in report.refused] == [
-        f"connection.{n}" for n in ("settle", "identity_norm", "input_norm")
+        f"connection.{n}" for n in ("post_norm", "identity_norm", "input_norm")
     ]
     assert all("kernels='plain'" in reason for _, reason in report.refused)
 

@@ -19,7 +19,7 @@ TOPOLOGIES = (
     "siamese:normalized_input=false",
     "siamese:depth_scale=none",
     "siamese-post-pre",
-    "siamese-post-pre:settle=lazy,readout=code,gated_opening=true",
+    "siamese-post-pre:post_norm=lazy,readout=code,gated_opening=true",
 )
 
 

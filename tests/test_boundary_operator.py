@@ -72,7 +72,7 @@ def test_opcheck(case: Case, streams: torch.dtype, output: torch.dtype) -> None:
 def test_opcheck_of_the_backward_operator(case: Case) -> None:
     inputs = draw_inputs(case, (2, 3, 4), streams=torch.float32).map(Tensor.detach)
     settled, identity, h, unsettled, statistics = boundary(*inputs.arguments)
-    kept = settled if inputs.gains.settle_gain is None else unsettled
+    kept = settled if inputs.gains.post_norm_gain is None else unsettled
     normalised = None if inputs.gains.identity_gain is None else identity
     streams = (settled, None if inputs.identity is None else identity, h, kept, normalised, statistics)
     for gradients in (streams, (None, *streams[1:]), (streams[0], None, *streams[2:])):
@@ -197,5 +197,5 @@ def test_what_does_not_fit_together_is_refused() -> None:
     with pytest.raises(ValueError, match="without an identity stream"):
         boundary(bounded, output, None, *rest)
     rest[3] = torch.ones(3)
-    with pytest.raises(ValueError, match=r"settle_gain is \[3\]: it must be \[4\]"):
+    with pytest.raises(ValueError, match=r"post_norm_gain is \[3\]: it must be \[4\]"):
         boundary(bounded, output, identity, *rest)

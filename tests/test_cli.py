@@ -18,9 +18,9 @@ import siamesenorm
 from siamesenorm import available_norms, available_topologies, build_language_model
 from siamesenorm.cli import COMMANDS, explain, main, sizes
 from siamesenorm.data import PreparedData
+from siamesenorm.files import decode_json
 from siamesenorm.models.sizes import SIZES
 from siamesenorm.training.accounting import count_parameters
-from siamesenorm.training.exact_json import decode_json
 from siamesenorm.training.loop import TrainingLoop
 from training_runs import edit_json, records, write_data
 

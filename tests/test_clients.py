@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sharded_training import CASES, STEPS, train_alone
-from siamesenorm import LanguageModel, Materials, Topology, available_topologies, build_language_model, build_topology
+from siamesenorm import (
+    LanguageModel,
+    ResidualSpec,
+    Topology,
+    available_topologies,
+    build_language_model,
+    build_topology,
+)
 from siamesenorm.errors import UserError
 from siamesenorm.models.block import TransformerBlock
 from siamesenorm.norms import NormSpec
@@ -154,8 +161,8 @@ FUSED = (
     "siamese:depth_scale=paper_sublayer",
     "siamese-post-pre",
     "siamese-post-pre:normalized_input=false",
-    "siamese-post-pre:settle=lazy",
-    "siamese-post-pre:settle=lazy,readout=code,gated_opening=true",
+    "siamese-post-pre:post_norm=lazy",
+    "siamese-post-pre:post_norm=lazy,readout=code,gated_opening=true",
     "siamese-post-pre:depth_scale=paper_block,gated_opening=true",
 )
 
@@ -280,12 +287,12 @@ class ConditionedStack(nn.Module):
 
     def __init__(self, topology: Topology, norm: str = "rmsnorm", depth: int = 2) -> None:
         super().__init__()
-        materials = Materials(dim=8, norm=NormSpec.parse(norm), domain="vision")
+        spec = ResidualSpec(dim=8, norm=NormSpec.parse(norm), domain="vision")
         places = [place for block in transformer_places(depth, conditioned=True) for place in block]
-        self.opening: Opening = topology.opening(materials)
-        self.connections = nn.ModuleList(topology.connection(place, materials) for place in places)
+        self.opening: Opening = topology.opening(spec)
+        self.connections = nn.ModuleList(topology.connection(place, spec) for place in places)
         self.sublayers = nn.ModuleList(Modulated(GatedMLP(8, 12), 8, CONDITION) for _ in places)
-        self.closing: Closing = topology.closing(places[-1], materials)
+        self.closing: Closing = topology.closing(places[-1], spec)
 
     def steps(self, embedding: Tensor, condition: Tensor) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
         """Yield the streams before and after every write."""
@@ -368,10 +375,10 @@ def test_topologies_say_whether_they_take_conditioned_sublayers(topology: str) -
 @pytest.mark.parametrize("topology", ["pre", "siamese"])
 def test_a_model_with_a_final_norm_of_its_own(topology: str) -> None:
     """A DiT head normalises by itself: the closing leaves its last norm out."""
-    wiring, materials = build_topology(topology), Materials(dim=8)
+    wiring, spec = build_topology(topology), ResidualSpec(dim=8)
     last = transformer_places(1)[0][1]
-    with_norm = wiring.closing(last, materials)
-    without = wiring.closing(last, dataclasses.replace(materials, final_norm=False))
+    with_norm = wiring.closing(last, spec)
+    without = wiring.closing(last, dataclasses.replace(spec, final_norm=False))
     streams = tuple(torch.randn(2, 3, 8) for _ in wiring.stream_names)
-    final = materials.build_final_norm()
+    final = spec.build_final_norm()
     torch.testing.assert_close(final(without(streams)), with_norm(streams))

@@ -16,8 +16,8 @@ import pytest
 
 from siamesenorm.data.formats import PASSAGE_CHARACTERS
 from siamesenorm.data.sources import open_source
-from siamesenorm.data.storage import StoppedError
 from siamesenorm.errors import UserError
+from siamesenorm.files import StoppedError
 
 LINES = b'{"id": 1, "text": "one"}\n\n{"text": "two\\nlines"}\n{"text": ""}\n{"text": "three"}'
 

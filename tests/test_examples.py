@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from siamesenorm import Materials, build_topology, transformer_places
+from siamesenorm import ResidualSpec, build_topology, transformer_places
 from siamesenorm.cli import main
 from siamesenorm.norms import NormSpec
 from siamesenorm.sublayers.attention import Attention, AttentionShape
@@ -88,11 +88,11 @@ class Ours(nn.Module):
 
     def __init__(self, topology: str, sublayers: list[nn.Module]) -> None:
         super().__init__()
-        resolved, materials = build_topology(topology), Materials(dim=DIM, norm=NormSpec.parse("rmsnorm", eps=EPS))
+        resolved, spec = build_topology(topology), ResidualSpec(dim=DIM, norm=NormSpec.parse("rmsnorm", eps=EPS))
         places = [place for block in transformer_places(DEPTH) for place in block]
-        self.opening, self.sublayers = resolved.opening(materials), nn.ModuleList(sublayers)
-        self.connections = nn.ModuleList(resolved.connection(place, materials) for place in places)
-        self.closing = resolved.closing(places[-1], materials)
+        self.opening, self.sublayers = resolved.opening(spec), nn.ModuleList(sublayers)
+        self.connections = nn.ModuleList(resolved.connection(place, spec) for place in places)
+        self.closing = resolved.closing(places[-1], spec)
 
     def forward(self, embedding: Tensor) -> Tensor:
         streams = self.opening(embedding)
@@ -122,10 +122,10 @@ def hybrid_pre_partners(pasted: Pasted, ours: Ours) -> Iterator[tuple[nn.Paramet
     for block, attention, mlp in zip(pasted.blocks, ours.connections[::2], ours.connections[1::2], strict=True):
         yield block.gate, attention.gate.gain
         yield block.attention_norm.weight, attention.identity_norm.gain
-        yield block.bounded_norm.weight, mlp.settle.gain
+        yield block.bounded_norm.weight, mlp.post_norm.gain
         yield block.mlp_norm.weight, mlp.identity_norm.gain
         yield block.input_norm.weight, mlp.input_norm.gain
-    yield pasted.closing.bounded_norm.weight, ours.closing.settle.gain
+    yield pasted.closing.bounded_norm.weight, ours.closing.post_norm.gain
     yield pasted.closing.identity_norm.weight, ours.closing.identity_norm.gain
     yield pasted.closing.output_norm.weight, ours.closing.output_norm.gain
 
@@ -137,7 +137,7 @@ def post_pre_partners(pasted: Pasted, ours: Ours) -> Iterator[tuple[nn.Parameter
         block, slot = pasted.blocks[index // 2], index % 2
         yield block.identity_norms[slot].weight, reader.identity_norm.gain
         yield block.input_norms[slot].weight, reader.input_norm.gain
-        yield block.bounded_norms[slot].weight, readers[index + 1].settle.gain
+        yield block.bounded_norms[slot].weight, readers[index + 1].post_norm.gain
     yield pasted.closing.identity_norm.weight, ours.closing.identity_norm.gain
 
 

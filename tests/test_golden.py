@@ -24,7 +24,7 @@ from golden_mapping import (
     olmo_mapping,
     olmo_model,
 )
-from siamesenorm import LanguageModel, Materials, build_topology
+from siamesenorm import LanguageModel, ResidualSpec, build_topology
 from siamesenorm.norms import NormSpec
 from siamesenorm.topologies import Connection, Streams, transformer_places
 
@@ -42,16 +42,16 @@ OUTPUT_NORM = {
     **FINAL_NORM,
 }
 HYBRID_NORM = {
-    "transformer.blocks.{l}.ff_norm.weight": Cut(("blocks.{l}.mlp_connection.settle.gain",)),
+    "transformer.blocks.{l}.ff_norm.weight": Cut(("blocks.{l}.mlp_connection.post_norm.gain",)),
     **FINAL_NORM,
 }
 SIAMESE_HYBRID_PRE = {
     "transformer.blocks.{l}.c1": Cut(("blocks.{l}.attention_connection.gate.gain",)),
     "transformer.blocks.{l}.attn_y_norm.weight": Cut(("blocks.{l}.attention_connection.identity_norm.gain",)),
-    "transformer.blocks.{l}.ff_norm.weight": Cut(("blocks.{l}.mlp_connection.settle.gain",)),
+    "transformer.blocks.{l}.ff_norm.weight": Cut(("blocks.{l}.mlp_connection.post_norm.gain",)),
     "transformer.blocks.{l}.ff_y_norm.weight": Cut(("blocks.{l}.mlp_connection.identity_norm.gain",)),
     "transformer.blocks.{l}.ff_input_norm.weight": Cut(("blocks.{l}.mlp_connection.input_norm.gain",)),
-    "transformer.ln_f.weight": Cut(("closing.settle.gain",)),
+    "transformer.ln_f.weight": Cut(("closing.post_norm.gain",)),
     "transformer.ln_y_f.weight": Cut(("closing.identity_norm.gain",)),
     "transformer.ln_final_f.weight": Cut(("closing.output_norm.gain",)),
 }
@@ -216,16 +216,16 @@ class FairseqDecoder(nn.Module):
             bounded_scale=config["dec_alpha"],
             dual_scale=config["dec_res_input_norm_scale"],
         )
-        materials = Materials(dim=decoder["embed_dim"], norm=NormSpec.parse("layernorm"))
+        spec = ResidualSpec(dim=decoder["embed_dim"], norm=NormSpec.parse("layernorm"))
         places = transformer_places(depth)
         sizes = (decoder["embed_dim"], decoder["attention_heads"], decoder["ffn_embed_dim"])
         self.embed_tokens = nn.Embedding(vocabulary, sizes[0])
         self.output_projection = nn.Linear(sizes[0], vocabulary, bias=False)
-        self.opening = topology.opening(materials)
+        self.opening = topology.opening(spec)
         self.blocks = nn.ModuleList(
-            FairseqBlock(*sizes, [topology.connection(place, materials) for place in pair]) for pair in places
+            FairseqBlock(*sizes, [topology.connection(place, spec) for place in pair]) for pair in places
         )
-        self.closing = topology.closing(places[-1][1], materials)
+        self.closing = topology.closing(places[-1][1], spec)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, list[Streams]]:
         """Return the logits, and the streams after each block, settled."""
@@ -233,8 +233,8 @@ class FairseqDecoder(nn.Module):
         for block in self.blocks:
             streams = block(streams)
             hidden.append(streams)
-        readers = [*(block.attention_connection.settle for block in self.blocks[1:]), self.closing.settle]
-        settled = [(settle(x), d) for settle, (x, d) in zip(readers, hidden, strict=True)]
+        readers = [*(block.attention_connection.post_norm for block in self.blocks[1:]), self.closing.post_norm]
+        settled = [(post_norm(x), d) for post_norm, (x, d) in zip(readers, hidden, strict=True)]
         return self.output_projection(self.closing(streams)), settled
 
 
@@ -249,8 +249,8 @@ FAIRSEQ = {
     **{
         f"{official}.{theirs}": Cut((f"{reader}.{ours}",))
         for official, reader in (
-            ("layers.{l}.self_attn_layer_norm", "blocks.{l}.mlp_connection.settle"),
-            ("layers.{l}.final_layer_norm", "{after_mlp}.settle"),
+            ("layers.{l}.self_attn_layer_norm", "blocks.{l}.mlp_connection.post_norm"),
+            ("layers.{l}.final_layer_norm", "{after_mlp}.post_norm"),
             ("layer_norm", "closing.dual_norm"),
         )
         for theirs, ours in (("weight", "gain"), ("bias", "bias"))

@@ -26,7 +26,8 @@ STANDS_ON: dict[str, set[str]] = {
     "sublayers": {"norms"},
     "models": {"topologies", "sublayers"},
     "data": set(),
-    "training": {"models", "data"},
+    "tasks": {"models", "data"},
+    "training": {"tasks"},
     "evaluation": {"training"},
     "analysis": {"training"},
     "comparison": {"evaluation", "analysis"},
@@ -36,7 +37,7 @@ STANDS_ON: dict[str, set[str]] = {
     "cli": {"recipes", "interop", "benchmark"},
 }
 """The packages on which each one stands directly."""
-GROUND = {"errors", "options"}
+GROUND = {"errors", "files", "options"}
 """Modules that every package may import, and that import no package."""
 CORE = ("kernels", "norms", "topologies", "sublayers", "models")
 FILES = sorted(SOURCE.rglob("*.py"))

@@ -36,12 +36,12 @@ def blocks(rows: list[list[Tensor]]) -> Tensor:
     return torch.cat([torch.cat(row, dim=1) for row in rows])
 
 
-def transition(model: Wired, k: int, sublayer: Map, settle: Map | None = None) -> Callable[..., Streams]:
+def transition(model: Wired, k: int, sublayer: Map, post_norm: Map | None = None) -> Callable[..., Streams]:
     """Return the map of the streams before sublayer k to those after it, the first one settled if asked for."""
 
     def step(*streams: Tensor) -> Streams:
         first, *others = model.connections[k](streams, sublayer)
-        return (first if settle is None else settle(first), *others)
+        return (first if post_norm is None else post_norm(first), *others)
 
     return step
 
@@ -81,7 +81,7 @@ def test_normalised_inputs(name: str, norm: str, shape: tuple[int, ...]) -> None
 @over_shapes
 @pytest.mark.parametrize("name", ["olmo2", "rezero", "hybridnorm"])
 def test_raw_inputs(name: str, shape: tuple[int, ...]) -> None:
-    """I + J_out J_F (HybridNorm's MLP too, after its settle)."""
+    """I + J_out J_F (HybridNorm's MLP too, after its post_norm)."""
     model, F, x = wire(name, seed=2), net(shape), embedding(2, *shape)
     connection = model.connections[0]
     J_F, J_out = jacobian(F, x), jacobian(connection.output, F(x))
@@ -93,9 +93,9 @@ def test_raw_inputs(name: str, shape: tuple[int, ...]) -> None:
 def test_settled_additions(name: str, alpha: float, shape: tuple[int, ...]) -> None:
     """J_N (alpha I + J_F)."""
     model, F, x = wire(name, seed=3), net(shape), embedding(3, *shape)
-    settle = model.connections[1].settle
-    J_N = jacobian(settle, alpha * x + F(x))
-    found = jacobian(transition(model, 0, F, settle), x)
+    post_norm = model.connections[1].post_norm
+    J_N = jacobian(post_norm, alpha * x + F(x))
+    found = jacobian(transition(model, 0, F, post_norm), x)
     assert_identity(found, J_N @ (alpha * eye(x) + jacobian(F, x)))
 
 
@@ -105,7 +105,7 @@ def test_span_norm(shape: tuple[int, ...]) -> None:
     attention, mlp, x = net(shape, 0), net(shape, 1), embedding(4, *shape)
     for reading in ("A", "B"):
         model = wire(build_topology("spannorm", reading=reading), seed=4)
-        first, second, N2 = model.connections[0], model.connections[1], model.connections[2].settle
+        first, second, N2 = model.connections[0], model.connections[1], model.connections[2].post_norm
 
         def block(x: Tensor, first: nn.Module = first, second: nn.Module = second, N2: Map = N2) -> Tensor:
             (x,) = second(first((x,), attention), mlp)
@@ -114,8 +114,8 @@ def test_span_norm(shape: tuple[int, ...]) -> None:
         I = eye(x)  # noqa: E741
         if reading == "A":
             total = x + attention(x)
-            z = second.settle(total)
-            J_inner = jacobian(mlp, z) @ jacobian(second.settle, total) @ (I + jacobian(attention, x))
+            z = second.post_norm(total)
+            J_inner = jacobian(mlp, z) @ jacobian(second.post_norm, total) @ (I + jacobian(attention, x))
             expected = jacobian(N2, x + mlp(z)) @ (I + J_inner)
         else:
             middle = x + attention(first.norm(x))
@@ -143,10 +143,10 @@ def test_residual(dual_scale: float, shape: tuple[int, ...]) -> None:
     """[[J_X (I + J_F), 0], [c J_F, I]]: the dual stream never informs a sublayer."""
     model, F = wire(build_topology("residual", dual_scale=dual_scale), seed=6), net(shape)
     X, D = embedding(6, *shape), embedding(7, *shape)
-    settle = model.connections[1].settle
-    J_F, J_X = jacobian(F, X), jacobian(settle, X + F(X))
+    post_norm = model.connections[1].post_norm
+    J_F, J_X = jacobian(F, X), jacobian(post_norm, X + F(X))
     expected = blocks([[J_X @ (eye(X) + J_F), 0 * eye(X)], [dual_scale * J_F, eye(X)]])
-    assert_identity(jacobian(transition(model, 0, F, settle), X, D), expected)
+    assert_identity(jacobian(transition(model, 0, F, post_norm), X, D), expected)
 
 
 def post_pre_matrix(connection: nn.Module, N_X: Map, F: Map, X: Tensor, Y: Tensor) -> Tensor:
@@ -168,22 +168,22 @@ POST_PRE = [{"normalized_input": i, "depth_scale": s} for i in (True, False) for
 def test_siamese_post_pre(options: dict[str, object], shape: tuple[int, ...]) -> None:
     model, F = wire(build_topology("siamese-post-pre", **options), seed=8), net(shape)
     X, Y = embedding(8, *shape), embedding(9, *shape)
-    settle = model.connections[1].settle
-    expected = post_pre_matrix(model.connections[0], settle, F, X, Y)
-    assert_identity(jacobian(transition(model, 0, F, settle), X, Y), expected)
+    post_norm = model.connections[1].post_norm
+    expected = post_pre_matrix(model.connections[0], post_norm, F, X, Y)
+    assert_identity(jacobian(transition(model, 0, F, post_norm), X, Y), expected)
 
 
 def lazy_matrix(connection: nn.Module, F: Map, X: Tensor, Y: Tensor) -> Tensor:
     """[[(I + s J_in) J_X', s J_in J_Y], [J_in J_X', I + J_in J_Y]], J_X' the Jacobian of N^X at X."""
-    s, settled = float(connection.scale), connection.settle(X)
+    s, settled = float(connection.scale), connection.post_norm(X)
     total = settled + connection.identity_norm(Y)
     J_in = jacobian(F, connection.input_norm(total)) @ jacobian(connection.input_norm, total)
-    J_X, J_Y = jacobian(connection.settle, X), jacobian(connection.identity_norm, Y)
+    J_X, J_Y = jacobian(connection.post_norm, X), jacobian(connection.identity_norm, Y)
     return blocks([[(eye(X) + s * J_in) @ J_X, s * J_in @ J_Y], [J_in @ J_X, eye(X) + J_in @ J_Y]])
 
 
 @over_shapes
-@pytest.mark.parametrize("text", ["siamese-post-pre:settle=lazy", "siamese", "siamese:normalized_input=false"])
+@pytest.mark.parametrize("text", ["siamese-post-pre:post_norm=lazy", "siamese", "siamese:normalized_input=false"])
 def test_lazily_settled_siamese(text: str, shape: tuple[int, ...]) -> None:
     """Lazy Post-Pre at every sublayer, and the MLP of Hybrid-Pre."""
     model, F = wire(build_topology(text), seed=10), net(shape)
@@ -210,14 +210,14 @@ def test_outputs_reach_both_streams(name: str, shape: tuple[int, ...]) -> None:
     """d S_{k+1} / d O_k = [s J_X; I]."""
     model, output = wire(name, seed=14), embedding(16, *shape)
     X, Y = embedding(14, *shape), embedding(15, *shape)
-    connection, settle = model.connections[0], model.connections[1].settle
+    connection, post_norm = model.connections[0], model.connections[1].post_norm
     s = float(getattr(connection, "scale", 1.0))
 
     def written(output: Tensor) -> Streams:
         bounded, other = connection.write((X, Y), output)
-        return settle(bounded), other
+        return post_norm(bounded), other
 
-    expected = torch.cat([s * jacobian(settle, X + s * output), eye(X)])
+    expected = torch.cat([s * jacobian(post_norm, X + s * output), eye(X)])
     assert_identity(jacobian(written, output), expected)
 
 

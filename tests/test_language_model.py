@@ -521,10 +521,10 @@ def test_configuration_survives_json(topology: str, norm: str) -> None:
 
 def test_options_survive_json() -> None:
     config = language_model_config(
-        "nano", topology="siamese-post-pre:settle=lazy,depth_scale=none", norm="seednorm:heads=4,activation=sigmoid"
+        "nano", topology="siamese-post-pre:post_norm=lazy,depth_scale=none", norm="seednorm:heads=4,activation=sigmoid"
     )
     read = LanguageModelConfig.from_json(json.loads(json.dumps(config.to_json())))
-    assert read.topology == build_topology("siamese-post-pre", settle="lazy", depth_scale="none")
+    assert read.topology == build_topology("siamese-post-pre", post_norm="lazy", depth_scale="none")
     assert read.norm == NormSpec.parse("seednorm", heads=4, activation="sigmoid")
 
 

@@ -158,7 +158,7 @@ def test_the_trainer_of_transformers_decays_gates_and_settling_norms(host: Any, 
     expected = [
         f"model.layers.{index}.{name}.gain"
         for index in range(LLAMA["num_hidden_layers"])
-        for name in ("attention_connection.gate", "mlp_connection.settle")
+        for name in ("attention_connection.gate", "mlp_connection.post_norm")
     ]
     assert sorted(gains) == sorted(expected)
     assert all(not model.get_parameter(name).any() for name in gains), "they are what keeps the second stream silent"

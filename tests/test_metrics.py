@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from siamesenorm.errors import UserError
-from siamesenorm.training.exact_json import decode_json, encode_json
+from siamesenorm.files import decode_json, encode_json
 from siamesenorm.training.metrics import MetricsLog, read_metrics, strip_time
 
 

@@ -142,7 +142,7 @@ def test_a_rewired_models_streams_are_those_it_packs(topology: str) -> None:
         (False, None, []),
         (True, None, []),
         (True, ["attention_connection", "mlp_connection", "closing"], ["other"]),
-        (True, ["gate", "settle", "identity_norm", "input_norm", "output_norm"], ["other"]),
+        (True, ["gate", "post_norm", "identity_norm", "input_norm", "output_norm"], ["other"]),
     ],
 )
 def test_of_an_adapted_model_the_trained_weights_count(

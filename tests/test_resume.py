@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from killed_training import CHECKPOINT_EVERY, LIVES, STEPS, VALIDATION_EVERY
+from siamesenorm.files import decode_json
 from siamesenorm.training.checkpoint import STAGES
-from siamesenorm.training.exact_json import decode_json
 from training_runs import records, write_data
 
 KILLED = -signal.SIGKILL

@@ -106,7 +106,7 @@ def test_gates_of_zero_silence_a_sublayer_in_both_streams() -> None:
     torch.testing.assert_close(closed[0], bounded + identity, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("topology", ["siamese", "siamese-post-pre", "siamese-post-pre:settle=lazy,readout=code"])
+@pytest.mark.parametrize("topology", ["siamese", "siamese-post-pre", "siamese-post-pre:post_norm=lazy,readout=code"])
 def test_every_zeroed_gain_gets_a_gradient(topology: str) -> None:
     _, model = rewired(topology)
     found = gradients(model)

@@ -40,7 +40,7 @@ from siamesenorm.interop.rewire import record_streams  # noqa: E402
 from siamesenorm.interop.surgery import steps_of  # noqa: E402
 
 EXACT = ("pre", "siamese-post-pre:normalized_input=false")
-INEXACT = ("siamese", "siamese-post-pre", "siamese-post-pre:settle=lazy,readout=code", "dhc-2", "mhc-4")
+INEXACT = ("siamese", "siamese-post-pre", "siamese-post-pre:post_norm=lazy,readout=code", "dhc-2", "mhc-4")
 FATES = ("kept", "moved", "dropped", "new")
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 PADDED = torch.cat([torch.zeros(1, 3, dtype=torch.int64), TOKENS[:1, :6]], dim=1)
@@ -196,7 +196,7 @@ def test_parts_are_in_the_mode_and_the_dtype_of_what_they_replace() -> None:
     model.model.layers[1].eval()
     rewire(model, "siamese")
     first, second = model.model.layers
-    assert not first.self_attn.training and first.opening.training and first.mlp_connection.settle.training
+    assert not first.self_attn.training and first.opening.training and first.mlp_connection.post_norm.training
     assert not any(module.training for module in second.modules())
     new = second.attention_connection.identity_norm.gain
     assert new.dtype == torch.float32 and torch.equal(new, gain), "not rounded to the dtype of the projections"
@@ -610,7 +610,7 @@ def test_what_the_files_lack_is_an_error_of_ours(family: str, initial: float, tm
     _, model = rewired(family)
     model.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    lost = "model.layers.1.mlp_connection.settle.gain"
+    lost = "model.layers.1.mlp_connection.post_norm.gain"
     del weights[lost]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=rf"lacks 1 weight \({lost}\): its files"):

@@ -28,7 +28,7 @@ TOKENS = torch.arange(24).reshape(2, 12) * 7 % 11
 EXACT = 1e-12
 CAN = (
     "pre", "ln-scaling", "layerscale", "shc-2", "dhc-2", "mhc-4", "siamese", "siamese-post-pre",
-    "siamese-post-pre:normalized_input=false", "siamese-post-pre:settle=lazy", "siamese-post-pre:readout=code",
+    "siamese-post-pre:normalized_input=false", "siamese-post-pre:post_norm=lazy", "siamese-post-pre:readout=code",
     "siamese:normalized_input=false",
 )  # fmt: skip
 CANNOT = (
@@ -61,7 +61,7 @@ def twice(topology: str) -> bool:
     return (
         topology in ("siamese", "siamese-post-pre", "shc-2", "dhc-2", "mhc-4")
         or ":" in topology
-        and (topology.endswith(("settle=lazy", "readout=code")) or topology == "siamese:normalized_input=false")
+        and (topology.endswith(("post_norm=lazy", "readout=code")) or topology == "siamese:normalized_input=false")
     )
 
 
@@ -105,14 +105,14 @@ def test_the_result_is_the_model_that_its_configuration_describes(topology: str)
     assert model.config.topology == build_topology(topology).preserving()
 
 
-@pytest.mark.parametrize("topology", ["siamese", "siamese-post-pre", "siamese-post-pre:settle=lazy"])
+@pytest.mark.parametrize("topology", ["siamese", "siamese-post-pre", "siamese-post-pre:post_norm=lazy"])
 def test_the_silent_stream_wakes_up(topology: str) -> None:
     model = trained(attention_norm=attention_norm_for(topology))
     rewire(model, topology)
     logits(model).square().mean().backward()
     silent = {name: p for name, p, _ in declared_parameters(model) if not p.detach().any()}
     assert silent, "the bounded stream starts at zero"
-    if topology == "siamese-post-pre:settle=lazy":
+    if topology == "siamese-post-pre:post_norm=lazy":
         assert len(silent) == 2 * SHAPE["depth"] + 1
     for name, parameter in silent.items():
         assert parameter.grad is not None and parameter.grad.abs().max() > 1e-8, name
@@ -140,7 +140,7 @@ def test_sublayers_are_left_alone_and_the_new_parts_are_where_the_old_were() -> 
     fates = {norm.name: norm.outcome for norm in report.norms}
     assert {fates[name] for name in fates if ".attention." in name} == {"kept"}
     assert fates["blocks.1.mlp_connection.norm"] == "moved" and fates["closing.norm"] == "moved"
-    assert fates["blocks.1.mlp_connection.settle"] == "new" and "siamese-post-pre" in str(report)
+    assert fates["blocks.1.mlp_connection.post_norm"] == "new" and "siamese-post-pre" in str(report)
 
 
 def test_generation_with_a_cache_goes_on_as_before() -> None:

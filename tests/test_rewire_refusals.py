@@ -401,5 +401,5 @@ def test_norms_of_this_library_keep_their_operator() -> None:
     expected = model(TOKENS).logits
     report = rewire(model, "siamese-post-pre:normalized_input=false")
     assert report.exact and torch.equal(model(TOKENS).logits, expected)
-    settle = model.model.layers[1].mlp_connection.identity_norm
-    assert type(settle) is type(build_norm("seednorm", DIM)) and settle.heads == 2
+    post_norm = model.model.layers[1].mlp_connection.identity_norm
+    assert type(post_norm) is type(build_norm("seednorm", DIM)) and post_norm.heads == 2

@@ -88,8 +88,8 @@ def test_post_pre_is_pre_norm_once_the_opening_is_gated(norm: str, depth_scale: 
 @over_norms
 def test_post_pre_is_pre_norm_when_lazy(norm: str) -> None:
     pre = pre_norm(norm)
-    model = post_pre_as_pre(pre, settle="lazy")
-    zero(model.connections[0].settle)
+    model = post_pre_as_pre(pre, post_norm="lazy")
+    zero(model.connections[0].post_norm)
     assert_same(model, pre)
 
 
@@ -155,13 +155,13 @@ def test_no_zero_pattern_of_post_pre_is_mix_ln() -> None:
     for k, (ours, theirs) in enumerate(zip(model.connections, mixln.connections, strict=True)):
         if k < 2:
             zero(ours.identity_norm)
-            copy_norm(mixln.connections[k + 1].settle, model.connections[k + 1].settle)
+            copy_norm(mixln.connections[k + 1].post_norm, model.connections[k + 1].post_norm)
         else:
             copy_norm(theirs.norm, ours.identity_norm)
             zero(norms_after(model)[k])
     copy_norm(mixln.closing.norm, model.closing.identity_norm)
     assert distance(model, mixln) > 0.1
-    zero(model.connections[2].settle)
+    zero(model.connections[2].post_norm)
     assert distance(model, mixln) > 0.1
 
 
@@ -176,10 +176,10 @@ def hybrid_pre_as_pre(pre: Wired, **options: object) -> Wired:
     ):
         fill(0.0, attention.gate.gain)
         copy_norm(theirs_a.norm, attention.identity_norm)
-        zero(mlp.settle)
+        zero(mlp.post_norm)
         unit(mlp.identity_norm)
         copy_norm(theirs_m.norm, mlp.input_norm)
-    zero(model.closing.settle)
+    zero(model.closing.post_norm)
     unit(model.closing.identity_norm)
     copy_norm(pre.closing.norm, model.closing.output_norm)
     return model
@@ -245,9 +245,9 @@ def hybrid_pre_as_hybridnorm(hybrid: Wired) -> Wired:
     ):
         fill(1.0, attention.gate.gain)
         zero(attention.identity_norm, mlp.identity_norm)
-        copy_norm(theirs.settle, mlp.settle, mlp.input_norm)
+        copy_norm(theirs.post_norm, mlp.post_norm, mlp.input_norm)
     zero(model.closing.identity_norm)
-    unit(model.closing.settle)
+    unit(model.closing.post_norm)
     copy_norm(hybrid.closing.norm, model.closing.output_norm)
     return model
 
@@ -256,14 +256,14 @@ def test_hybrid_pre_is_hybridnorm_for_constant_gains_only() -> None:
     hybrid = wire("hybridnorm", EXACT, seed=29)
     assert distance(hybrid_pre_as_hybridnorm(hybrid), hybrid) > 0.05, "learned gains are not representable"
     for number, mlp in enumerate(hybrid.connections[1::2]):
-        fill(0.5 + number, mlp.settle.gain)
+        fill(0.5 + number, mlp.post_norm.gain)
     assert_close(hybrid_pre_as_hybridnorm(hybrid), hybrid)
 
 
 # --- 5.6: conversion of a Pre-Norm model -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"settle": "lazy"}, {"gated_opening": True}], ids=str)
+@pytest.mark.parametrize("options", [{"post_norm": "lazy"}, {"gated_opening": True}], ids=str)
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 def test_post_pre_with_input_norm_and_three_final_norms_is_pre_norm(norm: str, options: dict[str, object]) -> None:
     errors = {}
@@ -275,7 +275,7 @@ def test_post_pre_with_input_norm_and_three_final_norms_is_pre_norm(norm: str, o
             copy_norm(theirs.norm, ours.input_norm)
         unit(model.closing.identity_norm)
         copy_norm(pre.closing.norm, model.closing.output_norm)
-        zero(*norms_after(model), *([model.connections[0].settle] if "settle" in options else []))
+        zero(*norms_after(model), *([model.connections[0].post_norm] if "post_norm" in options else []))
         if "gated_opening" in options:
             fill(0.0, model.opening.gate.gain)
         errors[eps] = distance(model, pre)
@@ -293,7 +293,7 @@ def test_zeroed_streams_wake_up() -> None:
     fill(0.0, gated.opening.gate.gain)
     hybrid = hybrid_pre_as_pre(pre_norm("rmsnorm"))
     for model in (gated, hybrid):
-        dead = {name: g for name, g in gradients(model).items() if "settle" in name or "gate" in name}
+        dead = {name: g for name, g in gradients(model).items() if "post_norm" in name or "gate" in name}
         assert len(dead) == 2 * DEPTH + 1 and all(gradient > 1e-3 for gradient in dead.values())
 
 
@@ -437,13 +437,15 @@ def test_readings_of_the_depth_scale() -> None:
 def test_lazy_is_eager_with_shifted_norms(norm: str, normalized_input: bool) -> None:
     """Bit for bit, once the eager form starts at X_0 = N^X_0(e); from the paper's X_0 = e it differs."""
     options = {"normalized_input": normalized_input}
-    lazy = wire(build_topology("siamese-post-pre", settle="lazy", **options), norm, seed=35)
-    eager = wire(build_topology("siamese-post-pre", settle="eager", **options), norm)
+    lazy = wire(build_topology("siamese-post-pre", post_norm="lazy", **options), norm, seed=35)
+    eager = wire(build_topology("siamese-post-pre", post_norm="eager", **options), norm)
     missing = eager.load_state_dict(lazy.state_dict(), strict=False)
-    assert missing.missing_keys == [] and all(key.startswith("connections.0.settle") for key in missing.unexpected_keys)
+    assert missing.missing_keys == [] and all(
+        key.startswith("connections.0.post_norm") for key in missing.unexpected_keys
+    )
     e, nets = embedding(), tanh_nets()
     with torch.no_grad():
-        streams = (lazy.connections[0].settle(e), e)
+        streams = (lazy.connections[0].post_norm(e), e)
         for connection, net in eager.steps(nets):
             streams = connection(streams, net)
         assert torch.equal(eager.closing(streams), run(lazy))
@@ -458,7 +460,7 @@ SUMMING = {  # topology -> the stream that is what it was at the start plus ever
     "ln-scaling": 0,
     "siamese": 1,
     "siamese-post-pre": 1,
-    "siamese-post-pre:settle=lazy": 1,
+    "siamese-post-pre:post_norm=lazy": 1,
     "residual": 1,
     "residual-hybridnorm": 1,
 }
@@ -500,8 +502,8 @@ def test_the_stream_of_output_norms_is_the_sum_of_normalised_outputs(name: str) 
 def test_residual_without_its_dual_norm_is_its_body(norm: str, dual: str, single: str) -> None:
     body, model = wire(single, norm, seed=37), wire(dual, norm, seed=38)
     for ours, theirs in zip(model.connections, body.connections, strict=True):
-        copy_norm(theirs.settle, ours.settle)
-    copy_norm(body.closing.settle if single == "post" else body.closing.norm, model.closing.settle)
+        copy_norm(theirs.post_norm, ours.post_norm)
+    copy_norm(body.closing.post_norm if single == "post" else body.closing.norm, model.closing.post_norm)
     assert distance(model, body) > 0.1
     zero(model.closing.dual_norm)
     assert_same(model, body)
@@ -559,7 +561,7 @@ def test_hybridnorm_star_differs_in_its_first_block_only() -> None:
     for k, (ours, theirs) in enumerate(zip(star.connections, plain.connections, strict=True)):
         assert (ours.state_dict().keys() == theirs.state_dict().keys()) == (k > 1)
     for connection in star.connections[:2]:
-        assert isinstance(connection.settle, nn.Identity) and not isinstance(connection.norm, nn.Identity)
+        assert isinstance(connection.post_norm, nn.Identity) and not isinstance(connection.norm, nn.Identity)
 
 
 NORM_COUNTS = {  # of width d, at L blocks
@@ -598,7 +600,7 @@ def test_span_norm_spans_the_block() -> None:
     model, e = wire("spannorm", EXACT, seed=41, depth=1), embedding()
     silent = TanhNet(0)
     silent.second = torch.zeros_like(silent.second)
-    assert torch.equal(model(e, [silent, silent]), model.closing.settle(e))
+    assert torch.equal(model(e, [silent, silent]), model.closing.post_norm(e))
     assert len(model.connections[0](model.opening(e), silent)) == 2
     assert len(model.connections[1](model.connections[0](model.opening(e), silent), silent)) == 1
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from siamesenorm.errors import UserError
+from siamesenorm.files import decode_json, encode_json
 from siamesenorm.training.curves import LossCurve
-from siamesenorm.training.exact_json import decode_json, encode_json
-from siamesenorm.training.stability import Watch, judge, judge_curve, learning_rate_sensitivity
+from siamesenorm.training.stability import StabilityMonitor, judge, judge_curve, learning_rate_sensitivity
 from siamesenorm.training.verdict import DEFAULT_THRESHOLDS, Thresholds, Verdict
 
 ENTROPY = 3.0
@@ -126,7 +126,7 @@ def test_the_watch_agrees_with_the_definition_after_every_step(name):
     norms[79] = 30.0
     norms[99] = math.inf
     definition = Reference(losses, norms, 160, 16, ENTROPY)
-    watch = Watch(steps_total=160, warmup_steps=16, unigram_entropy=ENTROPY)
+    watch = StabilityMonitor(steps_total=160, warmup_steps=16, unigram_entropy=ENTROPY)
     for seen, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
         watch.observe(loss, norm)
         word, evidence, best, final = definition.at(seen)
@@ -270,7 +270,7 @@ def test_a_loss_that_is_not_finite_diverged_wherever_it_stands():
 
 
 def stop_step(losses, total=400):
-    watch = Watch(steps_total=total, warmup_steps=40, unigram_entropy=ENTROPY)
+    watch = StabilityMonitor(steps_total=total, warmup_steps=40, unigram_entropy=ENTROPY)
     for step, loss in enumerate(losses, start=1):
         watch.observe(loss)
         if watch.should_stop:
@@ -388,7 +388,7 @@ def test_what_cannot_be_judged_is_refused():
     with pytest.raises(UserError, match="step 3 is negative"):
         judge([1.0, 1.0, -0.5])
     with pytest.raises(UserError, match="steps_total is 0"):
-        Watch(steps_total=0)
+        StabilityMonitor(steps_total=0)
     assert judge([2.0]).word == "stable"
     assert judge([0.0] * 100).word == "stable", "a loss of nothing is finite"
 

@@ -30,7 +30,7 @@ from siamesenorm.analysis.blocks import find_anatomy
 from siamesenorm.analysis.measurements import Measurements
 from siamesenorm.models.block import split_losses
 from siamesenorm.sublayers.rotary import rotation
-from siamesenorm.topologies import Materials, available_topologies, build_topology, transformer_places
+from siamesenorm.topologies import ResidualSpec, available_topologies, build_topology, transformer_places
 from siamesenorm.training.parallel import checkpoint_blocks
 
 # --- the streams
@@ -150,12 +150,12 @@ def test_a_block_that_overwrites_its_input_keeps_its_output_to_itself() -> None:
 
 def test_connections_in_a_model_of_ones_own_are_found() -> None:
     """Nothing there says what the streams are called."""
-    topology, materials = build_topology("siamese"), Materials(dim=DIM)
+    topology, spec = build_topology("siamese"), ResidualSpec(dim=DIM)
 
     class OwnBlock(nn.Module):
         def __init__(self, places: Any) -> None:
             super().__init__()
-            self.connections = nn.ModuleList(topology.connection(place, materials) for place in places)
+            self.connections = nn.ModuleList(topology.connection(place, spec) for place in places)
             self.sublayers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in places)
 
         def forward(self, streams: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -166,7 +166,7 @@ def test_connections_in_a_model_of_ones_own_are_found() -> None:
     class Own(PlainModel):
         def __init__(self) -> None:
             super().__init__()
-            self.opening = topology.opening(materials)
+            self.opening = topology.opening(spec)
             self.layers = nn.ModuleList(OwnBlock(places) for places in transformer_places(2))
 
         def forward(self, tokens: Tensor) -> SimpleNamespace:

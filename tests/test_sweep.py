@@ -26,8 +26,8 @@ from siamesenorm.comparison import sweep as sweep_module
 from siamesenorm.comparison.console import SweepConsole
 from siamesenorm.comparison.grid import Grid, read_method
 from siamesenorm.comparison.sweep import Job, SweepRun, shared_gpus
-from siamesenorm.data.storage import StoppedError, exclusive
 from siamesenorm.errors import UserError
+from siamesenorm.files import StoppedError, exclusive
 from siamesenorm.sublayers.projection import Projection
 from siamesenorm.topologies import build_topology
 from siamesenorm.training.config import RunConfig

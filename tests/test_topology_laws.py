@@ -36,7 +36,7 @@ from siamesenorm.norms import Declared, DyT, available_norms, declared_parameter
 from siamesenorm.norms.dyt import LANGUAGE_ALPHA
 from siamesenorm.topologies import (
     TOPOLOGIES,
-    Materials,
+    ResidualSpec,
     Topology,
     available_topologies,
     build_topology,
@@ -375,9 +375,9 @@ def test_the_last_norm_before_a_conditioned_sublayer_has_no_gain(name: str) -> N
 def test_a_norm_that_is_also_the_residual_keeps_its_gain() -> None:
     """SpanNorm's N1 feeds the MLP alone, N2 the residual too: conditioning takes the gain of N1 only."""
     for k, connection in enumerate(wire("spannorm", conditioned=True).connections):
-        assert k == 0 or connection.settle.affine == (k % 2 == 0)
-    settles = [connection.settle for connection in wire("post", conditioned=True).connections[1:]]
-    assert all(settle.affine for settle in settles)
+        assert k == 0 or connection.post_norm.affine == (k % 2 == 0)
+    settles = [connection.post_norm for connection in wire("post", conditioned=True).connections[1:]]
+    assert all(post_norm.affine for post_norm in settles)
 
 
 # --- roles -----------------------------------------------------------------------------------------------------------
@@ -483,7 +483,7 @@ def test_names_are_those_of_the_specification() -> None:
         ("dhc-2:stream_norm=layer", "did you mean layernorm?"),
         ("pre:embedding_norm=maybe", "write true or false"),
         ("siamese:depth_scale=paper", "did you mean paper_block or paper_sublayer"),
-        ("siamese-post-pre:settle=eagre", "did you mean eager"),
+        ("siamese-post-pre:post_norm=eagre", "did you mean eager"),
         ("siamese-post-pre:readout", "write readout=VALUE"),
         ("mixln:post_fraction=1.5", "from 0 to 1"),
         ("mixln:post_blocks=-2", "0 or more"),
@@ -702,7 +702,7 @@ def test_deepnorm_tames_values_outputs_and_mlp_but_neither_queries_nor_keys_nor_
 def test_layer_scale_follows_the_depth() -> None:
     for depth, initial in ((18, 0.1), (19, 1e-5), (24, 1e-5), (25, 1e-6)):
         place = transformer_places(depth)[0][0]
-        connection = TOPOLOGIES["layerscale"].connection(place, Materials(dim=DIM)).double()
+        connection = TOPOLOGIES["layerscale"].connection(place, ResidualSpec(dim=DIM)).double()
         randomise(connection, 0, spread=0.0)
         torch.testing.assert_close(connection.output.gain, torch.full((DIM,), initial).double(), rtol=1e-6, atol=0)
 

@@ -16,13 +16,12 @@ from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from siamesenorm import available_topologies, build_language_model, language_model_config
-from siamesenorm.data.storage import StoppedError, exclusive
 from siamesenorm.errors import UserError
+from siamesenorm.files import StoppedError, decode_json, exclusive
 from siamesenorm.training import run_directory, worker
 from siamesenorm.training.accounting import count_flops, count_parameters
 from siamesenorm.training.compiler import require_compiler
 from siamesenorm.training.config import Execution, RunConfig
-from siamesenorm.training.exact_json import decode_json
 from siamesenorm.training.loop import TrainingLoop, train
 from siamesenorm.training.plan import ModelPlan, RunPlan
 from siamesenorm.training.run_directory import RunDirectory

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from siamesenorm.errors import UserError
 from siamesenorm.norms import Norm, NormSpec, build_norm
-from siamesenorm.topologies import Materials, available_topologies, build_topology, transformer_places
+from siamesenorm.topologies import ResidualSpec, available_topologies, build_topology, transformer_places
 
 DIM, DEPTH = 16, 3
 CANNOT = {
@@ -19,7 +19,7 @@ EXACT = {"pre", "ln-scaling", "layerscale", "siamese-post-pre:normalized_input=f
 CAN = [
     *(name for name in available_topologies() if name not in CANNOT),
     "siamese-post-pre:normalized_input=false",
-    "siamese-post-pre:settle=lazy,readout=code",
+    "siamese-post-pre:post_norm=lazy,readout=code",
 ]
 OPERATORS = {"rmsnorm": "rmsnorm", "layernorm": "layernorm", "seednorm": "rmsnorm"}
 """The operator of the new norms, and that of the Pre-Norm model."""
@@ -45,17 +45,17 @@ def written_out(x: Tensor, norms: list[Norm], weights: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("name", CAN)
 def test_it_starts_as_the_pre_norm_model_and_wakes_up(name: str, operator: str) -> None:
-    topology, materials = build_topology(name).preserving(), Materials(dim=DIM, norm=NormSpec(operator))
+    topology, spec = build_topology(name).preserving(), ResidualSpec(dim=DIM, norm=NormSpec(operator))
     places = [place for block in transformer_places(DEPTH) for place in block]
-    opening = topology.opening(materials).double()
-    connections = [topology.connection(place, materials).double() for place in places]
-    closing = topology.closing(places[-1], materials).double()
+    opening = topology.opening(spec).double()
+    connections = [topology.connection(place, spec).double() for place in places]
+    closing = topology.closing(places[-1], spec).double()
     norms, weights = pre_norm_model(OPERATORS[operator])
-    opening.become_pre_norm()
+    opening.init_as_pre_norm()
     differences = [
         difference
         for part, norm in zip([*connections, closing], norms, strict=True)
-        for difference in part.become_pre_norm(norm.function())
+        for difference in part.init_as_pre_norm(norm.function())
     ]
     assert bool(differences) == (name not in EXACT)
 

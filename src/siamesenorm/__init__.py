@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from siamesenorm.models.language_config import LanguageModelConfig, language_model_config
     from siamesenorm.norms import Norm, available_norms, build_norm
     from siamesenorm.topologies import (
-        Materials,
+        ResidualSpec,
         Topology,
         available_topologies,
         build_topology,
@@ -31,7 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LanguageModel",
     "LanguageModelConfig",
-    "Materials",
+    "ResidualSpec",
     "Norm",
     "StreamMonitor",
     "Topology",

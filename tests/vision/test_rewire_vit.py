@@ -64,7 +64,7 @@ def test_masks_reach_the_attention(masks: dict[str, Any]) -> None:
     assert not torch.allclose(model(IMAGES, **masks), model(IMAGES), atol=1e-2)
 
 
-@pytest.mark.parametrize("topology", ["siamese", "siamese-post-pre", "siamese-post-pre:settle=lazy,readout=code"])
+@pytest.mark.parametrize("topology", ["siamese", "siamese-post-pre", "siamese-post-pre:post_norm=lazy,readout=code"])
 def test_every_zeroed_gain_gets_a_gradient(topology: str) -> None:
     _, model = rewired("layer-scale", topology)
     found = gradients(model)
@@ -85,17 +85,17 @@ def official_siamese_deit(model: Any, images: Tensor) -> Tensor:
     for index, block in enumerate(model.blocks):
         scale = (2 * (index + 1)) ** -0.5
         for around, sublayer in ((block.attention_connection, block.attn), (block.mlp_connection, block.mlp)):
-            x = norm(around.settle, x)
+            x = norm(around.post_norm, x)
             output = sublayer(norm(around.input_norm, x + norm(around.identity_norm, y)))
             x, y = x + scale * output, y + output
     last = model.norm.closing
-    return model.head(norm(last.output_norm, norm(last.settle, x) + norm(last.identity_norm, y))[:, 0])
+    return model.head(norm(last.output_norm, norm(last.post_norm, x) + norm(last.identity_norm, y))[:, 0])
 
 
 @torch.no_grad()
 def test_from_scratch_it_is_the_released_siamese_deit() -> None:
     model = timm.create_model("deit_tiny_patch16_224", **SMALL)
-    report = rewire(model, "siamese-post-pre:settle=lazy,readout=code", preserve=False)
+    report = rewire(model, "siamese-post-pre:post_norm=lazy,readout=code", preserve=False)
     assert sum(fate.outcome == "new" for fate in report.norms) == 6 * DEPTH + 3
     moved(model.double())
     images = IMAGES.double()

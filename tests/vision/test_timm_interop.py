@@ -46,7 +46,7 @@ def test_a_name_is_its_host_with_another_residual_path(host: str) -> None:
     assert all(model.state_dict()[key].shape == plain.state_dict()[key].shape for key in sublayers)
     assert resolve_model_data_config(model) == resolve_model_data_config(plain)
     assert model.default_cfg["architecture"] == name
-    assert topology_of(model) == build_topology("siamese-post-pre", settle="lazy", readout="code")
+    assert topology_of(model) == build_topology("siamese-post-pre", post_norm="lazy", readout="code")
 
 
 def test_names_take_a_topology_and_a_norm() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from siamesenorm.errors import UserError
 from siamesenorm.training.curves import LossCurve
-from siamesenorm.training.stability import Watch, judge_curve
+from siamesenorm.training.stability import StabilityMonitor, judge_curve
 from siamesenorm.training.verdict import Thresholds, Verdict
 
 
@@ -25,7 +25,7 @@ class LossHistory:
         self.steps_total, self.warmup_steps, self.unigram_entropy = steps_total, warmup_steps, unigram_entropy
         self.thresholds = thresholds
         self._points: list[tuple[int, float, float | None]] = []
-        self._watch: Watch | None = None
+        self._watch: StabilityMonitor | None = None
         self._watched = 0
 
     def expect(self, *, steps_total: int | None, warmup_steps: int | None, unigram_entropy: float | None) -> None:
@@ -84,7 +84,7 @@ class LossHistory:
         if self._watch is None:
             # Losses may be logged every n steps: the watch counts points.
             points = len(self._points) + self._curve().missing_points
-            self._watch = Watch(steps_total=points, thresholds=self.thresholds)
+            self._watch = StabilityMonitor(steps_total=points, thresholds=self.thresholds)
         for _, loss, _ in self._points[self._watched :]:
             self._watch.observe(loss)
         self._watched = len(self._points)

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from siamesenorm.analysis.measurements import Key
-from siamesenorm.data.storage import disk_errors_told
 from siamesenorm.errors import UserError
-from siamesenorm.training.exact_json import decode_json
+from siamesenorm.files import decode_json, disk_errors
 from siamesenorm.training.metrics import MetricsLog, read_metrics
 
 Line = dict[str, Any]
@@ -25,7 +24,7 @@ class Record:
         self._lines: list[Line] = []
         self._log: MetricsLog | None = None
         if path is not None:
-            with disk_errors_told(path.parent):
+            with disk_errors(path.parent):
                 path.parent.mkdir(parents=True, exist_ok=True)
             self._log = MetricsLog(path)
         self.is_empty = not self.lines

@@ -39,7 +39,7 @@ from siamesenorm.benchmark.timing import (
 )
 from siamesenorm.norms import NormSpec
 from siamesenorm.norms.rms_norm import RMSNorm
-from siamesenorm.topologies import Kernels, Materials, Streams, Topology, build_topology
+from siamesenorm.topologies import Kernels, ResidualSpec, Streams, Topology, build_topology
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -88,9 +88,9 @@ class Candidate:
         return cls(boundary=boundary, forward=forward, passes=passes)
 
 
-def expected_of(topology: Topology, plain: Boundary, materials: Materials) -> Expected:
+def expected_of(topology: Topology, plain: Boundary, spec: ResidualSpec) -> Expected:
     """Return what every candidate of a topology must compute."""
-    exact = plain.in_double(topology, materials)
+    exact = plain.in_double(topology, spec)
     return Expected.of(exact.values(exact.forward), plain.values(plain.forward), coarsest(plain.streams, plain.output))
 
 
@@ -131,7 +131,7 @@ def measure_boundary(
 ) -> list[Row]:
     """Return a row for each candidate of one boundary, and add to `missing` those that cannot be measured, and why."""
     topology = build_topology(name)
-    materials = Materials(
+    spec = ResidualSpec(
         dim=dim,
         norm=NormSpec.parse(settings.norm),
         residual_dtype=DTYPES[dtype],
@@ -140,10 +140,10 @@ def measure_boundary(
     foreign = settings.foreign if (name, settings.norm) == ("pre", "rmsnorm") else ()
 
     def build(kernels: Kernels) -> Boundary:
-        chosen = dataclasses.replace(materials, kernels=kernels)
+        chosen = dataclasses.replace(spec, kernels=kernels)
         return Boundary.build(topology, chosen, settings.tokens, device)
 
-    expected = expected_of(topology, build("plain"), materials)
+    expected = expected_of(topology, build("plain"), spec)
     candidates: dict[str, Candidate] = {}
     for each in (*settings.candidates, *foreign):
         if absent := missing_kernels(name, each):

@@ -12,7 +12,7 @@ from torch import Tensor
 from siamesenorm.benchmark.agreement import perturb, random_like
 from siamesenorm.benchmark.traffic import traffic_of
 from siamesenorm.errors import UserError
-from siamesenorm.topologies import Closing, Connection, Materials, Streams, Topology, transformer_places
+from siamesenorm.topologies import Closing, Connection, ResidualSpec, Streams, Topology, transformer_places
 
 Forward = Callable[[], tuple[Tensor, ...]]
 """Returns the next sublayer's input and the streams."""
@@ -30,34 +30,32 @@ class Boundary:
     next_output: Tensor
 
     @classmethod
-    def build(cls, topology: Topology, materials: Materials, tokens: int, device: torch.device) -> Boundary:
+    def build(cls, topology: Topology, spec: ResidualSpec, tokens: int, device: torch.device) -> Boundary:
         """Build the boundary before a block's MLP on random streams, which require gradients as do the gains."""
         attention, mlp = transformer_places(2)[1]
         generator = torch.Generator(device).manual_seed(0)
 
         def random(dtype: torch.dtype | None) -> Tensor:
-            values = torch.randn(tokens, materials.dim, generator=generator, device=device)
+            values = torch.randn(tokens, spec.dim, generator=generator, device=device)
             return values.to(dtype).requires_grad_()
 
-        plain = dataclasses.replace(materials, kernels="plain")  # its reads take settled streams, as the opening's are
+        plain = dataclasses.replace(spec, kernels="plain")  # its reads take settled streams, as the opening's are
         with torch.no_grad():
-            opened = topology.opening(materials).to(device)(random(materials.residual_dtype))
+            opened = topology.opening(spec).to(device)(random(spec.residual_dtype))
             _, read = topology.connection(attention, plain).to(device).read(opened)
-        before, after = (topology.connection(place, materials).to(device) for place in (attention, mlp))
-        closing = topology.closing(mlp, materials).to(device)
+        before, after = (topology.connection(place, spec).to(device) for place in (attention, mlp))
+        closing = topology.closing(mlp, spec).to(device)
         for part in (before, after, closing):
             perturb(part)
         return cls(
             before=before, after=after, closing=closing,
             streams=tuple(stream.detach().clone().requires_grad_(stream.is_floating_point()) for stream in read),
-            output=random(materials.compute_dtype), next_output=random(materials.compute_dtype).detach(),
+            output=random(spec.compute_dtype), next_output=random(spec.compute_dtype).detach(),
         )  # fmt: skip
 
-    def in_double(self, topology: Topology, materials: Materials) -> Boundary:
+    def in_double(self, topology: Topology, spec: ResidualSpec) -> Boundary:
         """Return the plain formulas of the topology on the same values, in fp64."""
-        wide = dataclasses.replace(
-            materials, kernels="plain", residual_dtype=torch.float64, compute_dtype=torch.float64
-        )
+        wide = dataclasses.replace(spec, kernels="plain", residual_dtype=torch.float64, compute_dtype=torch.float64)
         built = Boundary.build(topology, wide, self.output.shape[0], self.output.device)
         for part in (built.before, built.after, built.closing):
             part.double()

@@ -22,7 +22,7 @@ from siamesenorm.norms import build_norm
 from siamesenorm.sublayers.attention import Attention, AttentionShape
 from siamesenorm.sublayers.mlp import build_mlp
 from siamesenorm.sublayers.rotary import Rotation, rotation
-from siamesenorm.topologies import Materials, build_topology, transformer_places
+from siamesenorm.topologies import ResidualSpec, build_topology, transformer_places
 from siamesenorm.training.parallel import compile_blocks
 
 
@@ -44,17 +44,17 @@ class Stack(nn.Module):
 
     def __init__(self, topology: str, settings: PeerSettings) -> None:
         super().__init__()
-        resolved, materials = build_topology(topology), Materials(dim=settings.dim)
+        resolved, spec = build_topology(topology), ResidualSpec(dim=settings.dim)
         places = transformer_places(settings.depth)
-        self.opening = resolved.opening(materials)
+        self.opening = resolved.opening(spec)
         self.blocks = nn.ModuleList(
             TransformerBlock(
                 *sublayers(settings, qkv=resolved.attention_norm == "qkv-head"),
-                (resolved.connection(attention, materials), resolved.connection(mlp, materials)),
+                (resolved.connection(attention, spec), resolved.connection(mlp, spec)),
             )
             for attention, mlp in places
         )
-        self.closing = resolved.closing(places[-1][-1], materials)
+        self.closing = resolved.closing(places[-1][-1], spec)
         initialise(self, self.blocks, scheme="mitchell", topology=resolved, dim=settings.dim, seed=0)
 
     def forward(self, x: Tensor, rotary: Rotation) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from siamesenorm.data.storage import disk_errors_told
+from siamesenorm.files import disk_errors
 from siamesenorm.training.calibration import calibrate, read_runs
 from siamesenorm.training.verdict import Thresholds
 
@@ -29,7 +29,7 @@ def run(arguments: Arguments) -> None:
     """Calibrate and print the tables."""
     report = calibrate(read_runs(arguments.runs), thresholds=arguments.thresholds)
     if arguments.out is not None:
-        with disk_errors_told(arguments.out):
+        with disk_errors(arguments.out):
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
             report.write(arguments.out)
     print(report.markdown())

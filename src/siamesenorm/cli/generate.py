@@ -15,12 +15,12 @@ import tyro
 
 from siamesenorm.data.tokenizer import Tokenizer
 from siamesenorm.errors import UserError
+from siamesenorm.files import encode_json
 from siamesenorm.interop.local_directory import LocalModel, imported, model_of_library
 from siamesenorm.interop.model_directory import look_into
 from siamesenorm.interop.native_model import read_stored
 from siamesenorm.interop.stored_model import build, require_known
 from siamesenorm.models.language import LanguageModel
-from siamesenorm.training.exact_json import encode_json
 
 COLDEST = 1e-6
 """The lowest temperature above 0."""

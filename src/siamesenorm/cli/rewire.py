@@ -13,6 +13,7 @@ import tyro
 from typing_extensions import Doc
 
 from siamesenorm.errors import UserError
+from siamesenorm.files import encode_json
 from siamesenorm.interop.export import check_new, new_directory
 from siamesenorm.interop.local_directory import Source
 from siamesenorm.interop.local_native import open_model
@@ -21,7 +22,6 @@ from siamesenorm.models.language import LanguageModel
 from siamesenorm.norms import NormSpec, available_norms
 from siamesenorm.topologies import Topology, available_topologies, build_topology, topology_to_json
 from siamesenorm.topologies.pre_norm import PreNorm
-from siamesenorm.training.exact_json import encode_json
 
 
 @dataclass(frozen=True, kw_only=True)

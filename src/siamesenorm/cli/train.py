@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from siamesenorm.cli.recipes import recipe_arguments
+from siamesenorm.files import encode_json
 from siamesenorm.training.console import ConsoleObserver
-from siamesenorm.training.exact_json import encode_json
 from siamesenorm.training.loop import Observer, train
 from siamesenorm.training.plan import RunPlan
 from siamesenorm.training.start import resolve_continued

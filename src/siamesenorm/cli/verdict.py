@@ -9,8 +9,8 @@ from typing import Annotated
 
 import tyro
 
+from siamesenorm.files import encode_json
 from siamesenorm.training.curves import read_loss_curve
-from siamesenorm.training.exact_json import encode_json
 from siamesenorm.training.stability import judge_curve
 from siamesenorm.training.verdict import Thresholds
 

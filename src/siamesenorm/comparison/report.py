@@ -15,7 +15,7 @@ from siamesenorm.comparison.renderings import for_markdown
 from siamesenorm.comparison.summary import Statement, conclusions, environment, footnotes, subject, unfinished
 from siamesenorm.comparison.tables import at_chosen_rates, by_learning_rate
 from siamesenorm.comparison.theme import LIGHT, THEMES
-from siamesenorm.data.storage import disk_errors_told, write_atomically
+from siamesenorm.files import disk_errors, write_atomically
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ def write_report(findings: Findings, out: Path) -> ReportPaths:
     files[paths.comparisons] = comparisons_csv(findings).encode()
     files[paths.markdown] = render_markdown(findings, drawn).encode()
     files[paths.page] = render_page(findings, drawings, drawn).encode()
-    with disk_errors_told(out):
+    with disk_errors(out):
         (out / "figures").mkdir(parents=True, exist_ok=True)
         for path, content in files.items():
             write_atomically(path, content)

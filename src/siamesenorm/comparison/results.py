@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from siamesenorm.errors import UserError
+from siamesenorm.files import decode_json
 from siamesenorm.training.curves import loss_curve
-from siamesenorm.training.exact_json import decode_json
 from siamesenorm.training.metrics import read_bytes, read_metrics
 from siamesenorm.training.stability import judge_curve
 from siamesenorm.training.verdict import Verdict

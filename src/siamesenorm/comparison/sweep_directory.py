@@ -14,10 +14,9 @@ from typing import Any
 
 from siamesenorm.comparison.grid import Grid
 from siamesenorm.data import PreparedData
-from siamesenorm.data.storage import disk_errors_told, exclusive, write_atomically
 from siamesenorm.errors import UserError
+from siamesenorm.files import decode_json, disk_errors, encode_json, exclusive, write_atomically
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.exact_json import decode_json, encode_json
 
 SCHEMA = 1
 LOCK_FILE = "lock"
@@ -39,7 +38,7 @@ class SweepDirectory:
         Raises UserError when it holds another sweep or something else, and then leaves it as it is.
         """
         with ExitStack() as held:
-            with disk_errors_told(self.path):
+            with disk_errors(self.path):
                 self._require_sweep()
                 self._require_same(template)
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -61,7 +60,7 @@ class SweepDirectory:
             "template": template_record(template),
             "grid": grid.to_json(),
         }
-        with disk_errors_told(self.path):
+        with disk_errors(self.path):
             plan["runs"] = list(dict.fromkeys([*self._read_plan().get("runs", []), *names]))
             write_atomically(self.plan_file, (encode_json(plan, indent=1) + "\n").encode())
 

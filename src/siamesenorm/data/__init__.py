@@ -6,9 +6,9 @@ from siamesenorm.data.order import SampleOrder
 from siamesenorm.data.preparation import prepare
 from siamesenorm.data.progress import Progress, Report, show_progress
 from siamesenorm.data.samples import TokenSamples, document_ids
-from siamesenorm.data.storage import StoppedError
 from siamesenorm.data.tokenizer import ByteTokenizer, LibraryTokenizer, Tokenizer, load_tokenizer
 from siamesenorm.data.tokens import PreparedData
+from siamesenorm.files import StoppedError
 
 __all__ = [
     "ByteTokenizer",

@@ -19,8 +19,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from siamesenorm.data.storage import StoppedError
 from siamesenorm.data.tokenizer import Tokenizer
+from siamesenorm.files import StoppedError
 
 Role = Literal["train", "validation", "mixed"]
 

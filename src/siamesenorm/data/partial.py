@@ -31,9 +31,9 @@ from siamesenorm.data.manifest import (
     canonical_json,
     read_manifest,
 )
-from siamesenorm.data.storage import StoppedError, exclusive, move_durably, sync_directory, write_atomically
 from siamesenorm.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from siamesenorm.errors import UserError
+from siamesenorm.files import StoppedError, exclusive, move_durably, sync_directory, write_atomically
 
 PARTIAL_DIRECTORY = ".partial"
 SPLITS = ("train", "validation")

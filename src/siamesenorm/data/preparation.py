@@ -31,7 +31,6 @@ from siamesenorm.data.partial import (
 )
 from siamesenorm.data.progress import Progress, Report
 from siamesenorm.data.sources import BuiltinSource, Source, open_source
-from siamesenorm.data.storage import StoppedError, disk_errors_told, exclusive, write_atomically
 from siamesenorm.data.tokenizer import (
     TOKENIZER_FILE,
     ByteTokenizer,
@@ -43,6 +42,7 @@ from siamesenorm.data.tokenizer import (
 )
 from siamesenorm.data.tokens import PreparedData
 from siamesenorm.errors import UserError
+from siamesenorm.files import StoppedError, disk_errors, exclusive, write_atomically
 
 # Raised by hand whenever the same settings would give other bytes.
 PROCEDURE = 1
@@ -63,7 +63,7 @@ def prepare(config: PrepareConfig, report: Report | None = None) -> PreparedData
     lost worker, a broken connection) after which the same call goes on where it stopped.
     """
     out = config.out
-    with disk_errors_told(out):
+    with disk_errors(out):
         job = _Job(config, report or (lambda progress: None))
         require_ours(out)
         finished = None if config.restart or not (out / MANIFEST_FILE).exists() else read_manifest(out / MANIFEST_FILE)

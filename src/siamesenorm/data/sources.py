@@ -18,8 +18,8 @@ from urllib.parse import parse_qsl
 
 from siamesenorm.data import builtin
 from siamesenorm.data.formats import Cut, is_readable, read_documents, text_of
-from siamesenorm.data.storage import StoppedError
 from siamesenorm.errors import UserError
+from siamesenorm.files import StoppedError
 
 HUB_OPTIONS = frozenset({"name", "split", "revision"})
 # Files up to twice this size are fingerprinted whole, larger ones by their size and this much of both ends.

@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from siamesenorm.data.storage import disk_errors_told, sync_directory
 from siamesenorm.errors import UserError
+from siamesenorm.files import disk_errors, sync_directory
 from siamesenorm.interop.exported_tokenizer import generation_config, tokenizer_config, tokenizer_file
 from siamesenorm.interop.native_model import load_native, open_stored
 from siamesenorm.interop.remote_code import ARCHITECTURE, AUTO_MAP, MODEL_TYPE, PREFIX, REMOTE_CODE, REMOTE_CODE_FILE
@@ -95,7 +95,7 @@ def _write_json(path: Path, record: Mapping[str, Any]) -> None:
 
 def check_new(out: Path) -> None:
     """Raise UserError unless `out` can become a new directory: it is not there, or empty, and its place is writable."""
-    with disk_errors_told(out):
+    with disk_errors(out):
         if out.is_symlink():
             raise UserError(f"{out} is a link: choose another directory, or name {out.readlink()} itself")
         if out.is_dir() and any(out.iterdir()):
@@ -116,7 +116,7 @@ def new_directory(out: Path) -> Iterator[Path]:
     """
     check_new(out)
     out = out.absolute()
-    with disk_errors_told(out):
+    with disk_errors(out):
         missing = [parent for parent in out.parents if not parent.exists()]
         out.parent.mkdir(parents=True, exist_ok=True)
         unfinished = out.with_name(f".{out.name}.partial")

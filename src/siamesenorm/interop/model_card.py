@@ -8,9 +8,9 @@ from typing import Any
 
 from siamesenorm.data.manifest import Manifest
 from siamesenorm.errors import UserError
+from siamesenorm.files import decode_json
 from siamesenorm.topologies import topology_name
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.exact_json import decode_json
 from siamesenorm.training.metrics import read_metrics
 from siamesenorm.training.run_directory import RunDirectory
 

@@ -34,7 +34,7 @@ HOSTS = (
     "deit_small_patch16_224",
     "deit_base_patch16_224",
 )
-TOPOLOGY = "siamese-post-pre:settle=lazy,readout=code"
+TOPOLOGY = "siamese-post-pre:post_norm=lazy,readout=code"
 """The form of the released SiameseNorm DeiT (arXiv 2602.08064)."""
 DATA = ("input_size", "fixed_input_size", "interpolation", "crop_pct", "mean", "std", "num_classes", "first_conv",
         "classifier")  # fmt: skip

@@ -1,6 +1,6 @@
 """The boundary between two sublayers as one functional custom operator.
 
-Everything from one sublayer's output O to the next one's input H: the write to one or two streams, the settle, the
+Everything from one sublayer's output O to the next one's input H: the write to one or two streams, the post_norm, the
 gate, the identity stream's norm and the input norm; `boundary_plain` has the formulas. SiameseNorm uses all of it,
 ResiDual two streams of which the sublayers see one, Pre-Norm, Post-Norm and DeepNorm one stream. It must equal the
 write and the read of the plain connections in `topologies`.
@@ -35,11 +35,11 @@ def boundary(
     skip: Tensor | None,
     scale: Tensor | None,
     identity_scale: Tensor | None,
-    settle_gain: Tensor | None,
+    post_norm_gain: Tensor | None,
     gate: Tensor | None,
     identity_gain: Tensor | None,
     input_gain: Tensor | None,
-    settle_bias: Tensor | None,
+    post_norm_bias: Tensor | None,
     identity_bias: Tensor | None,
     input_bias: Tensor | None,
     eps: float,
@@ -49,11 +49,11 @@ def boundary(
 
     `bounded`, `output` and `identity` are [..., dim]; X', Y' and U have the streams' dtype, H that of `output`. The
     constants are 0-d, gains and biases [dim]; None is an absent part, and a norm is there if its gain is. `centred`
-    makes all norms LayerNorms. Y' is empty without an identity stream, U without a settle. U and the statistics,
+    makes all norms LayerNorms. Y' is empty without an identity stream, U without a post_norm. U and the statistics,
     [norms, tokens] of 1 / deviation (each followed by the mean, if centred), carry no gradient. Raises ValueError for
     shapes and dtypes that do not fit together.
     """
-    gains = Gains(settle_gain, gate, identity_gain, input_gain, settle_bias, identity_bias, input_bias)
+    gains = Gains(post_norm_gain, gate, identity_gain, input_gain, post_norm_bias, identity_bias, input_bias)
     check(bounded, output, identity, gains)
     constants = Constants(skip, scale, identity_scale)
     result: Forward = implementation(bounded).forward(bounded, output, identity, constants, gains, eps, centred)
@@ -72,7 +72,7 @@ def _(
         bounded.new_empty(bounded.shape),
         nothing if identity is None else bounded.new_empty(bounded.shape),
         output.new_empty(bounded.shape),
-        bounded.new_empty(0 if gains.settle_gain is None else bounded.shape),
+        bounded.new_empty(0 if gains.post_norm_gain is None else bounded.shape),
         bounded.new_empty((gains.norms * (2 if centred else 1), tokens), dtype=widest(bounded)),
     )
 
@@ -88,22 +88,23 @@ def boundary_backward(
     skip: Tensor | None,
     scale: Tensor | None,
     identity_scale: Tensor | None,
-    settle_gain: Tensor | None,
+    post_norm_gain: Tensor | None,
     gate: Tensor | None,
     identity_gain: Tensor | None,
     input_gain: Tensor | None,
-    settle_bias: Tensor | None,
+    post_norm_bias: Tensor | None,
     identity_bias: Tensor | None,
     input_bias: Tensor | None,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of (X, Y, O) and [parts, dim] of those gains and biases that are there, in `Gains`'s order.
 
-    `kept` is U where there is a settle and X' where there is none; `identity` is Y', needed where it is normalised. The
-    gradient of Y is empty where Y' is not normalised (it is then that of Y'), that of O where it is that of X.
+    `kept` is U where there is a post_norm and X' where there is none; `identity` is Y', needed where it is
+    normalised. The gradient of Y is empty where Y' is not normalised (it is then that of Y'), that of O where it is
+    that of X.
     """
     constants = Constants(skip, scale, identity_scale)
-    gains = Gains(settle_gain, gate, identity_gain, input_gain, settle_bias, identity_bias, input_bias)
+    gains = Gains(post_norm_gain, gate, identity_gain, input_gain, post_norm_bias, identity_bias, input_bias)
     result: Backward = implementation(kept).backward(
         grad_settled, grad_identity, grad_h, kept, identity, statistics, constants, gains, centred
     )
@@ -135,7 +136,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     constants, gains = Constants(*inputs[3:6]), Gains(*inputs[6:13])
     if any(constant is not None and constant.requires_grad for constant in constants):
         raise ValueError("a scale of the fused boundary is a constant: a learned scale needs kernels='plain'")
-    kept = settled if gains.settle_gain is None else unsettled
+    kept = settled if gains.post_norm_gain is None else unsettled
     ctx.save_for_backward(kept, None if gains.identity_gain is None else identity, statistics, *constants, *gains)
     ctx.mark_non_differentiable(unsettled, statistics, *([identity] if inputs[2] is None else []))
     ctx.set_materialize_grads(False)

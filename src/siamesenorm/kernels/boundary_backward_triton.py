@@ -28,17 +28,17 @@ def _normalised(x, statistics, norm, row, rows, CENTRED: tl.constexpr):
 
 
 @triton.jit
-def _settle(
-    kept, statistics, settle_gain, settle_bias, at, inside, row, rows, CENTRED: tl.constexpr
+def _post_norm(
+    kept, statistics, post_norm_gain, post_norm_bias, at, inside, row, rows, CENTRED: tl.constexpr
 ):  # fmt: skip
     """Return U, X', and x^ with 1 / deviation; gains are rows, and what is absent is U."""
     unsettled = load_rows(kept, at, inside)
     x, x_hat, x_inverse = unsettled, unsettled, unsettled
-    if settle_gain is not None:
+    if post_norm_gain is not None:
         x_hat, x_inverse = _normalised(unsettled, statistics, 0, row, rows, CENTRED)
-        x = x_hat * settle_gain
-    if settle_bias is not None:
-        x += settle_bias
+        x = x_hat * post_norm_gain
+    if post_norm_bias is not None:
+        x += post_norm_bias
     return unsettled, x, x_hat, x_inverse
 
 
@@ -120,23 +120,23 @@ def _store_sums(partials, which, present, sums, column, DIM: tl.constexpr):
 
 @triton.jit
 def _store_all_sums(
-    partials, settle_gain, gate, identity_gain, input_gain, settle_bias, identity_bias, input_bias,
-    d_settle_gain, d_gate, d_identity_gain, d_input_gain, d_settle_bias, d_identity_bias, d_input_bias,
+    partials, post_norm_gain, gate, identity_gain, input_gain, post_norm_bias, identity_bias, input_bias,
+    d_post_norm_gain, d_gate, d_identity_gain, d_input_gain, d_post_norm_bias, d_identity_bias, d_input_bias,
     column, DIM: tl.constexpr,
 ):  # fmt: skip
     """Leave one program's sums, in the order of `boundary_plain.Gains`, the absent ones left out."""
-    with_settle: tl.constexpr = 1 if settle_gain is not None else 0
-    with_gate: tl.constexpr = with_settle + (1 if gate is not None else 0)
+    with_post_norm: tl.constexpr = 1 if post_norm_gain is not None else 0
+    with_gate: tl.constexpr = with_post_norm + (1 if gate is not None else 0)
     with_identity: tl.constexpr = with_gate + (1 if identity_gain is not None else 0)
     gains: tl.constexpr = with_identity + (1 if input_gain is not None else 0)
-    with_settle_bias: tl.constexpr = gains + (1 if settle_bias is not None else 0)
-    with_identity_bias: tl.constexpr = with_settle_bias + (1 if identity_bias is not None else 0)
-    _store_sums(partials, 0, settle_gain, d_settle_gain, column, DIM)
-    _store_sums(partials, with_settle, gate, d_gate, column, DIM)
+    with_post_norm_bias: tl.constexpr = gains + (1 if post_norm_bias is not None else 0)
+    with_identity_bias: tl.constexpr = with_post_norm_bias + (1 if identity_bias is not None else 0)
+    _store_sums(partials, 0, post_norm_gain, d_post_norm_gain, column, DIM)
+    _store_sums(partials, with_post_norm, gate, d_gate, column, DIM)
     _store_sums(partials, with_gate, identity_gain, d_identity_gain, column, DIM)
     _store_sums(partials, with_identity, input_gain, d_input_gain, column, DIM)
-    _store_sums(partials, gains, settle_bias, d_settle_bias, column, DIM)
-    _store_sums(partials, with_settle_bias, identity_bias, d_identity_bias, column, DIM)
+    _store_sums(partials, gains, post_norm_bias, d_post_norm_bias, column, DIM)
+    _store_sums(partials, with_post_norm_bias, identity_bias, d_identity_bias, column, DIM)
     _store_sums(partials, with_identity_bias, input_bias, d_input_bias, column, DIM)
 
 
@@ -144,7 +144,7 @@ def _store_all_sums(
 def boundary_backward(
     grad_settled, grad_identity_next, grad_h, kept, identity, carried, statistics, projections,
     skip, scale, identity_scale, departure,
-    settle_gain, settle_bias, gate, identity_gain, identity_bias, input_gain, input_bias,
+    post_norm_gain, post_norm_bias, gate, identity_gain, identity_bias, input_gain, input_bias,
     grad_bounded, grad_identity, grad_output, carried_next, partials,
     rows, eps,
     DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr, STAGES: tl.constexpr,
@@ -155,30 +155,32 @@ def boundary_backward(
     Without HOLD_GAINS, what is used once a tile is read with it: registers hold the sums, and the gains used twice.
     """
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    settle_row = None if settle_gain is None else per_channel(settle_gain, column, DIM)
-    settle_held = None if settle_bias is None else per_channel(settle_bias, column, DIM)
+    post_norm_row = None if post_norm_gain is None else per_channel(post_norm_gain, column, DIM)
+    post_norm_held = None if post_norm_bias is None else per_channel(post_norm_bias, column, DIM)
     gate_row = None if gate is None else per_channel(gate, column, DIM)
     identity_row = None if identity_gain is None else per_channel(identity_gain, column, DIM)
     identity_held = None if identity_bias is None else per_channel(identity_bias, column, DIM)
     input_held = None if input_gain is None else per_channel(input_gain, column, DIM)
-    identity_norm: tl.constexpr = 1 if settle_gain is not None else 0
+    identity_norm: tl.constexpr = 1 if post_norm_gain is not None else 0
     input_norm: tl.constexpr = identity_norm + (1 if identity_gain is not None else 0)
     nothing = tl.zeros((ROWS, BLOCK), tl.float32)
-    d_settle_gain, d_gate, d_identity_gain, d_input_gain = nothing, nothing, nothing, nothing
-    d_settle_bias, d_identity_bias, d_input_bias = nothing, nothing, nothing
+    d_post_norm_gain, d_gate, d_identity_gain, d_input_gain = nothing, nothing, nothing, nothing
+    d_post_norm_bias, d_identity_bias, d_input_bias = nothing, nothing, nothing
 
     # With several stages, rows to come are on their way to shared memory while this one is computed.
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         at = row[:, None] * DIM + column[None, :]
         inside = (row < rows)[:, None] & (column < DIM)[None, :]
-        settle_shift = settle_held if HOLD_GAINS or settle_bias is None else per_channel(settle_bias, column, DIM)
+        post_norm_shift = (
+            post_norm_held if HOLD_GAINS or post_norm_bias is None else per_channel(post_norm_bias, column, DIM)
+        )
         identity_shift = (
             identity_held if HOLD_GAINS or identity_bias is None else per_channel(identity_bias, column, DIM)
         )
         input_row = input_held if HOLD_GAINS or input_gain is None else per_channel(input_gain, column, DIM)
-        unsettled, x, x_hat, x_inverse = _settle(
-            kept, statistics, settle_row, settle_shift, at, inside, row, rows, CENTRED
+        unsettled, x, x_hat, x_inverse = _post_norm(
+            kept, statistics, post_norm_row, post_norm_shift, at, inside, row, rows, CENTRED
         )  # fmt: skip
         y_hat, y_inverse = x, x
         if identity_gain is not None:
@@ -205,10 +207,10 @@ def boundary_backward(
             dx = d_total * gate_row
         if grad_settled is not None:
             dx += load_rows(grad_settled, at, inside)
-        if settle_gain is not None:
-            d_settle_gain += dx * x_hat
-            d_settle_bias += dx
-            dx = _pull_back(dx * settle_row, x_hat, x_inverse, projections, 0, row, rows, DIM, CENTRED)
+        if post_norm_gain is not None:
+            d_post_norm_gain += dx * x_hat
+            d_post_norm_bias += dx
+            dx = _pull_back(dx * post_norm_row, x_hat, x_inverse, projections, 0, row, rows, DIM, CENTRED)
         store_rows(grad_bounded, at, times(dx, skip), inside)
         d_update = times(dx, scale)
 
@@ -227,8 +229,8 @@ def boundary_backward(
             store_rows(grad_output, at, d_update, inside)
 
     _store_all_sums(
-        partials, settle_gain, gate, identity_gain, input_gain, settle_bias, identity_bias, input_bias,
-        d_settle_gain, d_gate, d_identity_gain, d_input_gain, d_settle_bias, d_identity_bias, d_input_bias,
+        partials, post_norm_gain, gate, identity_gain, input_gain, post_norm_bias, identity_bias, input_bias,
+        d_post_norm_gain, d_gate, d_identity_gain, d_input_gain, d_post_norm_bias, d_identity_bias, d_input_bias,
         column, DIM,
     )  # fmt: skip
 
@@ -243,21 +245,21 @@ def _store_projections(projections, norm, along, sums, row, rows, DIM: tl.conste
 
 @triton.jit
 def _rebuild_part(
-    kept, identity, carried, departure, statistics, settle_gain, settle_bias, gate, identity_gain, identity_bias,
+    kept, identity, carried, departure, statistics, post_norm_gain, post_norm_bias, gate, identity_gain, identity_bias,
     column, row, rows, DIM: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
     """Return Z, x^ and y^ of a part of the rows; the gains are pointers."""
-    settle_row = None if settle_gain is None else per_channel(settle_gain, column, DIM)
-    settle_shift = None if settle_bias is None else per_channel(settle_bias, column, DIM)
+    post_norm_row = None if post_norm_gain is None else per_channel(post_norm_gain, column, DIM)
+    post_norm_shift = None if post_norm_bias is None else per_channel(post_norm_bias, column, DIM)
     gate_row = None if gate is None else per_channel(gate, column, DIM)
     identity_row = None if identity_gain is None else per_channel(identity_gain, column, DIM)
     identity_shift = None if identity_bias is None else per_channel(identity_bias, column, DIM)
     at, inside = row[:, None] * DIM + column[None, :], (row < rows)[:, None] & (column < DIM)[None, :]
-    _, x, x_hat, _ = _settle(kept, statistics, settle_row, settle_shift, at, inside, row, rows, CENTRED)
+    _, x, x_hat, _ = _post_norm(kept, statistics, post_norm_row, post_norm_shift, at, inside, row, rows, CENTRED)
     y_hat = x
     if identity_gain is not None:
         y = _second_stream(identity, carried, departure, x, at, inside)
-        identity_norm: tl.constexpr = 1 if settle_gain is not None else 0
+        identity_norm: tl.constexpr = 1 if post_norm_gain is not None else 0
         y_hat, _ = _normalised(y, statistics, identity_norm, row, rows, CENTRED)
     return _sum(x, gate_row, y_hat, identity_row, identity_shift), x_hat, y_hat
 
@@ -265,7 +267,7 @@ def _rebuild_part(
 @triton.jit
 def boundary_projections(
     grad_settled, grad_h, kept, identity, carried, departure, statistics, projections,
-    settle_gain, settle_bias, gate, identity_gain, identity_bias, input_gain,
+    post_norm_gain, post_norm_bias, gate, identity_gain, identity_bias, input_gain,
     rows, eps,
     DIM: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
@@ -274,7 +276,7 @@ def boundary_projections(
     A program reads its row by parts of BLOCK columns, twice: the input norm's means come before the others'.
     """
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    identity_norm: tl.constexpr = 1 if settle_gain is not None else 0
+    identity_norm: tl.constexpr = 1 if post_norm_gain is not None else 0
     input_norm: tl.constexpr = identity_norm + (1 if identity_gain is not None else 0)
     nothing = tl.zeros((1, BLOCK), tl.float32)
 
@@ -284,7 +286,7 @@ def boundary_projections(
             column = start + tl.arange(0, BLOCK)
             total, _, _ = _rebuild_part(
                 kept, identity, carried, departure, statistics,
-                settle_gain, settle_bias, gate, identity_gain, identity_bias,
+                post_norm_gain, post_norm_bias, gate, identity_gain, identity_bias,
                 column, row, rows, DIM, CENTRED,
             )  # fmt: skip
             z_hat, _ = _normalised(total, statistics, input_norm, row, rows, CENTRED)
@@ -302,7 +304,7 @@ def boundary_projections(
         at, inside = row[:, None] * DIM + column[None, :], (column < DIM)[None, :]
         total, x_hat, y_hat = _rebuild_part(
             kept, identity, carried, departure, statistics,
-            settle_gain, settle_bias, gate, identity_gain, identity_bias,
+            post_norm_gain, post_norm_bias, gate, identity_gain, identity_bias,
             column, row, rows, DIM, CENTRED,
         )  # fmt: skip
         d_total = load_rows(grad_h, at, inside)
@@ -310,13 +312,13 @@ def boundary_projections(
             z_hat, z_inverse = _normalised(total, statistics, input_norm, row, rows, CENTRED)
             v = d_total * per_channel(input_gain, column, DIM)
             d_total = _pull_back(v, z_hat, z_inverse, projections, input_norm, row, rows, DIM, CENTRED)
-        if settle_gain is not None:
+        if post_norm_gain is not None:
             dx = d_total
             if gate is not None:
                 dx = d_total * per_channel(gate, column, DIM)
             if grad_settled is not None:
                 dx += load_rows(grad_settled, at, inside)
-            v = dx * per_channel(settle_gain, column, DIM)
+            v = dx * per_channel(post_norm_gain, column, DIM)
             x_along += v * x_hat
             x_sums += v
         if identity_gain is not None:
@@ -324,7 +326,7 @@ def boundary_projections(
             y_along += v * y_hat
             y_sums += v
             y_squares += tl.where(inside, y_hat * y_hat, 0.0)
-    if settle_gain is not None:
+    if post_norm_gain is not None:
         _store_projections(projections, 0, x_along, x_sums, row, rows, DIM, CENTRED)
     if identity_gain is not None:
         if carried is not None:

@@ -79,7 +79,7 @@ def plan_forward(
     centred: bool,
 ) -> tuple[Forward, Launch]:
     """Return memory for the results, and the launch that fills it."""
-    shape, empty, settles = bounded.shape, bounded.new_empty, gains.settle_gain is not None
+    shape, empty, settles = bounded.shape, bounded.new_empty, gains.post_norm_gain is not None
     rows, columns, tile = shape[:-1].numel(), shape[-1], Tile.of(shape[-1])
     result = Forward(
         empty(shape),

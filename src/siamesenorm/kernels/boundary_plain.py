@@ -34,11 +34,11 @@ class Constants(NamedTuple):
 class Gains(NamedTuple):
     """Everything [dim] that is learned, in the order in which the backward pass returns its gradients."""
 
-    settle_gain: Tensor | None
+    post_norm_gain: Tensor | None
     gate: Tensor | None
     identity_gain: Tensor | None
     input_gain: Tensor | None
-    settle_bias: Tensor | None
+    post_norm_bias: Tensor | None
     identity_bias: Tensor | None
     input_bias: Tensor | None
 
@@ -50,7 +50,7 @@ class Gains(NamedTuple):
     @property
     def norms(self) -> int:
         """The number of norms."""
-        return sum(gain is not None for gain in (self.settle_gain, self.identity_gain, self.input_gain))
+        return sum(gain is not None for gain in (self.post_norm_gain, self.identity_gain, self.input_gain))
 
 
 class Forward(NamedTuple):
@@ -139,10 +139,10 @@ def forward(
     wide, statistics = widest(bounded), list[Tensor]()
     update = output.contiguous().to(wide)
     settled = unsettled = times(bounded.contiguous().to(wide), constants.skip) + times(update, constants.scale)
-    if gains.settle_gain is not None:
+    if gains.post_norm_gain is not None:
         normalised, found = normalise(unsettled, eps, centred)
         statistics.extend(found)
-        settled = affine(normalised, gains.settle_gain, gains.settle_bias)
+        settled = affine(normalised, gains.post_norm_gain, gains.post_norm_bias)
 
     h, identity_next = times(settled, gains.gate), bounded.new_empty(0)
     if identity is not None:
@@ -161,7 +161,7 @@ def forward(
         settled.to(bounded.dtype),
         identity_next,
         h.to(output.dtype, copy=h is settled),  # an operator's results share no memory
-        bounded.new_empty(0) if gains.settle_gain is None else unsettled.to(bounded.dtype),
+        bounded.new_empty(0) if gains.post_norm_gain is None else unsettled.to(bounded.dtype),
         torch.stack([value.flatten() for value in statistics])
         if statistics
         else bounded.new_empty((0, bounded.shape[:-1].numel()), dtype=wide),
@@ -169,7 +169,7 @@ def forward(
 
 
 class _Statistics:
-    """Hands out the statistics of one norm after the other: settle, identity, input."""
+    """Hands out the statistics of one norm after the other: post_norm, identity, input."""
 
     def __init__(self, statistics: Tensor, shape: torch.Size, centred: bool) -> None:
         self.rows = iter(statistics.reshape(len(statistics), *shape[:-1], 1))
@@ -211,9 +211,9 @@ def backward(
     wide, row = widest(kept), _Statistics(statistics, kept.shape, centred)
     sums: dict[str, Tensor] = {}
     settled, rest, carried = kept.to(wide), kept.new_empty(0), identity
-    if gains.settle_gain is not None:
+    if gains.post_norm_gain is not None:
         x_hat, x_inverse = row.normalise(settled)
-        settled = affine(x_hat, gains.settle_gain, gains.settle_bias)
+        settled = affine(x_hat, gains.post_norm_gain, gains.post_norm_bias)
     total = times(settled, gains.gate)
     if isinstance(identity, Carried):
         identity, rest = identity.rebuild(settled, kept.to(wide), constants.scale)
@@ -232,9 +232,9 @@ def backward(
     d_bounded = times(d_total, gains.gate)
     if grad_settled is not None:
         d_bounded = d_bounded + grad_settled.contiguous().to(wide)
-    if gains.settle_gain is not None:
-        sums.update(settle_gain=d_bounded * x_hat, settle_bias=d_bounded)
-        d_bounded = row.pull_back(times(d_bounded, gains.settle_gain), x_hat, x_inverse)
+    if gains.post_norm_gain is not None:
+        sums.update(post_norm_gain=d_bounded * x_hat, post_norm_bias=d_bounded)
+        d_bounded = row.pull_back(times(d_bounded, gains.post_norm_gain), x_hat, x_inverse)
 
     d_identity = None if grad_identity is None else grad_identity.contiguous().to(wide)
     if gains.identity_gain is not None:

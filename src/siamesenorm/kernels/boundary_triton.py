@@ -81,7 +81,7 @@ def _scale(x, squares, statistics, norm, row, rows, eps, DIM: tl.constexpr, CENT
 @triton.jit
 def boundary_forward(
     bounded, identity, output, skip, scale, identity_scale,
-    settle_gain, settle_bias, gate, identity_gain, identity_bias, input_gain, input_bias,
+    post_norm_gain, post_norm_bias, gate, identity_gain, identity_bias, input_gain, input_bias,
     settled, identity_next, h, unsettled, statistics,
     rows, eps,
     DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr,
@@ -91,7 +91,7 @@ def boundary_forward(
     column = tl.arange(0, BLOCK)
     at = row[:, None] * DIM + column[None, :]
     inside = (row < rows)[:, None] & (column < DIM)[None, :]
-    identity_norm: tl.constexpr = 1 if settle_gain is not None else 0
+    identity_norm: tl.constexpr = 1 if post_norm_gain is not None else 0
     input_norm: tl.constexpr = identity_norm + (1 if identity_gain is not None else 0)
 
     update = load_rows(output, at, inside)
@@ -100,19 +100,19 @@ def boundary_forward(
         y = load_rows(identity, at, inside) + times(update, identity_scale)
         store_rows(identity_next, at, y, inside)
 
-    if settle_gain is not None:
+    if post_norm_gain is not None:
         store_rows(unsettled, at, x, inside)
         if identity_gain is None:
             x = _normalise(x, inside, statistics, 0, row, rows, eps, DIM, CENTRED)
         else:
             x, y = _normalise_both(x, y, inside, statistics, row, rows, eps, DIM, CENTRED)
-        x = _affine(x, settle_gain, settle_bias, column, DIM)
+        x = _affine(x, post_norm_gain, post_norm_bias, column, DIM)
     store_rows(settled, at, x, inside)
 
     if gate is not None:
         x *= per_channel(gate, column, DIM)
     if identity_gain is not None:
-        if settle_gain is None:
+        if post_norm_gain is None:
             y = _normalise(y, inside, statistics, 0, row, rows, eps, DIM, CENTRED)
         x += _affine(y, identity_gain, identity_bias, column, DIM)
     if input_gain is not None:

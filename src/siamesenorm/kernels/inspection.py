@@ -131,13 +131,13 @@ class BoundaryKind:
 BOUNDARIES = {
     "siamese attention": BoundaryKind(gains=("gate", "identity_gain"), two_streams=True, constants=("scale",)),
     "siamese mlp": BoundaryKind(
-        gains=("settle_gain", "identity_gain", "input_gain"), two_streams=True, constants=("scale",)
+        gains=("post_norm_gain", "identity_gain", "input_gain"), two_streams=True, constants=("scale",)
     ),
-    "siamese post-pre": BoundaryKind(gains=("settle_gain", "identity_gain"), two_streams=True, constants=("scale",)),
+    "siamese post-pre": BoundaryKind(gains=("post_norm_gain", "identity_gain"), two_streams=True, constants=("scale",)),
     "pre-norm": BoundaryKind(gains=("input_gain",), two_streams=False),
-    "post-norm": BoundaryKind(gains=("settle_gain",), two_streams=False),
-    "deepnorm": BoundaryKind(gains=("settle_gain",), two_streams=False, constants=("skip",)),
-    "residual": BoundaryKind(gains=("settle_gain",), two_streams=True, constants=("identity_scale",)),
+    "post-norm": BoundaryKind(gains=("post_norm_gain",), two_streams=False),
+    "deepnorm": BoundaryKind(gains=("post_norm_gain",), two_streams=False, constants=("skip",)),
+    "residual": BoundaryKind(gains=("post_norm_gain",), two_streams=True, constants=("identity_scale",)),
 }
 """By name; `siamese post-pre` is the one without normalised input."""
 
@@ -173,7 +173,7 @@ def boundary_launches(
     second = Carried(rows(streams), torch.empty((), device="meta"), 1e-5) if lean else normalised
     result, launch = plan_forward(rows(streams), rows(output), identity, constants, gains, 1e-5, centred)
     yield "forward", launch
-    kept = result.settled if gains.settle_gain is None else result.unsettled
+    kept = result.settled if gains.post_norm_gain is None else result.unsettled
     _, launches = plan_backward(
         rows(streams), identity, rows(output), kept, second,
         result.statistics, constants, gains, centred, H200,

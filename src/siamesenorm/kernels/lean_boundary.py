@@ -36,11 +36,11 @@ def lean_boundary(
     carrier: Tensor | None,
     scale: Tensor,
     departure: Tensor,
-    settle_gain: Tensor | None,
+    post_norm_gain: Tensor | None,
     gate: Tensor | None,
     identity_gain: Tensor,
     input_gain: Tensor | None,
-    settle_bias: Tensor | None,
+    post_norm_bias: Tensor | None,
     identity_bias: Tensor | None,
     input_bias: Tensor | None,
     eps: float,
@@ -49,9 +49,9 @@ def lean_boundary(
     """Return (X', Y', H, U, statistics, carrier), as `boundary`, with the carrier that the next boundary takes.
 
     `carrier` is that of the boundary before, None for the first; `scale` is that of the pending write, `departure` that
-    of the next one. U is empty without a settle. Raises ValueError for 16-bit streams.
+    of the next one. U is empty without a post_norm. Raises ValueError for 16-bit streams.
     """
-    gains = Gains(settle_gain, gate, identity_gain, input_gain, settle_bias, identity_bias, input_bias)
+    gains = Gains(post_norm_gain, gate, identity_gain, input_gain, post_norm_bias, identity_bias, input_bias)
     check(bounded, output, identity, gains)
     _require_wide(bounded)
     constants = Constants(None, scale, None)
@@ -69,7 +69,7 @@ def _(
         bounded.new_empty(shape),
         bounded.new_empty(shape),
         output.new_empty(shape),
-        bounded.new_empty(0 if gains.settle_gain is None else shape),
+        bounded.new_empty(0 if gains.post_norm_gain is None else shape),
         bounded.new_empty((gains.norms * (2 if centred else 1), tokens), dtype=widest(bounded)),
         _empty_carrier(bounded),
     )
@@ -85,18 +85,18 @@ def lean_boundary_backward(
     statistics: Tensor,
     scale: Tensor,
     departure: Tensor,
-    settle_gain: Tensor | None,
+    post_norm_gain: Tensor | None,
     gate: Tensor | None,
     identity_gain: Tensor,
     input_gain: Tensor | None,
-    settle_bias: Tensor | None,
+    post_norm_bias: Tensor | None,
     identity_bias: Tensor | None,
     input_bias: Tensor | None,
     eps: float,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of (X, Y, O), [parts, dim] of the gains, and the rest for the boundary before."""
-    gains = Gains(settle_gain, gate, identity_gain, input_gain, settle_bias, identity_bias, input_bias)
+    gains = Gains(post_norm_gain, gate, identity_gain, input_gain, post_norm_bias, identity_bias, input_bias)
     carried, constants = Carried(rest, departure, eps), Constants(None, scale, None)
     result: Backward = implementation(kept).backward(
         grad_settled, grad_identity, grad_h, kept, carried, statistics, constants, gains, centred
@@ -124,7 +124,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     scale, departure, gains = inputs[4], inputs[5], Gains(*inputs[6:13])
     if scale.requires_grad or departure.requires_grad:
         raise ValueError("a scale of the fused boundary is a constant: a learned scale needs kernels='plain'")
-    kept = settled if gains.settle_gain is None else unsettled
+    kept = settled if gains.post_norm_gain is None else unsettled
     ctx.save_for_backward(kept, statistics, scale, departure, *gains)
     ctx.mark_non_differentiable(unsettled, statistics)
     ctx.set_materialize_grads(False)

@@ -1,7 +1,7 @@
 """Give a trained language model another residual path, in place, where its function can be kept.
 
 Attention, MLP, embedding and head stay as they are; the connections, the opening and the closing are exchanged. The new
-parts take over the gains and biases of the Pre-Norm model's norms (`become_pre_norm` of the topologies).
+parts take over the gains and biases of the Pre-Norm model's norms (`init_as_pre_norm` of the topologies).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def convert(model: LanguageModel, target: LanguageModelConfig) -> tuple[str, ...
         path.load(model)
         differences: dict[str, None] = {}
     else:
-        differences = path.become_pre_norm(model)
+        differences = path.init_as_pre_norm(model)
     path.install(model)
     model.dropout.p = target.dropout
     for block in _blocks(model):
@@ -105,14 +105,14 @@ class ResidualPath:
     @classmethod
     def build(cls, config: LanguageModelConfig, like: torch.Tensor) -> ResidualPath:
         """Build a fresh path with the device and the dtype of a weight of the model."""
-        materials, places = config.materials(), transformer_places(config.depth)
+        spec, places = config.residual_spec(), transformer_places(config.depth)
         path = cls(
-            opening=config.topology.opening(materials),
+            opening=config.topology.opening(spec),
             connections=tuple(
-                (config.topology.connection(attention, materials), config.topology.connection(mlp, materials))
+                (config.topology.connection(attention, spec), config.topology.connection(mlp, spec))
                 for attention, mlp in places
             ),
-            closing=config.topology.closing(places[-1][-1], materials),
+            closing=config.topology.closing(places[-1][-1], spec),
         )
         for part in (path.opening, *chain(*path.connections), path.closing):
             part.to(device=like.device, dtype=like.dtype)
@@ -137,13 +137,13 @@ class ResidualPath:
         for part, old in zip(self.parts, ResidualPath.of(model).parts, strict=True):
             part.load_state_dict(old.state_dict())
 
-    def become_pre_norm(self, model: LanguageModel) -> dict[str, None]:
+    def init_as_pre_norm(self, model: LanguageModel) -> dict[str, None]:
         """Set the path to where it computes what a Pre-Norm model does; return the differences as keys."""
         _, *old = ResidualPath.of(model).parts
-        self.opening.become_pre_norm()  # type: ignore[operator]
+        self.opening.init_as_pre_norm()  # type: ignore[operator]
         found: dict[str, None] = {}
         for part, norm in zip(self.parts[1:], map(_norm_of, old), strict=True):
-            found.update(dict.fromkeys(part.become_pre_norm(norm)))  # type: ignore[operator]
+            found.update(dict.fromkeys(part.init_as_pre_norm(norm)))  # type: ignore[operator]
         return found
 
     def install(self, model: LanguageModel) -> None:

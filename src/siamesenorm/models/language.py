@@ -47,27 +47,27 @@ class LanguageModel(nn.Module):
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
         self.config = config
-        materials, shape = config.materials(), config.attention_shape
+        spec, shape = config.residual_spec(), config.attention_shape
         places = transformer_places(config.depth)
         # Not nn.Embedding(...), whose own draw imports the compiler on the meta device: over a second.
         table = torch.empty(config.vocabulary, config.dim)
         self.embedding: nn.Embedding = nn.Embedding.from_pretrained(table, freeze=False)  # type: ignore[no-untyped-call]
         self.embedding_scale: nn.Module = EmbeddingScale(config.dim) if _scales_embedding(config) else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
-        self.opening = config.topology.opening(materials)
+        self.opening = config.topology.opening(spec)
         self.blocks = nn.ModuleList(
             TransformerBlock(
                 Attention(shape),
                 build_mlp(config.activation, config.dim, config.hidden, bias=config.bias),
                 (
-                    config.topology.connection(attention, materials),
-                    config.topology.connection(mlp, materials),
+                    config.topology.connection(attention, spec),
+                    config.topology.connection(mlp, spec),
                 ),
                 config.dropout,
             )
             for attention, mlp in places
         )
-        self.closing = config.topology.closing(places[-1][-1], materials)
+        self.closing = config.topology.closing(places[-1][-1], spec)
         # A tied head is the embedding: no second name for the same weights.
         self.head = None if config.tied else Projection(config.dim, config.vocabulary, role="head")
 

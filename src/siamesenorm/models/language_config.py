@@ -18,7 +18,7 @@ from siamesenorm.sublayers.mlp import Activation
 from siamesenorm.topologies import (
     AttentionNorm,
     Kernels,
-    Materials,
+    ResidualSpec,
     Topology,
     build_topology,
     topology_from_json,
@@ -42,7 +42,7 @@ class LanguageModelConfig:
     `residual_dtype` is the dtype of the streams, `compute_dtype` that of what sublayers see; "inherit" keeps the
     embedding's; where it is not the parameters' dtype, run under autocast. `document_mask` keeps attention inside a
     document; off, as in OLMo, packed documents see each other. `kernels` is how boundaries between sublayers are
-    computed: see `Materials`; a topology without fused kernels takes the plain formulas under "auto".
+    computed: see `ResidualSpec`; a topology without fused kernels takes the plain formulas under "auto".
     """
 
     depth: int = 8
@@ -133,9 +133,9 @@ class LanguageModelConfig:
             parts.append(str(self.norm))
         return " + ".join(parts)
 
-    def materials(self) -> Materials:
+    def residual_spec(self) -> ResidualSpec:
         """Return what the topology builds from."""
-        return Materials(
+        return ResidualSpec(
             dim=self.dim,
             norm=self.norm,
             residual_dtype=DTYPES[self.residual_dtype],

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from siamesenorm.errors import UserError
 from siamesenorm.topologies.factors import Gate, ScalarGate
 from siamesenorm.topologies.single_stream import SingleStreamClosing, SingleStreamConnection
-from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, Materials, Place, Topology
+from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, Place, ResidualSpec, Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +57,17 @@ class LayerScale(Topology):
             return self.initial
         return 0.1 if depth <= 18 else 1e-5 if depth <= 24 else 1e-6
 
-    def connection(self, place: Place, materials: Materials) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return the Pre-Norm connection with a scaled output."""
         return SingleStreamConnection(
-            materials,
-            norm=materials.build_input_norm(place),
-            output=Gate(materials, initial=self.initial_at(place.depth)),
+            spec,
+            norm=spec.build_input_norm(place),
+            output=Gate(spec, initial=self.initial_at(place.depth)),
         )
 
-    def closing(self, last: Place, materials: Materials) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the final norm."""
-        return SingleStreamClosing(materials, norm=materials.build_final_norm())
+        return SingleStreamClosing(spec, norm=spec.build_final_norm())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +92,10 @@ class ReZero(Topology):
         """Reads X, O and writes X' (= H); the backward pass reads dH, dX', O and writes dX, dO."""
         return BoundaryCost(forward=3, backward=5, saved=1)
 
-    def connection(self, place: Place, materials: Materials) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return the connection with a scaled output and no norm."""
-        return SingleStreamConnection(materials, output=ScalarGate(initial=0.0))
+        return SingleStreamConnection(spec, output=ScalarGate(initial=0.0))
 
-    def closing(self, last: Place, materials: Materials) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the stream as it is."""
-        return SingleStreamClosing(materials)
+        return SingleStreamClosing(spec)

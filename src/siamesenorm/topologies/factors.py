@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from siamesenorm.norms import Declared
 from siamesenorm.norms.declared import assign
-from siamesenorm.topologies.topology import Materials
+from siamesenorm.topologies.topology import ResidualSpec
 
 
 class Scaled(Declared):
@@ -31,10 +31,10 @@ class Gate(Declared):
 
     gain: Tensor
 
-    def __init__(self, materials: Materials, *, initial: float = 1.0) -> None:
+    def __init__(self, spec: ResidualSpec, *, initial: float = 1.0) -> None:
         super().__init__()
-        self.axis = materials.axis
-        self.declare("gain", (materials.dim,), initial=initial)
+        self.axis = spec.axis
+        self.declare("gain", (spec.dim,), initial=initial)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return gamma x."""

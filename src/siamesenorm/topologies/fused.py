@@ -18,7 +18,7 @@ from siamesenorm.kernels.launch import refuse_transformations, suits_operator
 from siamesenorm.norms.layer_norm import LayerNorm
 from siamesenorm.norms.rms_norm import RMSNorm
 from siamesenorm.topologies.single_stream import SingleStreamClosing, SingleStreamConnection, WeightedSkipConnection
-from siamesenorm.topologies.topology import Closing, Connection, Materials, Place, Streams
+from siamesenorm.topologies.topology import Closing, Connection, Place, ResidualSpec, Streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,13 @@ class FusedConnection(Connection):
 
     fused_norms: FusedNorms | None
 
-    def decide_on_operator(self, materials: Materials, *norms: nn.Module | None) -> None:
+    def decide_on_operator(self, spec: ResidualSpec, *norms: nn.Module | None) -> None:
         """Decide, given the norms of the read, whether the operator can do it; raises UserError if it must and cannot.
 
         A read without norms has nothing to fuse.
         """
         present = [norm for norm in norms if isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity)]
-        self.everywhere = materials.kernels in ("fused", "lean")
+        self.everywhere = spec.kernels in ("fused", "lean")
         try:
             self.fused_norms = FusedNorms.of(present) if present else None
         except UserError:
@@ -108,25 +108,25 @@ class PendingSingleStreamConnection(SingleStreamConnection):
 
 
 class FusedSingleStreamConnection(PendingSingleStreamConnection, FusedConnection):
-    """Addition, settle and read in one operator; `arrival` is the factor on the stream in the pending write."""
+    """Addition, post_norm and read in one operator; `arrival` is the factor on the stream in the pending write."""
 
     arrival: Tensor | None
 
     def __init__(
         self,
-        materials: Materials,
+        spec: ResidualSpec,
         *,
         arrival: float | None = None,
-        settle: nn.Module | None = None,
+        post_norm: nn.Module | None = None,
         norm: nn.Module | None = None,
         output: nn.Module | None = None,
     ) -> None:
-        super().__init__(materials, settle=settle, norm=norm, output=output)
+        super().__init__(spec, post_norm=post_norm, norm=norm, output=output)
         if arrival is None:
             self.arrival = None
         else:
             self.constant("arrival", arrival)
-        self.decide_on_operator(materials, settle, norm)
+        self.decide_on_operator(spec, post_norm, norm)
 
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
         """Complete the pending write and read."""
@@ -136,8 +136,8 @@ class FusedSingleStreamConnection(PendingSingleStreamConnection, FusedConnection
             return super().read(complete(x, output, self.arrival))
         x, _, h, _, _ = boundary(
             x, output, None, self.arrival, None, None,
-            gain_of(self.settle), None, None, gain_of(self.norm),
-            bias_of(self.settle), None, bias_of(self.norm),
+            gain_of(self.post_norm), None, None, gain_of(self.norm),
+            bias_of(self.post_norm), None, bias_of(self.norm),
             norms.eps, norms.centred,
         )  # fmt: skip
         return self.to_compute(h), (x,)
@@ -150,20 +150,20 @@ class PendingSingleStreamClosing(SingleStreamClosing):
 
     def __init__(
         self,
-        materials: Materials,
+        spec: ResidualSpec,
         *,
         arrival: float | None = None,
-        settle: nn.Module | None = None,
+        post_norm: nn.Module | None = None,
         norm: nn.Module | None = None,
     ) -> None:
-        super().__init__(materials, settle=settle, norm=norm)
+        super().__init__(spec, post_norm=post_norm, norm=norm)
         if arrival is None:
             self.arrival = None
         else:
             self.constant("arrival", arrival)
 
     def forward(self, streams: Streams) -> Tensor:
-        """Add the pending output, then settle and normalise."""
+        """Add the pending output, then post_norm and normalise."""
         x, output = streams
         return super().forward(complete(x, output, self.arrival))
 
@@ -175,10 +175,10 @@ def complete(x: Tensor, output: Tensor, skip: Tensor | None) -> Streams:
 
 def single_stream_connection(
     place: Place,
-    materials: Materials,
+    spec: ResidualSpec,
     *,
     skip: float | None = None,
-    settle: nn.Module | None = None,
+    post_norm: nn.Module | None = None,
     norm: nn.Module | None = None,
     output: nn.Module | None = None,
 ) -> Connection:
@@ -186,24 +186,24 @@ def single_stream_connection(
 
     `skip` is the factor on the stream in every write of the topology; None is 1.
     """
-    parts = {"settle": settle, "norm": norm, "output": output}
-    if materials.kernels != "plain" and place.previous is None:
-        return PendingSingleStreamConnection(materials, **parts)
-    if materials.kernels != "plain":
-        return FusedSingleStreamConnection(materials, arrival=skip, **parts)
+    parts = {"post_norm": post_norm, "norm": norm, "output": output}
+    if spec.kernels != "plain" and place.previous is None:
+        return PendingSingleStreamConnection(spec, **parts)
+    if spec.kernels != "plain":
+        return FusedSingleStreamConnection(spec, arrival=skip, **parts)
     if skip is not None:
-        return WeightedSkipConnection(materials, skip=skip, **parts)
-    return SingleStreamConnection(materials, **parts)
+        return WeightedSkipConnection(spec, skip=skip, **parts)
+    return SingleStreamConnection(spec, **parts)
 
 
 def single_stream_closing(
-    materials: Materials,
+    spec: ResidualSpec,
     *,
     skip: float | None = None,
-    settle: nn.Module | None = None,
+    post_norm: nn.Module | None = None,
     norm: nn.Module | None = None,
 ) -> Closing:
     """Return the plain closing, or the one that completes the last pending write."""
-    if materials.kernels == "plain":
-        return SingleStreamClosing(materials, settle=settle, norm=norm)
-    return PendingSingleStreamClosing(materials, arrival=skip, settle=settle, norm=norm)
+    if spec.kernels == "plain":
+        return SingleStreamClosing(spec, post_norm=post_norm, norm=norm)
+    return PendingSingleStreamClosing(spec, arrival=skip, post_norm=post_norm, norm=norm)

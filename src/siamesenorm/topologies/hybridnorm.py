@@ -15,8 +15,8 @@ from siamesenorm.topologies.topology import (
     BoundaryCost,
     Closing,
     Connection,
-    Materials,
     Place,
+    ResidualSpec,
     Topology,
 )
 
@@ -61,23 +61,23 @@ class HybridNorm(Topology):
         """Mean of the normalised boundary (5 and 4 passes), the plain one (3 and 3) and the V-norm (2 and 3)."""
         return BoundaryCost(forward=5, backward=5, saved=1)
 
-    def connection(self, place: Place, materials: Materials) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return the connection of a Pre-Norm first block, of attention, or of the MLP, which settles the attention."""
         pre = self.first_block == "pre" and place.block == 0
         scaled = self.depth_scale != "none"
         return single_stream_connection(
             place,
-            materials,
-            settle=None if pre else hybrid_settle(place, materials),
-            norm=materials.build_input_norm(place) if pre else None,
+            spec,
+            post_norm=None if pre else hybrid_post_norm(place, spec),
+            norm=spec.build_input_norm(place) if pre else None,
             output=Scaled(nn.Identity(), depth_scale_at(place, self.depth_scale)) if scaled else None,
         )
 
-    def closing(self, last: Place, materials: Materials) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the final norm."""
-        return single_stream_closing(materials, norm=materials.build_final_norm())
+        return single_stream_closing(spec, norm=spec.build_final_norm())
 
 
-def hybrid_settle(place: Place, materials: Materials) -> nn.Module | None:
+def hybrid_post_norm(place: Place, spec: ResidualSpec) -> nn.Module | None:
     """Return the norm of the attention's addition at the MLP's place, None at the attention's."""
-    return materials.build_settle(place) if place.kind == "mlp" else None
+    return spec.build_post_norm(place) if place.kind == "mlp" else None

@@ -19,13 +19,13 @@ from siamesenorm.topologies.topology import (
     BoundaryCost,
     Closing,
     Connection,
-    Materials,
     Opening,
     Place,
+    ResidualSpec,
     Streams,
     Topology,
 )
-from siamesenorm.topologies.upcycling import SCALED, hand_down
+from siamesenorm.topologies.upcycling import SCALED, copy_gain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +47,15 @@ class MultiStream(Topology):
         """All n streams are one tensor."""
         return ("streams",)
 
-    def opening(self, materials: Materials) -> Opening:
+    def opening(self, spec: ResidualSpec) -> Opening:
         """Return n copies of the embedding."""
-        if materials.axis != -1:
+        if spec.axis != -1:
             raise UserError(f"{self.title} needs channels last: it keeps its streams on the axis before the channels")
-        return StackedOpening(materials, self.streams)
+        return StackedOpening(spec, self.streams)
 
-    def closing(self, last: Place, materials: Materials) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the sum of the streams and the final norm."""
-        return SumClosing(materials)
+        return SumClosing(spec)
 
     def pack(self, streams: Streams) -> Tensor:
         """Return H, which is packed already."""
@@ -107,11 +107,11 @@ class HyperConnections(MultiStream):
         n = self.streams
         return BoundaryCost(forward=2 * n + 2, backward=3 * n + 3, saved=n + 1)
 
-    def connection(self, place: Place, materials: Materials) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return the static or dynamic connection."""
         if self.dynamic:
-            return DynamicHyperConnection(materials, place, self)
-        return HyperConnection(materials, place, self.streams)
+            return DynamicHyperConnection(spec, place, self)
+        return HyperConnection(spec, place, self.streams)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
@@ -132,17 +132,17 @@ class StackedOpening(Opening):
 class SumClosing(Closing):
     """The final norm of the streams' sum."""
 
-    def __init__(self, materials: Materials) -> None:
-        super().__init__(materials)
-        self.norm = materials.build_final_norm()
+    def __init__(self, spec: ResidualSpec) -> None:
+        super().__init__(spec)
+        self.norm = spec.build_final_norm()
 
     def forward(self, streams: Streams) -> Tensor:
         """Return N_f(sum_i H_i)."""
         return self.to_compute(self.norm(streams[0].sum(-2)))
 
-    def become_pre_norm(self, norm: NormFunction | None) -> list[str]:
+    def init_as_pre_norm(self, norm: NormFunction | None) -> list[str]:
         """Give the final norm the gain of `norm`: it sees n equal streams' sum, n x."""
-        return [*hand_down(norm, self.norm), SCALED]
+        return [*copy_gain(norm, self.norm), SCALED]
 
 
 def mix_streams(weights: Tensor, streams: Tensor) -> Tensor:
@@ -153,9 +153,9 @@ def mix_streams(weights: Tensor, streams: Tensor) -> Tensor:
 class MixingConnection(Connection):
     """Around one sublayer: h = norm(A_m^T H), H~ = A_r^T H; H <- H~ + B O, with weights from `mixing_weights`."""
 
-    def __init__(self, materials: Materials, place: Place) -> None:
-        super().__init__(materials)
-        self.norm = materials.build_input_norm(place)
+    def __init__(self, spec: ResidualSpec, place: Place) -> None:
+        super().__init__(spec)
+        self.norm = spec.build_input_norm(place)
 
     def mixing_weights(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return A_m [..., n], A_r [..., n, n] (from, to) and B [..., n] in the dtype of the streams [..., n, dim]."""
@@ -177,9 +177,9 @@ class MixingConnection(Connection):
         update = mix_out.unsqueeze(-1) * output.unsqueeze(-2).to(mix_out.dtype)
         return ((mixed + update).to(mixed.dtype),)
 
-    def become_pre_norm(self, norm: NormFunction | None) -> list[str]:
+    def init_as_pre_norm(self, norm: NormFunction | None) -> list[str]:
         """Give the input norm the gain of `norm`: at their initial values the n streams stay equal."""
-        return hand_down(norm, self.norm)
+        return copy_gain(norm, self.norm)
 
 
 class HyperConnection(MixingConnection):
@@ -189,8 +189,8 @@ class HyperConnection(MixingConnection):
     mix_residual: Tensor
     mix_out: Tensor
 
-    def __init__(self, materials: Materials, place: Place, count: int) -> None:
-        super().__init__(materials, place)
+    def __init__(self, spec: ResidualSpec, place: Place, count: int) -> None:
+        super().__init__(spec, place)
         identity = [[float(row == column) for column in range(count)] for row in range(count)]
         self.declare("mix_in", (count,), initial=identity[place.index % count])
         self.declare("mix_residual", (count, count), initial=identity)
@@ -218,13 +218,13 @@ class DynamicHyperConnection(HyperConnection):
     scale_in: Tensor
     scale_out: Tensor
 
-    def __init__(self, materials: Materials, place: Place, topology: HyperConnections) -> None:
-        super().__init__(materials, place, topology.streams)
-        self.stream_norm = NormSpec.parse(topology.stream_norm, eps=topology.stream_eps).build(materials.dim)
+    def __init__(self, spec: ResidualSpec, place: Place, topology: HyperConnections) -> None:
+        super().__init__(spec, place, topology.streams)
+        self.stream_norm = NormSpec.parse(topology.stream_norm, eps=topology.stream_eps).build(spec.dim)
         self.squash = nn.Tanh() if topology.tanh else nn.Identity()
-        self.declare("project_in", (materials.dim,), initial=0.0, decay=True)
-        self.declare("project_residual", (materials.dim, topology.streams), initial=0.0, decay=True)
-        self.declare("project_out", (materials.dim,), initial=0.0, decay=True)
+        self.declare("project_in", (spec.dim,), initial=0.0, decay=True)
+        self.declare("project_residual", (spec.dim, topology.streams), initial=0.0, decay=True)
+        self.declare("project_out", (spec.dim,), initial=0.0, decay=True)
         self.declare("scale_in", (1,), initial=0.01)
         self.declare("scale_out", (1,), initial=0.01)
 

@@ -20,8 +20,8 @@ from siamesenorm.errors import UserError
 from siamesenorm.norms import Declared, NormFunction
 from siamesenorm.norms.rms_norm import RMSNorm
 from siamesenorm.topologies.hyper_connections import MixingConnection, MultiStream, mix_streams, without_autocast
-from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, Materials, Place, Streams
-from siamesenorm.topologies.upcycling import SCALED, hand_down
+from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, Place, ResidualSpec, Streams
+from siamesenorm.topologies.upcycling import SCALED, copy_gain
 
 OWN_LOGIT = 2.0
 """Initial logit of the stream that a sublayer reads, minus that of the others: sigma = 0.88 and 0.12, so that the
@@ -83,19 +83,19 @@ class ManifoldHyperConnections(MultiStream):
         n = self.streams
         return BoundaryCost(forward=2 * n + 2, backward=3 * n + 3, saved=n + 1)
 
-    def connection(self, place: Place, materials: Materials) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return the connection with its logits and its projection."""
-        return ManifoldHyperConnection(materials, place, self)
+        return ManifoldHyperConnection(spec, place, self)
 
-    def closing(self, last: Place, materials: Materials) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the sum or the learned collapse, and the final norm."""
-        return CollapseClosing(materials, self) if self.readout == "learned" else super().closing(last, materials)
+        return CollapseClosing(spec, self) if self.readout == "learned" else super().closing(last, spec)
 
-    def build_logits(self, materials: Materials, biases: Sequence[Sequence[float]]) -> Logits:
+    def build_logits(self, spec: ResidualSpec, biases: Sequence[Sequence[float]]) -> Logits:
         """Return the static or dynamic logits with these initial biases."""
         if not self.dynamic:
             return Logits(biases)
-        return DynamicLogits(biases, width=self.streams * materials.dim, gate=self.gate, eps=self.eps)
+        return DynamicLogits(biases, width=self.streams * spec.dim, gate=self.gate, eps=self.eps)
 
     def build_projection(self) -> Callable[[Tensor], Tensor]:
         """Return the map of logits [..., n, n] to a doubly stochastic matrix."""
@@ -158,15 +158,15 @@ class DynamicLogits(Logits):
 class ManifoldHyperConnection(MixingConnection):
     """pre and post by sigma gates, comb by Sinkhorn's projection."""
 
-    def __init__(self, materials: Materials, place: Place, topology: ManifoldHyperConnections) -> None:
-        super().__init__(materials, place)
+    def __init__(self, spec: ResidualSpec, place: Place, topology: ManifoldHyperConnections) -> None:
+        super().__init__(spec, place)
         self.count = n = topology.streams
         self.eps = topology.eps
         self.project = topology.build_projection()
         own = place.index % n
         pre = [OWN_LOGIT if stream == own else -OWN_LOGIT for stream in range(n)]
         comb = [0.0 if row == column else OFF_DIAGONAL_LOGIT for row in range(n) for column in range(n)]
-        self.logits = topology.build_logits(materials, (pre, [0.0] * n, comb))
+        self.logits = topology.build_logits(spec, (pre, [0.0] * n, comb))
 
     def mixing_weights(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return pre [..., n], comb transposed [..., n, n] (from, to) and post [..., n]."""
@@ -174,19 +174,19 @@ class ManifoldHyperConnection(MixingConnection):
         comb = self.project(comb.unflatten(-1, (self.count, self.count)))
         return pre.sigmoid() + self.eps, comb.mT, 2 * post.sigmoid()
 
-    def become_pre_norm(self, norm: NormFunction | None) -> list[str]:
+    def init_as_pre_norm(self, norm: NormFunction | None) -> list[str]:
         """Give the input norm the gain of `norm`: it sees a multiple of the n equal streams."""
-        return [*super().become_pre_norm(norm), SCALED]
+        return [*super().init_as_pre_norm(norm), SCALED]
 
 
 class CollapseClosing(Closing):
     """The final norm of the streams' sum, weighted by sigma gates."""
 
-    def __init__(self, materials: Materials, topology: ManifoldHyperConnections) -> None:
-        super().__init__(materials)
+    def __init__(self, spec: ResidualSpec, topology: ManifoldHyperConnections) -> None:
+        super().__init__(spec)
         self.eps = topology.eps
-        self.logits = topology.build_logits(materials, ([0.0] * topology.streams,))
-        self.norm = materials.build_final_norm()
+        self.logits = topology.build_logits(spec, ([0.0] * topology.streams,))
+        self.norm = spec.build_final_norm()
 
     def forward(self, streams: Streams) -> Tensor:
         """Return N_f(sum_i (sigma(logit_i) + eps) H_i)."""
@@ -197,6 +197,6 @@ class CollapseClosing(Closing):
             collapsed = mix_streams(logits.sigmoid() + self.eps, wide)
         return self.to_compute(self.norm(collapsed).to(packed.dtype))
 
-    def become_pre_norm(self, norm: NormFunction | None) -> list[str]:
+    def init_as_pre_norm(self, norm: NormFunction | None) -> list[str]:
         """Give the final norm the gain of `norm`."""
-        return [*hand_down(norm, self.norm), SCALED]
+        return [*copy_gain(norm, self.norm), SCALED]

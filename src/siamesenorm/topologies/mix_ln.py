@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from siamesenorm.errors import UserError
 from siamesenorm.topologies.fused import single_stream_closing, single_stream_connection
-from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, Materials, Place, Topology
+from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, Place, ResidualSpec, Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +57,17 @@ class MixLN(Topology):
         # 0.29 * 100 is 28.999999999999996: the floor is meant of the decimal fraction.
         return place.block < math.floor(self.post_fraction * place.depth + 1e-9)
 
-    def connection(self, place: Place, materials: Materials) -> Connection:
-        """Return a reader whose settle is its predecessor's Post-Norm and whose input norm is its own Pre-Norm."""
+    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
+        """Return a reader whose post_norm is its predecessor's Post-Norm and whose input norm is its own Pre-Norm."""
         settles = place.previous is not None and self.is_post(place.previous)
         return single_stream_connection(
             place,
-            materials,
-            settle=materials.build_settle(place) if settles else None,
-            norm=None if self.is_post(place) else materials.build_input_norm(place),
+            spec,
+            post_norm=spec.build_post_norm(place) if settles else None,
+            norm=None if self.is_post(place) else spec.build_input_norm(place),
         )
 
-    def closing(self, last: Place, materials: Materials) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the final norm, after the last Post-Norm if every block is one."""
-        settle = materials.build_norm("final") if self.is_post(last) else None
-        return single_stream_closing(materials, settle=settle, norm=materials.build_final_norm())
+        post_norm = spec.build_norm("final") if self.is_post(last) else None
+        return single_stream_closing(spec, post_norm=post_norm, norm=spec.build_final_norm())

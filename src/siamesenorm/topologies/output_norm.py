@@ -12,9 +12,9 @@ from siamesenorm.topologies.topology import (
     BoundaryCost,
     Closing,
     Connection,
-    Materials,
     Opening,
     Place,
+    ResidualSpec,
     Topology,
 )
 
@@ -47,14 +47,14 @@ class OutputNorm(Topology):
         """Reads X, O and writes X' (= H); the backward pass reads dH, dX', O and writes dX, dO."""
         return BoundaryCost(forward=3, backward=5, saved=1)
 
-    def connection(self, place: Place, materials: Materials) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return the connection with an output norm; raises UserError if the sublayer is conditioned."""
         self.refuse_conditioned(place)
-        return SingleStreamConnection(materials, output=materials.build_norm("output"))
+        return SingleStreamConnection(spec, output=spec.build_norm("output"))
 
-    def closing(self, last: Place, materials: Materials) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the final norm."""
-        return SingleStreamClosing(materials, norm=materials.build_final_norm())
+        return SingleStreamClosing(spec, norm=spec.build_final_norm())
 
     def refuse_conditioned(self, place: Place) -> None:
         """Raise UserError if the sublayer is conditioned."""
@@ -89,15 +89,13 @@ class PeriNorm(OutputNorm):
         """Reads X, O and writes X', H; the backward pass reads dH, dX', X', O and writes dX, dO."""
         return BoundaryCost(forward=4, backward=6, saved=2)
 
-    def opening(self, materials: Materials) -> Opening:
+    def opening(self, spec: ResidualSpec) -> Opening:
         """Return the copy, or the embedding's norm."""
         if self.embedding_norm:
-            return NormalisedOpening(materials, materials.build_norm("embedding"))
-        return Opening(materials)
+            return NormalisedOpening(spec, spec.build_norm("embedding"))
+        return Opening(spec)
 
-    def connection(self, place: Place, materials: Materials) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return the connection with two norms; raises UserError if the sublayer is conditioned."""
         self.refuse_conditioned(place)
-        return SingleStreamConnection(
-            materials, norm=materials.build_input_norm(place), output=materials.build_norm("output")
-        )
+        return SingleStreamConnection(spec, norm=spec.build_input_norm(place), output=spec.build_norm("output"))

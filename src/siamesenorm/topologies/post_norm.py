@@ -10,8 +10,8 @@ from siamesenorm.topologies.topology import (
     BoundaryCost,
     Closing,
     Connection,
-    Materials,
     Place,
+    ResidualSpec,
     Topology,
 )
 
@@ -44,15 +44,15 @@ class PostNorm(Topology):
         """Reads X, O and writes U = X + O, X', H; the backward pass reads dX', dH, U and writes dU (= dO)."""
         return BoundaryCost(forward=5, backward=4, saved=1)
 
-    def connection(self, place: Place, materials: Materials) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return the connection that settles its predecessor's addition, if there is one."""
-        return single_stream_connection(place, materials, skip=self.skip(place), settle=materials.build_settle(place))
+        return single_stream_connection(place, spec, skip=self.skip(place), post_norm=spec.build_post_norm(place))
 
-    def closing(self, last: Place, materials: Materials) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the norm of the last addition, and the final norm if asked for."""
-        final = materials.build_final_norm() if self.final_norm else None
-        settle = materials.build_norm("final")
-        return single_stream_closing(materials, skip=self.skip(last), settle=settle, norm=final)
+        final = spec.build_final_norm() if self.final_norm else None
+        post_norm = spec.build_norm("final")
+        return single_stream_closing(spec, skip=self.skip(last), post_norm=post_norm, norm=final)
 
     def skip(self, place: Place) -> float | None:
         """Return the factor on the stream in a write; None is 1."""

@@ -18,9 +18,9 @@ from siamesenorm.topologies.topology import (
     BoundaryCost,
     Closing,
     Connection,
-    Materials,
     Opening,
     Place,
+    ResidualSpec,
     Streams,
     Topology,
 )
@@ -61,27 +61,27 @@ class PreNorm(Topology):
         """Reads Y, O and writes Y', H; the backward pass reads dH, dY', Y' and writes dY."""
         return BoundaryCost(forward=4, backward=4, saved=1)
 
-    def opening(self, materials: Materials) -> Opening:
+    def opening(self, spec: ResidualSpec) -> Opening:
         """Return the copy, or the normalising opening."""
         if not self.embedding_norm:
-            return Opening(materials)
+            return Opening(spec)
         # e / sqrt(mean(e^2) + 1e-5), without parameters, whatever the model's norm is.
-        return NormalisedOpening(materials, RMSNorm(materials.dim, affine=False, axis=materials.axis))
+        return NormalisedOpening(spec, RMSNorm(spec.dim, affine=False, axis=spec.axis))
 
-    def connection(self, place: Place, materials: Materials) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return the connection with an input norm."""
-        return single_stream_connection(place, materials, norm=materials.build_input_norm(place))
+        return single_stream_connection(place, spec, norm=spec.build_input_norm(place))
 
-    def closing(self, last: Place, materials: Materials) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the final norm."""
-        return single_stream_closing(materials, norm=materials.build_final_norm())
+        return single_stream_closing(spec, norm=spec.build_final_norm())
 
 
 class NormalisedOpening(Opening):
     """One stream: the norm of the embedding."""
 
-    def __init__(self, materials: Materials, norm: nn.Module) -> None:
-        super().__init__(materials)
+    def __init__(self, spec: ResidualSpec, norm: nn.Module) -> None:
+        super().__init__(spec)
         self.norm = norm
 
     def forward(self, embedding: Tensor) -> Streams:
@@ -106,16 +106,16 @@ class LayerNormScaling(PreNorm):
 
     has_fused_kernels: ClassVar[bool] = False
 
-    def connection(self, place: Place, materials: Materials) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return the connection with a scaled input norm; raises UserError if the sublayer has an input norm itself."""
         if place.normalises_input:
             raise UserError(f"{self.title} before a sublayer that normalises its own input: the scale would be lost")
-        norm = Scaled(materials.build_input_norm(place), 1 / math.sqrt(place.block + 1))
-        return ScaledNormConnection(materials, norm=norm)
+        norm = Scaled(spec.build_input_norm(place), 1 / math.sqrt(place.block + 1))
+        return ScaledNormConnection(spec, norm=norm)
 
-    def closing(self, last: Place, materials: Materials) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the final norm; no write is ever pending."""
-        return SingleStreamClosing(materials, norm=materials.build_final_norm())
+        return SingleStreamClosing(spec, norm=spec.build_final_norm())
 
 
 class ScaledNormConnection(SingleStreamConnection):
@@ -123,7 +123,7 @@ class ScaledNormConnection(SingleStreamConnection):
 
     norm: Scaled
 
-    def become_pre_norm(self, norm: NormFunction | None) -> list[str]:
+    def init_as_pre_norm(self, norm: NormFunction | None) -> list[str]:
         """Give the norm the gain of `norm` divided by the factor."""
         assert norm is not None and isinstance(self.norm.module, Norm)
         return self.norm.module.adopt(norm.divided(float(self.norm.factor)))

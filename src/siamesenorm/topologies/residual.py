@@ -11,15 +11,15 @@ from siamesenorm.errors import UserError
 from siamesenorm.kernels.boundary import boundary
 from siamesenorm.norms import Role, norm_options
 from siamesenorm.topologies.fused import FusedConnection, bias_of, gain_of
-from siamesenorm.topologies.hybridnorm import hybrid_settle
+from siamesenorm.topologies.hybridnorm import hybrid_post_norm
 from siamesenorm.topologies.topology import (
     AttentionNorm,
     BoundaryCost,
     Closing,
     Connection,
-    Materials,
     Opening,
     Place,
+    ResidualSpec,
     Streams,
     Topology,
 )
@@ -83,37 +83,37 @@ class ResiDual(Topology):
         """Reads X, D, O and writes U, D', X', H; the backward pass reads four and writes two."""
         return BoundaryCost(7, 6, 1) if self.body == "post" else BoundaryCost(7, 7, 1)
 
-    def opening(self, materials: Materials) -> Opening:
+    def opening(self, spec: ResidualSpec) -> Opening:
         """Return the embedding, and the embedding times c."""
-        return DualOpening(materials, self.dual_scale)
+        return DualOpening(spec, self.dual_scale)
 
-    def connection(self, place: Place, materials: Materials) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return the connection that settles the body's last addition."""
-        settle = materials.build_settle(place) if self.body == "post" else hybrid_settle(place, materials)
-        if materials.kernels == "plain":
-            return DualConnection(materials, settle=settle, dual_scale=self.dual_scale)
+        post_norm = spec.build_post_norm(place) if self.body == "post" else hybrid_post_norm(place, spec)
+        if spec.kernels == "plain":
+            return DualConnection(spec, post_norm=post_norm, dual_scale=self.dual_scale)
         if place.previous is None:
-            return PendingDualConnection(materials, settle=settle, dual_scale=self.dual_scale)
-        return FusedDualConnection(materials, settle=settle, dual_scale=self.dual_scale)
+            return PendingDualConnection(spec, post_norm=post_norm, dual_scale=self.dual_scale)
+        return FusedDualConnection(spec, post_norm=post_norm, dual_scale=self.dual_scale)
 
-    def closing(self, last: Place, materials: Materials) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the sum of the settled bounded stream and the dual stream's norm."""
-        parts = {"settle": materials.build_norm("final"), "dual_norm": self.build_dual_norm(materials)}
-        if materials.kernels == "plain":
-            return DualClosing(materials, **parts, bounded_scale=self.bounded_scale)
-        return PendingDualClosing(materials, **parts, bounded_scale=self.bounded_scale, dual_scale=self.dual_scale)
+        parts = {"post_norm": spec.build_norm("final"), "dual_norm": self.build_dual_norm(spec)}
+        if spec.kernels == "plain":
+            return DualClosing(spec, **parts, bounded_scale=self.bounded_scale)
+        return PendingDualClosing(spec, **parts, bounded_scale=self.bounded_scale, dual_scale=self.dual_scale)
 
-    def build_dual_norm(self, materials: Materials) -> nn.Module:
+    def build_dual_norm(self, spec: ResidualSpec) -> nn.Module:
         """Return N_f; raises UserError if `dual_eps` is set and the norm has no eps."""
         if self.dual_eps == "auto":
-            return materials.build_norm("final")
-        if "eps" not in norm_options(materials.norm.name):
+            return spec.build_norm("final")
+        if "eps" not in norm_options(spec.norm.name):
             raise UserError(
-                f"dual_eps of {self.title} is {self.dual_eps}, but norm {materials.norm.name} has no eps: leave "
+                f"dual_eps of {self.title} is {self.dual_eps}, but norm {spec.norm.name} has no eps: leave "
                 "dual_eps at auto, or choose a norm with an eps, such as rmsnorm"
             )
-        norm = materials.norm.with_options(eps=self.dual_eps)
-        return norm.build(materials.dim, role=Role("final", materials.domain), axis=materials.axis)
+        norm = spec.norm.with_options(eps=self.dual_eps)
+        return norm.build(spec.dim, role=Role("final", spec.domain), axis=spec.axis)
 
 
 class DualOpening(Opening):
@@ -121,8 +121,8 @@ class DualOpening(Opening):
 
     dual_scale: Tensor
 
-    def __init__(self, materials: Materials, dual_scale: float) -> None:
-        super().__init__(materials)
+    def __init__(self, spec: ResidualSpec, dual_scale: float) -> None:
+        super().__init__(spec)
         self.constant("dual_scale", dual_scale)
 
     def forward(self, embedding: Tensor) -> Streams:
@@ -132,19 +132,19 @@ class DualOpening(Opening):
 
 
 class DualConnection(Connection):
-    """Around one sublayer: X <- settle(X), h = X; X <- X + O, D <- D + c O."""
+    """Around one sublayer: X <- post_norm(X), h = X; X <- X + O, D <- D + c O."""
 
     dual_scale: Tensor
 
-    def __init__(self, materials: Materials, *, settle: nn.Module | None, dual_scale: float) -> None:
-        super().__init__(materials)
-        self.settle = settle or nn.Identity()
+    def __init__(self, spec: ResidualSpec, *, post_norm: nn.Module | None, dual_scale: float) -> None:
+        super().__init__(spec)
+        self.post_norm = post_norm or nn.Identity()
         self.constant("dual_scale", dual_scale)
 
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
         """Return the settled bounded stream."""
         bounded, dual = streams
-        bounded = self.settle(bounded)
+        bounded = self.post_norm(bounded)
         return self.to_compute(bounded), (bounded, dual)
 
     def write(self, streams: Streams, output: Tensor) -> Streams:
@@ -168,11 +168,11 @@ class PendingDualConnection(DualConnection):
 
 
 class FusedDualConnection(PendingDualConnection, FusedConnection):
-    """Both additions and the settle in one operator."""
+    """Both additions and the post_norm in one operator."""
 
-    def __init__(self, materials: Materials, *, settle: nn.Module | None, dual_scale: float) -> None:
-        super().__init__(materials, settle=settle, dual_scale=dual_scale)
-        self.decide_on_operator(materials, settle)
+    def __init__(self, spec: ResidualSpec, *, post_norm: nn.Module | None, dual_scale: float) -> None:
+        super().__init__(spec, post_norm=post_norm, dual_scale=dual_scale)
+        self.decide_on_operator(spec, post_norm)
 
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
         """Complete the pending write and return the settled bounded stream."""
@@ -182,26 +182,26 @@ class FusedDualConnection(PendingDualConnection, FusedConnection):
             return super().read(add_to_both((bounded, dual), output, self.dual_scale))
         bounded, dual, h, _, _ = boundary(
             bounded, output, dual, None, None, self.dual_scale,
-            gain_of(self.settle), None, None, None, bias_of(self.settle), None, None, norms.eps, norms.centred,
+            gain_of(self.post_norm), None, None, None, bias_of(self.post_norm), None, None, norms.eps, norms.centred,
         )  # fmt: skip
         return self.to_compute(h), (bounded, dual)
 
 
 class DualClosing(Closing):
-    """Fuse the streams: a settle(X) + N_f(D)."""
+    """Fuse the streams: a post_norm(X) + N_f(D)."""
 
     bounded_scale: Tensor
 
-    def __init__(self, materials: Materials, *, settle: nn.Module, dual_norm: nn.Module, bounded_scale: float) -> None:
-        super().__init__(materials)
-        self.settle = settle
+    def __init__(self, spec: ResidualSpec, *, post_norm: nn.Module, dual_norm: nn.Module, bounded_scale: float) -> None:
+        super().__init__(spec)
+        self.post_norm = post_norm
         self.dual_norm = dual_norm
         self.constant("bounded_scale", bounded_scale)
 
     def forward(self, streams: Streams) -> Tensor:
-        """Return a settle(X) + N_f(D)."""
+        """Return a post_norm(X) + N_f(D)."""
         bounded, dual = streams
-        return self.to_compute(self.settle(bounded) * self.bounded_scale + self.dual_norm(dual))
+        return self.to_compute(self.post_norm(bounded) * self.bounded_scale + self.dual_norm(dual))
 
 
 class PendingDualClosing(DualClosing):
@@ -210,9 +210,9 @@ class PendingDualClosing(DualClosing):
     dual_scale: Tensor
 
     def __init__(
-        self, materials: Materials, *, settle: nn.Module, dual_norm: nn.Module, bounded_scale: float, dual_scale: float
+        self, spec: ResidualSpec, *, post_norm: nn.Module, dual_norm: nn.Module, bounded_scale: float, dual_scale: float
     ) -> None:
-        super().__init__(materials, settle=settle, dual_norm=dual_norm, bounded_scale=bounded_scale)
+        super().__init__(spec, post_norm=post_norm, dual_norm=dual_norm, bounded_scale=bounded_scale)
         self.constant("dual_scale", dual_scale)
 
     def forward(self, streams: Streams) -> Tensor:

@@ -29,9 +29,9 @@ from siamesenorm.topologies.topology import (
     BoundaryCost,
     Closing,
     Connection,
-    Materials,
     Opening,
     Place,
+    ResidualSpec,
     Topology,
 )
 
@@ -62,47 +62,47 @@ class Siamese(Topology):
         """Return s at a place."""
         return depth_scale_at(place, self.depth_scale)
 
-    def build_connection(self, place: Place, materials: Materials, **parts: Any) -> Connection:
+    def build_connection(self, place: Place, spec: ResidualSpec, **parts: Any) -> Connection:
         """Return the plain connection of these parts, or the one whose read completes the previous pending write."""
         scale = self.scale(place)
-        if materials.kernels == "plain":
-            return SiameseConnection(materials, scale=scale, **parts)
+        if spec.kernels == "plain":
+            return SiameseConnection(spec, scale=scale, **parts)
         if place.previous is None:
-            return PendingSiameseConnection(materials, scale=scale, **parts)
-        kind = LeanSiameseConnection if materials.kernels == "lean" else FusedSiameseConnection
-        return kind(materials, arrival=self.scale(place.previous), scale=scale, **parts)
+            return PendingSiameseConnection(spec, scale=scale, **parts)
+        kind = LeanSiameseConnection if spec.kernels == "lean" else FusedSiameseConnection
+        return kind(spec, arrival=self.scale(place.previous), scale=scale, **parts)
 
-    def build_closing(self, last: Place, materials: Materials, *, output_norm: nn.Module | None) -> Closing:
+    def build_closing(self, last: Place, spec: ResidualSpec, *, output_norm: nn.Module | None) -> Closing:
         """Return the closing N_out(N^X_f(X) + N^Y_f(Y))."""
-        settle, identity_norm = materials.build_norm("final"), materials.build_norm("final")
-        if materials.kernels == "plain":
-            return SiameseClosing(materials, settle=settle, identity_norm=identity_norm, output_norm=output_norm)
-        kind = LeanSiameseClosing if materials.kernels == "lean" else PendingSiameseClosing
+        post_norm, identity_norm = spec.build_norm("final"), spec.build_norm("final")
+        if spec.kernels == "plain":
+            return SiameseClosing(spec, post_norm=post_norm, identity_norm=identity_norm, output_norm=output_norm)
+        kind = LeanSiameseClosing if spec.kernels == "lean" else PendingSiameseClosing
         return kind(
-            materials,
+            spec,
             arrival=self.scale(last),
-            settle=settle,
+            post_norm=post_norm,
             identity_norm=identity_norm,
             output_norm=output_norm,
         )
 
-    def build_identity_norm(self, place: Place, materials: Materials) -> nn.Module:
+    def build_identity_norm(self, place: Place, spec: ResidualSpec) -> nn.Module:
         """Return N^Y, which is the last norm before the sublayer where neither read nor sublayer has an N^in."""
         if self.normalized_input or place.normalises_input:
-            return materials.build_norm(place.kind)
-        return materials.build_input_norm(place)
+            return spec.build_norm(place.kind)
+        return spec.build_input_norm(place)
 
-    def build_sum_norm(self, place: Place, materials: Materials) -> nn.Module | None:
+    def build_sum_norm(self, place: Place, spec: ResidualSpec) -> nn.Module | None:
         """Return N^in, if the input is normalised."""
-        return materials.build_input_norm(place) if self.normalized_input else None
+        return spec.build_input_norm(place) if self.normalized_input else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SiamesePostPre(Siamese):
     """SiameseNorm Post-Pre: Post-Norm and Pre-Norm share every sublayer.
 
-    `settle`: "eager" normalises X after each addition (the paper's algorithm, X_0 = e); "lazy" before each sublayer, so
-    that the embedding is normalised too (the released vision code). The two differ by one norm at the first reader.
+    `post_norm`: "eager" normalises X after each addition (the paper's algorithm, X_0 = e); "lazy" before each sublayer,
+    so that the embedding is normalised too (the released vision code). The two differ by one norm at the first reader.
     `readout`: "paper" closes with X + N_f(Y); "code" with N_out(N^X_f(X) + N^Y_f(Y)).
     `gated_opening` starts X at gamma e with a learned gamma (for conversion: gamma = 0 starts it at zero).
     Its official form in a language model is not published.
@@ -127,38 +127,38 @@ class SiamesePostPre(Siamese):
         "Mix-LN: no setting reproduces it",
     )
 
-    settle: Literal["eager", "lazy"] = "eager"
+    post_norm: Literal["eager", "lazy"] = "eager"
     readout: Literal["paper", "code"] = "paper"
     gated_opening: bool = False
 
     def preserving(self) -> Topology:
-        """Return the topology with X_0 = 0: by a gated opening, or by the first settle where it is lazy."""
-        return dataclasses.replace(self, gated_opening=True) if self.settle == "eager" else self
+        """Return the topology with X_0 = 0: by a gated opening, or by the first post_norm where it is lazy."""
+        return dataclasses.replace(self, gated_opening=True) if self.post_norm == "eager" else self
 
     @property
     def cost(self) -> BoundaryCost:
         """Reads X, Y, O and writes U, X', Y', H; the backward pass reads five and writes three."""
         return BoundaryCost(forward=7, backward=8, saved=2)
 
-    def opening(self, materials: Materials) -> Opening:
+    def opening(self, spec: ResidualSpec) -> Opening:
         """Return two copies of the embedding, the first one gated if asked for."""
-        return GatedOpening(materials) if self.gated_opening else super().opening(materials)
+        return GatedOpening(spec) if self.gated_opening else super().opening(spec)
 
-    def connection(self, place: Place, materials: Materials) -> Connection:
-        """Return the connection; the eager first reader alone has nothing to settle."""
-        settles = place.previous is not None or self.settle == "lazy"
+    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
+        """Return the connection; the eager first reader alone has nothing to post_norm."""
+        settles = place.previous is not None or self.post_norm == "lazy"
         return self.build_connection(
             place,
-            materials,
-            settle=materials.build_norm(place.kind) if settles else None,
-            identity_norm=self.build_identity_norm(place, materials),
-            input_norm=self.build_sum_norm(place, materials),
+            spec,
+            post_norm=spec.build_norm(place.kind) if settles else None,
+            identity_norm=self.build_identity_norm(place, spec),
+            input_norm=self.build_sum_norm(place, spec),
         )
 
-    def closing(self, last: Place, materials: Materials) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the last norms and the sum."""
-        output_norm = materials.build_final_norm() if self.readout == "code" else None
-        return self.build_closing(last, materials, output_norm=output_norm)
+        output_norm = spec.build_final_norm() if self.readout == "code" else None
+        return self.build_closing(last, spec, output_norm=output_norm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,20 +199,20 @@ class SiameseHybridPre(Siamese):
         """Mean of the attention boundary (6 and 8 passes) and the MLP boundary (7 and 8)."""
         return BoundaryCost(forward=6.5, backward=8, saved=2)
 
-    def connection(self, place: Place, materials: Materials) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return the attention's or the MLP's connection."""
         if place.kind == "attention":
             own = place.normalises_input
-            identity_norm = materials.build_norm(place.kind) if own else materials.build_input_norm(place)
-            return self.build_connection(place, materials, gate=Gate(materials), identity_norm=identity_norm)
+            identity_norm = spec.build_norm(place.kind) if own else spec.build_input_norm(place)
+            return self.build_connection(place, spec, gate=Gate(spec), identity_norm=identity_norm)
         return self.build_connection(
             place,
-            materials,
-            settle=materials.build_norm(place.kind),
-            identity_norm=self.build_identity_norm(place, materials),
-            input_norm=self.build_sum_norm(place, materials),
+            spec,
+            post_norm=spec.build_norm(place.kind),
+            identity_norm=self.build_identity_norm(place, spec),
+            input_norm=self.build_sum_norm(place, spec),
         )
 
-    def closing(self, last: Place, materials: Materials) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the three final norms."""
-        return self.build_closing(last, materials, output_norm=materials.build_final_norm())
+        return self.build_closing(last, spec, output_norm=spec.build_final_norm())

@@ -1,7 +1,8 @@
 """The modules of SiameseNorm: two streams, the bounded X and the identity Y, around every sublayer.
 
 The plain ones are the readable reference. The fused ones leave a write pending, as the state (X, Y, O), and do
-addition, settle and read in one operator, also across a block's edge. Parameters are the same: a state dict fits both.
+addition, post_norm and read in one operator, also across a block's edge. Parameters are the same, so
+that a state dict fits both.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from siamesenorm.kernels.lean_boundary import hand_out_rest, lean_boundary
 from siamesenorm.norms import Norm, NormFunction
 from siamesenorm.topologies.factors import Gate
 from siamesenorm.topologies.fused import FusedConnection, bias_of, gain_of
-from siamesenorm.topologies.topology import Closing, Connection, Materials, Opening, Streams
-from siamesenorm.topologies.upcycling import hand_down, silence
+from siamesenorm.topologies.topology import Closing, Connection, Opening, ResidualSpec, Streams
+from siamesenorm.topologies.upcycling import copy_gain, zero_gain
 
 
 class SiameseConnection(Connection):
-    """Around one sublayer: X <- settle(X), h = input_norm(gate X + identity_norm(Y)); X <- X + s O, Y <- Y + O.
+    """Around one sublayer: X <- post_norm(X), h = input_norm(gate X + identity_norm(Y)); X <- X + s O, Y <- Y + O.
 
     What is absent is the identity. The gate, a vector gamma of initial value 1, is that of Hybrid-Pre's attention.
     """
@@ -27,16 +28,16 @@ class SiameseConnection(Connection):
 
     def __init__(
         self,
-        materials: Materials,
+        spec: ResidualSpec,
         *,
         scale: float,
         identity_norm: nn.Module,
-        settle: nn.Module | None = None,
+        post_norm: nn.Module | None = None,
         input_norm: nn.Module | None = None,
         gate: nn.Module | None = None,
     ) -> None:
-        super().__init__(materials)
-        self.settle = settle or nn.Identity()
+        super().__init__(spec)
+        self.post_norm = post_norm or nn.Identity()
         self.gate = gate or nn.Identity()
         self.identity_norm = identity_norm
         self.input_norm = input_norm or nn.Identity()
@@ -45,7 +46,7 @@ class SiameseConnection(Connection):
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
         """Settle the bounded stream and return the norm of the two streams' sum."""
         bounded, identity = streams
-        bounded = self.settle(bounded)
+        bounded = self.post_norm(bounded)
         h = self.input_norm(self.gate(bounded) + self.identity_norm(identity))
         return self.to_compute(h), (bounded, identity)
 
@@ -53,13 +54,13 @@ class SiameseConnection(Connection):
         """Add the scaled output to the bounded stream and the full one to the identity stream."""
         return add_to_both(streams, output, self.scale)
 
-    def become_pre_norm(self, norm: NormFunction | None) -> list[str]:
+    def init_as_pre_norm(self, norm: NormFunction | None) -> list[str]:
         """Silence the bounded stream and give the last norm before the sublayer the gain of `norm`."""
-        silence(self.settle)
-        silence(self.gate)
+        zero_gain(self.post_norm)
+        zero_gain(self.gate)
         if norm is None or isinstance(self.input_norm, Norm):
-            return hand_down(norm, self.input_norm, inner=self.identity_norm)
-        return hand_down(norm, self.identity_norm)
+            return copy_gain(norm, self.input_norm, inner=self.identity_norm)
+        return copy_gain(norm, self.identity_norm)
 
 
 def add_to_both(streams: Streams, output: Tensor, scale: Tensor) -> Streams:
@@ -70,47 +71,47 @@ def add_to_both(streams: Streams, output: Tensor, scale: Tensor) -> Streams:
 
 
 class SiameseClosing(Closing):
-    """N_out( settle(X) + identity_norm(Y) ); what is absent is the identity."""
+    """N_out( post_norm(X) + identity_norm(Y) ); what is absent is the identity."""
 
     def __init__(
         self,
-        materials: Materials,
+        spec: ResidualSpec,
         *,
-        settle: nn.Module,
+        post_norm: nn.Module,
         identity_norm: nn.Module,
         output_norm: nn.Module | None,
     ) -> None:
-        super().__init__(materials)
-        self.settle = settle
+        super().__init__(spec)
+        self.post_norm = post_norm
         self.identity_norm = identity_norm
         self.output_norm = output_norm or nn.Identity()
 
     def forward(self, streams: Streams) -> Tensor:
         """Fuse the two streams."""
         bounded, identity = streams
-        return self.to_compute(self.output_norm(self.settle(bounded) + self.identity_norm(identity)))
+        return self.to_compute(self.output_norm(self.post_norm(bounded) + self.identity_norm(identity)))
 
-    def become_pre_norm(self, norm: NormFunction | None) -> list[str]:
+    def init_as_pre_norm(self, norm: NormFunction | None) -> list[str]:
         """Silence the bounded stream and give the last norm the gain of `norm`."""
-        silence(self.settle)
+        zero_gain(self.post_norm)
         if norm is None or isinstance(self.output_norm, Norm):
-            return hand_down(norm, self.output_norm, inner=self.identity_norm)
-        return hand_down(norm, self.identity_norm)
+            return copy_gain(norm, self.output_norm, inner=self.identity_norm)
+        return copy_gain(norm, self.identity_norm)
 
 
 class GatedOpening(Opening):
     """X_0 = gamma e, Y_0 = e: with gamma = 0 the paper's claim that zero N^X gives Pre-Norm becomes true."""
 
-    def __init__(self, materials: Materials) -> None:
-        super().__init__(materials, count=2)
-        self.gate = Gate(materials)
+    def __init__(self, spec: ResidualSpec) -> None:
+        super().__init__(spec, count=2)
+        self.gate = Gate(spec)
 
     def forward(self, embedding: Tensor) -> Streams:
         """Return the gated and the plain embedding."""
         identity = self.to_residual(embedding)
         return self.gate(identity), identity
 
-    def become_pre_norm(self) -> None:
+    def init_as_pre_norm(self) -> None:
         """Start the bounded stream at zero."""
         self.gate.zero_()
 
@@ -124,26 +125,26 @@ class PendingSiameseConnection(SiameseConnection):
 
 
 class FusedSiameseConnection(PendingSiameseConnection, FusedConnection):
-    """Addition, settle and read in one operator; `arrival` is the depth scale of the pending write."""
+    """Addition, post_norm and read in one operator; `arrival` is the depth scale of the pending write."""
 
     arrival: Tensor
 
     def __init__(
         self,
-        materials: Materials,
+        spec: ResidualSpec,
         *,
         arrival: float,
         scale: float,
         identity_norm: nn.Module,
-        settle: nn.Module | None = None,
+        post_norm: nn.Module | None = None,
         input_norm: nn.Module | None = None,
         gate: nn.Module | None = None,
     ) -> None:
         super().__init__(
-            materials, scale=scale, identity_norm=identity_norm, settle=settle, input_norm=input_norm, gate=gate
+            spec, scale=scale, identity_norm=identity_norm, post_norm=post_norm, input_norm=input_norm, gate=gate
         )
         self.constant("arrival", arrival)
-        self.decide_on_operator(materials, identity_norm, settle, input_norm)
+        self.decide_on_operator(spec, identity_norm, post_norm, input_norm)
 
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
         """Complete the pending write and read."""
@@ -153,8 +154,8 @@ class FusedSiameseConnection(PendingSiameseConnection, FusedConnection):
             return super().read(add_to_both((bounded, identity), output, self.arrival))
         bounded, identity, h, _, _ = boundary(
             bounded, output, identity, None, self.arrival, None,
-            gain_of(self.settle), gain_of(self.gate), gain_of(self.identity_norm), gain_of(self.input_norm),
-            bias_of(self.settle), bias_of(self.identity_norm), bias_of(self.input_norm), norms.eps, norms.centred,
+            gain_of(self.post_norm), gain_of(self.gate), gain_of(self.identity_norm), gain_of(self.input_norm),
+            bias_of(self.post_norm), bias_of(self.identity_norm), bias_of(self.input_norm), norms.eps, norms.centred,
         )  # fmt: skip
         return self.to_compute(h), (bounded, identity)
 
@@ -169,8 +170,8 @@ class LeanSiameseConnection(FusedSiameseConnection):
         assert norms is not None
         bounded, identity, h, _, _, carrier = lean_boundary(
             bounded, output, identity, carriers[0] if carriers else None, self.arrival, self.scale,
-            gain_of(self.settle), gain_of(self.gate), self.identity_norm.gain, gain_of(self.input_norm),
-            bias_of(self.settle), bias_of(self.identity_norm), bias_of(self.input_norm),
+            gain_of(self.post_norm), gain_of(self.gate), self.identity_norm.gain, gain_of(self.input_norm),
+            bias_of(self.post_norm), bias_of(self.identity_norm), bias_of(self.input_norm),
             norms.eps, norms.centred,
         )  # fmt: skip
         return self.to_compute(h), (bounded, identity, carrier)
@@ -183,14 +184,14 @@ class PendingSiameseClosing(SiameseClosing):
 
     def __init__(
         self,
-        materials: Materials,
+        spec: ResidualSpec,
         *,
         arrival: float,
-        settle: nn.Module,
+        post_norm: nn.Module,
         identity_norm: nn.Module,
         output_norm: nn.Module | None,
     ) -> None:
-        super().__init__(materials, settle=settle, identity_norm=identity_norm, output_norm=output_norm)
+        super().__init__(spec, post_norm=post_norm, identity_norm=identity_norm, output_norm=output_norm)
         self.constant("arrival", arrival)
 
     def forward(self, streams: Streams) -> Tensor:

@@ -5,32 +5,32 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from siamesenorm.norms import NormFunction
-from siamesenorm.topologies.topology import Closing, Connection, Materials, Streams
-from siamesenorm.topologies.upcycling import hand_down
+from siamesenorm.topologies.topology import Closing, Connection, ResidualSpec, Streams
+from siamesenorm.topologies.upcycling import copy_gain
 
 
 class SingleStreamConnection(Connection):
     """One stream x with a norm after the previous addition, before the sublayer, or on its output.
 
-    read: x <- settle(x), h = norm(x); write: x <- x + output(O). What is absent is the identity.
+    read: x <- post_norm(x), h = norm(x); write: x <- x + output(O). What is absent is the identity.
     """
 
     def __init__(
         self,
-        materials: Materials,
+        spec: ResidualSpec,
         *,
-        settle: nn.Module | None = None,
+        post_norm: nn.Module | None = None,
         norm: nn.Module | None = None,
         output: nn.Module | None = None,
     ) -> None:
-        super().__init__(materials)
-        self.settle = settle or nn.Identity()
+        super().__init__(spec)
+        self.post_norm = post_norm or nn.Identity()
         self.norm = norm or nn.Identity()
         self.output = output or nn.Identity()
 
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
         """Settle the stream and return its norm."""
-        x = self.settle(streams[0])
+        x = self.post_norm(streams[0])
         return self.to_compute(self.norm(x)), (x,)
 
     def write(self, streams: Streams, output: Tensor) -> Streams:
@@ -38,9 +38,9 @@ class SingleStreamConnection(Connection):
         (x,) = streams
         return (x + self.output(output.to(x.dtype)),)
 
-    def become_pre_norm(self, norm: NormFunction | None) -> list[str]:
+    def init_as_pre_norm(self, norm: NormFunction | None) -> list[str]:
         """Give the input norm the gain of `norm`."""
-        return hand_down(norm, self.norm)
+        return copy_gain(norm, self.norm)
 
 
 class WeightedSkipConnection(SingleStreamConnection):
@@ -50,14 +50,14 @@ class WeightedSkipConnection(SingleStreamConnection):
 
     def __init__(
         self,
-        materials: Materials,
+        spec: ResidualSpec,
         *,
         skip: float,
-        settle: nn.Module | None = None,
+        post_norm: nn.Module | None = None,
         norm: nn.Module | None = None,
         output: nn.Module | None = None,
     ) -> None:
-        super().__init__(materials, settle=settle, norm=norm, output=output)
+        super().__init__(spec, post_norm=post_norm, norm=norm, output=output)
         self.constant("skip", skip)
 
     def write(self, streams: Streams, output: Tensor) -> Streams:
@@ -69,15 +69,17 @@ class WeightedSkipConnection(SingleStreamConnection):
 class SingleStreamClosing(Closing):
     """Settle the last addition, then apply the final norm; what is absent is the identity."""
 
-    def __init__(self, materials: Materials, *, settle: nn.Module | None = None, norm: nn.Module | None = None) -> None:
-        super().__init__(materials)
-        self.settle = settle or nn.Identity()
+    def __init__(
+        self, spec: ResidualSpec, *, post_norm: nn.Module | None = None, norm: nn.Module | None = None
+    ) -> None:
+        super().__init__(spec)
+        self.post_norm = post_norm or nn.Identity()
         self.norm = norm or nn.Identity()
 
     def forward(self, streams: Streams) -> Tensor:
-        """Return norm(settle(x))."""
-        return self.to_compute(self.norm(self.settle(streams[0])))
+        """Return norm(post_norm(x))."""
+        return self.to_compute(self.norm(self.post_norm(streams[0])))
 
-    def become_pre_norm(self, norm: NormFunction | None) -> list[str]:
+    def init_as_pre_norm(self, norm: NormFunction | None) -> list[str]:
         """Give the final norm the gain of `norm`."""
-        return hand_down(norm, self.norm)
+        return copy_gain(norm, self.norm)

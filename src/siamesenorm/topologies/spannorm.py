@@ -16,8 +16,8 @@ from siamesenorm.topologies.topology import (
     BoundaryCost,
     Closing,
     Connection,
-    Materials,
     Place,
+    ResidualSpec,
     Streams,
     Topology,
 )
@@ -56,18 +56,18 @@ class SpanNorm(Topology):
         """Mean of a block's two boundaries: A keeps the block's input through the attention's, B adds two norms."""
         return BoundaryCost(forward=4, backward=4.5, saved=1) if self.reading == "A" else BoundaryCost(4.5, 4, 1)
 
-    def connection(self, place: Place, materials: Materials) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return the half of the block: the first settles the previous block, in A the second settles the attention."""
-        settle = materials.build_settle(place) if place.kind == "attention" else None
+        post_norm = spec.build_post_norm(place) if place.kind == "attention" else None
         if self.reading == "B":
-            return SingleStreamConnection(materials, settle=settle, norm=materials.build_input_norm(place))
+            return SingleStreamConnection(spec, post_norm=post_norm, norm=spec.build_input_norm(place))
         if place.kind == "attention":
-            return SpanStart(materials, settle=settle)
-        return SpanEnd(materials, settle=materials.build_input_norm(place))
+            return SpanStart(spec, post_norm=post_norm)
+        return SpanEnd(spec, post_norm=spec.build_input_norm(place))
 
-    def closing(self, last: Place, materials: Materials) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the norm of the last block's output."""
-        return SingleStreamClosing(materials, settle=materials.build_norm("final"))
+        return SingleStreamClosing(spec, post_norm=spec.build_norm("final"))
 
 
 class SpanStart(SingleStreamConnection):
@@ -85,4 +85,4 @@ class SpanEnd(SingleStreamConnection):
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
         """Return the settled sum, and the block's input as the only stream."""
         x, total = streams
-        return self.to_compute(self.settle(total)), (x,)
+        return self.to_compute(self.post_norm(total)), (x,)

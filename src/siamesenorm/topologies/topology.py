@@ -8,8 +8,8 @@ A topology is not a block class. It opens the streams, puts a connection around 
         streams = connection.write(streams, sublayer(h))  # what its output does
     hidden = closing(streams)                             # owns every final norm
 
-A norm that follows an addition belongs to the next reader, as its `settle`, or to the closing: parameters never cross
-a block's edge, and a write may stay pending until the next read.
+A norm that follows an addition belongs to the next reader, as its `post_norm`, or to the closing: parameters never
+cross a block's edge, and a write may stay pending until the next read.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def transformer_places(depth: int, *, conditioned: bool = False) -> list[tuple[P
 
 
 @dataclass(frozen=True, kw_only=True)
-class Materials:
+class ResidualSpec:
     """What a topology's modules are built from.
 
     `residual_dtype` is the dtype of the streams, `compute_dtype` that of what sublayers see; None keeps it as it is.
@@ -98,7 +98,7 @@ class Materials:
             return nn.Identity()
         return self.build_norm(place.kind, affine=not place.conditioned)
 
-    def build_settle(self, place: Place) -> nn.Module | None:
+    def build_post_norm(self, place: Place) -> nn.Module | None:
         """Return the norm after the predecessor's addition, in the role of its reader; None where nothing was added."""
         return self.build_norm(place.kind) if place.previous else None
 
@@ -110,9 +110,9 @@ class Materials:
 class Reader(Declared):
     """A module that reads streams and hands on the compute dtype."""
 
-    def __init__(self, materials: Materials) -> None:
+    def __init__(self, spec: ResidualSpec) -> None:
         super().__init__()
-        self.compute_dtype = materials.compute_dtype
+        self.compute_dtype = spec.compute_dtype
 
     def to_compute(self, h: Tensor) -> Tensor:
         """Return h in the compute dtype."""
@@ -122,10 +122,10 @@ class Reader(Declared):
 class Opening(Declared):
     """Turn the embedding [..., dim] into the streams: here `count` copies of it in the residual dtype."""
 
-    def __init__(self, materials: Materials, count: int = 1) -> None:
+    def __init__(self, spec: ResidualSpec, count: int = 1) -> None:
         super().__init__()
         self.count = count
-        self.residual_dtype = materials.residual_dtype
+        self.residual_dtype = spec.residual_dtype
 
     def to_residual(self, embedding: Tensor) -> Tensor:
         """Return the embedding in the residual dtype."""
@@ -136,7 +136,7 @@ class Opening(Declared):
         first = self.to_residual(embedding)
         return (first, *(first.view_as(first) for _ in range(self.count - 1)))
 
-    def become_pre_norm(self) -> None:
+    def init_as_pre_norm(self) -> None:
         """Set the parameters to where the model is a Pre-Norm; most openings have none."""
 
 
@@ -156,7 +156,7 @@ class Connection(Reader):
         h, streams = self.read(streams)
         return self.write(streams, sublayer(h))
 
-    def become_pre_norm(self, norm: NormFunction | None) -> list[str]:
+    def init_as_pre_norm(self, norm: NormFunction | None) -> list[str]:
         """Set fresh parameters to where the connection is a Pre-Norm's with the input norm `norm`.
 
         None stands for a sublayer that normalises its own input. Returns, in words, what differs: nothing where the
@@ -172,7 +172,7 @@ class Closing(Reader):
         """Return [..., dim] in the compute dtype."""
         raise NotImplementedError
 
-    def become_pre_norm(self, norm: NormFunction | None) -> list[str]:
+    def init_as_pre_norm(self, norm: NormFunction | None) -> list[str]:
         """Set fresh parameters to where the closing is the final norm `norm` alone; see `Connection`."""
         raise NotImplementedError
 
@@ -235,15 +235,15 @@ class Topology:
         """Memory traffic of a fused boundary."""
         raise NotImplementedError
 
-    def opening(self, materials: Materials) -> Opening:
+    def opening(self, spec: ResidualSpec) -> Opening:
         """Return the module that turns the embedding into the streams."""
-        return Opening(materials, len(self.stream_names))
+        return Opening(spec, len(self.stream_names))
 
-    def connection(self, place: Place, materials: Materials) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return what stands around the sublayer at `place`."""
         raise NotImplementedError
 
-    def closing(self, last: Place, materials: Materials) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the module that turns the streams, last written at `last`, into what the head sees."""
         raise NotImplementedError
 

@@ -13,7 +13,7 @@ SCALED = "the norm sees a multiple of the stream: a relative difference of less 
 """What a scale-invariant norm of c x differs by from that of x."""
 
 
-def hand_down(norm: NormFunction | None, outer: nn.Module, inner: nn.Module | None = None) -> list[str]:
+def copy_gain(norm: NormFunction | None, outer: nn.Module, inner: nn.Module | None = None) -> list[str]:
     """Give a Pre-Norm's gain to the last norm before the sublayer; return what differs.
 
     `outer` is that norm, the identity where the sublayer has its own; `inner`, which stays at unit gain, one before it.
@@ -25,7 +25,7 @@ def hand_down(norm: NormFunction | None, outer: nn.Module, inner: nn.Module | No
     return [*outer.adopt(norm), *twice]
 
 
-def silence(part: nn.Module) -> None:
+def zero_gain(part: nn.Module) -> None:
     """Set a norm or a gate to where it returns 0 for every input; the identity is left alone."""
     if isinstance(part, (Norm, Gate)):
         part.zero_()

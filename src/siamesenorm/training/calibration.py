@@ -13,10 +13,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from siamesenorm.data.storage import write_atomically
 from siamesenorm.errors import UserError
+from siamesenorm.files import encode_json, write_atomically
 from siamesenorm.training.curves import LossCurve, read_loss_curve
-from siamesenorm.training.exact_json import encode_json
 from siamesenorm.training.running_median import RunningMedian
 from siamesenorm.training.stability import judge_curve
 from siamesenorm.training.verdict import DEFAULT_THRESHOLDS, Thresholds, Verdict

@@ -25,9 +25,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from siamesenorm.data.storage import disk_errors_told, sync_directory
 from siamesenorm.errors import UserError
-from siamesenorm.training.exact_json import decode_json, encode_json
+from siamesenorm.files import decode_json, disk_errors, encode_json, sync_directory
 
 SCHEMA = 1
 STAGES = (
@@ -96,7 +95,7 @@ def save_checkpoint(
         raise UserError(f"keep is {keep}: at least one checkpoint must be kept")
     announce = at_stage or (lambda stage: None)
     target = root / f"step-{step:08d}"
-    with disk_errors_told(target):
+    with disk_errors(target):
         announce("begin")
         if not root.is_dir():
             root.mkdir(parents=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.training.exact_json import decode_json
+from siamesenorm.files import decode_json
 from siamesenorm.training.metrics import parse_lines, read_bytes
 
 STEP_COLUMNS = ("step", "_step", "global_step")

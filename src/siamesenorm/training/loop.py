@@ -29,7 +29,7 @@ from siamesenorm.training.optimizer_state import optimizer_tensors, restore_opti
 from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks
 from siamesenorm.training.random_state import capture_random_state, restore_random_state
 from siamesenorm.training.run_directory import RunDirectory
-from siamesenorm.training.stability import Watch
+from siamesenorm.training.stability import StabilityMonitor
 from siamesenorm.training.start import describe_start, inherit, require_start
 from siamesenorm.training.verdict import Verdict
 
@@ -102,7 +102,7 @@ class TrainingLoop:
             compile_blocks(self.model)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.schedule = config.optimizer.schedule(config.steps)
-        self.watch = Watch(
+        self.watch = StabilityMonitor(
             steps_total=config.steps,
             warmup_steps=config.optimizer.warmup_steps,
             unigram_entropy=self.description["unigram_entropy"],

@@ -14,9 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from siamesenorm.data.storage import disk_errors_told
 from siamesenorm.errors import UserError
-from siamesenorm.training.exact_json import decode_json, encode_json
+from siamesenorm.files import decode_json, disk_errors, encode_json
 
 TIME_FIELDS = ("time", "step_seconds", "peak_memory_bytes")
 
@@ -29,7 +28,7 @@ class MetricsLog:
     def __init__(self, path: Path) -> None:
         """Open `path`, new or to go on; raises `UserError` when it cannot be written."""
         self.path = path
-        with disk_errors_told(path):
+        with disk_errors(path):
             self._file = FileIO(path, "a+")
             self._offset = _end_of_last_line(self._file)
             self._file.truncate(self._offset)
@@ -42,7 +41,7 @@ class MetricsLog:
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record; on a full disk the line is taken back and `UserError` raised."""
         line = encode_json(record).encode() + b"\n"
-        with disk_errors_told(self.path):
+        with disk_errors(self.path):
             try:
                 written = 0
                 while written < len(line):
@@ -54,7 +53,7 @@ class MetricsLog:
 
     def sync(self) -> int:
         """Wait until all records are on the disk (a power failure then keeps them) and return `offset`."""
-        with disk_errors_told(self.path):
+        with disk_errors(self.path):
             os.fsync(self._file.fileno())
         return self._offset
 

@@ -7,11 +7,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from siamesenorm.data.storage import disk_errors_told, exclusive, write_atomically
 from siamesenorm.errors import UserError
+from siamesenorm.files import decode_json, disk_errors, encode_json, exclusive, write_atomically
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.environment import describe_environment
-from siamesenorm.training.exact_json import decode_json, encode_json
 from siamesenorm.training.verdict import Verdict
 
 LOCK_FILE = "lock"
@@ -38,7 +37,7 @@ class RunDirectory:
         """Make the directory this configuration's and keep other processes out while it is open."""
         self.prepare(config)
         with ExitStack() as held:
-            with disk_errors_told(self.path):
+            with disk_errors(self.path):
                 held.enter_context(exclusive(self.path / LOCK_FILE))
             yield
 
@@ -47,7 +46,7 @@ class RunDirectory:
 
         That of a finished run stays as it is; an unfinished one goes on with the new execution and place of its data.
         """
-        with disk_errors_told(self.path):
+        with disk_errors(self.path):
             self._require_same(config)
             self.path.mkdir(parents=True, exist_ok=True)
         if not (self.config_file.is_file() and self.verdict_file.is_file()):
@@ -93,7 +92,7 @@ class RunDirectory:
 
     def verdict_of(self, config: RunConfig) -> Verdict | None:
         """Return the verdict if the run of this configuration is finished; raises as `prepare`, and writes nothing."""
-        with disk_errors_told(self.path):
+        with disk_errors(self.path):
             self._require_same(config)
         return self.read_verdict()
 
@@ -117,5 +116,5 @@ class RunDirectory:
         return self.path.is_dir() and {each.name for each in self.path.iterdir()} <= {LOCK_FILE, ".config.json.tmp"}
 
     def _write(self, path: Path, record: dict[str, Any]) -> None:
-        with disk_errors_told(path):
+        with disk_errors(path):
             write_atomically(path, (encode_json(record, indent=1) + "\n").encode())

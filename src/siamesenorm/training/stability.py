@@ -20,7 +20,7 @@ from siamesenorm.training.running_median import Excursions, RunningMedian
 from siamesenorm.training.verdict import DEFAULT_THRESHOLDS, Reason, Thresholds, Verdict, Word
 
 
-class Watch:
+class StabilityMonitor:
     """The verdict on a run while it happens: feed it every step, ask it when to give up.
 
     It costs a few insertions into short sorted lists a step. To resume, feed it the steps of the record again.
@@ -176,7 +176,7 @@ def judge_curve(curve: LossCurve, thresholds: Thresholds = DEFAULT_THRESHOLDS) -
     if not curve.losses:
         raise UserError("there are no losses to judge: expected at least one step")
     points = len(curve.losses)
-    watch = Watch(
+    watch = StabilityMonitor(
         steps_total=points + curve.missing_points,
         warmup_steps=curve.warmup_points,
         unigram_entropy=curve.unigram_entropy,

@@ -63,7 +63,7 @@ def rewire(
     parts = Parts.build(host, resolved, operator, old)
     differences = None
     if preserve:
-        found = parts.become_pre_norm(host, old)
+        found = parts.init_as_pre_norm(host, old)
         refuse_other_functions(operator, found, chosen=norm)
         differences = tuple(dict.fromkeys(chain.from_iterable(found.values())))
     attention_norm = attention_operator(old.first) if adds_qkv_norm(resolved, preserve=preserve) else None

@@ -13,7 +13,7 @@ from siamesenorm.interop.rewire.anatomy import Anatomy, Host
 from siamesenorm.interop.rewire.block import RewiredBlock, RewiredClosing
 from siamesenorm.interop.rewire.host_norms import HostNorms
 from siamesenorm.norms import NormFunction, NormSpec
-from siamesenorm.topologies import Closing, Connection, Materials, Opening, Place, Topology
+from siamesenorm.topologies import Closing, Connection, Opening, Place, ResidualSpec, Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Parts:
     @classmethod
     def build(cls, host: Host, topology: Topology, norm: NormSpec, old: HostNorms) -> Parts:
         """Build all parts where and as the host's weights are."""
-        materials = Materials(
+        spec = ResidualSpec(
             dim=old.first.dim,
             norm=norm,
             domain=host.anatomy.domain,
@@ -37,9 +37,9 @@ class Parts:
         places = places_of(host.anatomy, len(host.blocks))
         parts = cls(
             topology=topology,
-            opening=topology.opening(materials),
-            connections=tuple(tuple(topology.connection(place, materials) for place in block) for block in places),
-            closing=topology.closing(places[-1][-1], materials),
+            opening=topology.opening(spec),
+            connections=tuple(tuple(topology.connection(place, spec) for place in block) for block in places),
+            closing=topology.closing(places[-1][-1], spec),
         )
         norms = iter(old.inputs.values())
         for block, connections in zip(host.blocks, parts.connections, strict=True):
@@ -49,15 +49,15 @@ class Parts:
         parts.closing.to(**like(host.blocks[-1], old.final))
         return parts
 
-    def become_pre_norm(self, host: Host, old: HostNorms) -> dict[str, list[str]]:
+    def init_as_pre_norm(self, host: Host, old: HostNorms) -> dict[str, list[str]]:
         """Set the parts to where the rewired model computes what the host does; return what differs at each norm."""
-        self.opening.become_pre_norm()
+        self.opening.init_as_pre_norm()
         connections = [connection for block in self.connections for connection in block]
         found = {
-            name: connection.become_pre_norm(norm)
+            name: connection.init_as_pre_norm(norm)
             for connection, (name, norm) in zip(connections, old.inputs.items(), strict=True)
         }
-        return {**found, host.final_norm: self.closing.become_pre_norm(old.final)}
+        return {**found, host.final_norm: self.closing.init_as_pre_norm(old.final)}
 
     def install(self, host: Host) -> None:
         """Exchange the residual path of the host: nothing here can fail."""

@@ -12,7 +12,7 @@ from siamesenorm.comparison.findings import CONFIRMED_HIGHER, CONFIRMED_LOWER
 from siamesenorm.comparison.quantities import NOTHING
 from siamesenorm.comparison.renderings import for_markdown
 from siamesenorm.comparison.tables import LOWER, Column, Entry, Group, Pill, Table, verdict_pill
-from siamesenorm.data.storage import disk_errors_told, write_atomically
+from siamesenorm.files import disk_errors, write_atomically
 from siamesenorm.recipes.continued.findings import Findings, Gap
 
 TITLE = "A Pre-Norm model, converted and continued"
@@ -43,7 +43,7 @@ class ReportPaths:
 def write_report(findings: Findings, out: Path) -> ReportPaths:
     """Write the report into the directory `out`, each file whole or not at all."""
     paths = ReportPaths(markdown=out / "report.md", runs=out / "runs.csv")
-    with disk_errors_told(out):
+    with disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(paths.runs, runs_csv(findings).encode())
         write_atomically(paths.markdown, render_markdown(findings).encode())

@@ -15,11 +15,10 @@ from typing import Any
 from siamesenorm.comparison.sweep import Job, SweepObserver, train_jobs
 from siamesenorm.comparison.sweep_directory import LOCK_FILE, template_record
 from siamesenorm.data import PreparedData
-from siamesenorm.data.storage import disk_errors_told, exclusive, write_atomically
 from siamesenorm.errors import UserError
+from siamesenorm.files import decode_json, disk_errors, encode_json, exclusive, write_atomically
 from siamesenorm.recipes.continued.experiment import Arm, Experiment
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.exact_json import decode_json, encode_json
 from siamesenorm.training.run_directory import RunDirectory
 
 SCHEMA = 1
@@ -88,7 +87,7 @@ def _run_directory(directory: Path, config: RunConfig) -> Path:
 def _claimed(directory: Path, experiment: Experiment, template: RunConfig) -> Iterator[None]:
     """Make the directory this experiment's and keep other processes out while it is open."""
     with ExitStack() as held:
-        with disk_errors_told(directory):
+        with disk_errors(directory):
             plan = directory / PLAN_FILE
             if not plan.is_file() and directory.exists():
                 allowed = {LOCK_FILE, f".{PLAN_FILE}.tmp"}
@@ -138,7 +137,7 @@ def _write_plan(
         "experiment": experiment.to_json(),
         "runs": {**earlier, **runs},
     }
-    with disk_errors_told(directory):
+    with disk_errors(directory):
         write_atomically(path, (encode_json(record, indent=1) + "\n").encode())
 
 
