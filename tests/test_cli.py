@@ -19,7 +19,7 @@ from siamesenorm import available_norms, available_topologies, build_language_mo
 from siamesenorm.cli import COMMANDS, explain, main, sizes
 from siamesenorm.data import PreparedData
 from siamesenorm.files import decode_json
-from siamesenorm.models.sizes import SIZES
+from siamesenorm.models.language import SIZES
 from siamesenorm.training.accounting import count_parameters
 from siamesenorm.training.loop import TrainingLoop
 from training_runs import edit_json, records, write_data

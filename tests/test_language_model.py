@@ -21,7 +21,7 @@ from siamesenorm import (
     language_model_config,
 )
 from siamesenorm.errors import UserError
-from siamesenorm.models.sizes import SIZES
+from siamesenorm.models.language import SIZES
 from siamesenorm.norms import NormSpec
 from siamesenorm.sublayers.attention import Attention, AttentionShape
 from siamesenorm.sublayers.cache import AttentionCache

@@ -13,7 +13,7 @@ from typing_extensions import Doc
 
 from siamesenorm.errors import UserError
 from siamesenorm.models.language import build_language_model
-from siamesenorm.models.sizes import SIZES
+from siamesenorm.models.language import SIZES
 from siamesenorm.topologies import Topology, available_topologies, build_topology, topology_name
 from siamesenorm.training.accounting import count_parameters
 

@@ -11,8 +11,8 @@ from rich.table import Table
 from typing_extensions import Doc
 
 from siamesenorm.models.language import build_language_model
-from siamesenorm.models.language_config import language_model_config
-from siamesenorm.models.sizes import SIZES
+from siamesenorm.models.language import language_model_config
+from siamesenorm.models.language import SIZES
 from siamesenorm.topologies import available_topologies
 from siamesenorm.training.accounting import count_flops, count_parameters
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.models.language_config import LanguageModelConfig
+from siamesenorm.models.language import LanguageModelConfig
 from siamesenorm.norms import NormSpec, available_norms
 from siamesenorm.sublayers.attention import ATTENTION_NORMS
 from siamesenorm.topologies import available_topologies, build_topology

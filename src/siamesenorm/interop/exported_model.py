@@ -21,7 +21,7 @@ from siamesenorm.interop.stored_model import (
     WEIGHTS_FILE,
     for_use,
 )
-from siamesenorm.models.language_config import LanguageModelConfig
+from siamesenorm.models.language import LanguageModelConfig
 
 if TYPE_CHECKING:
     from siamesenorm.data.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from siamesenorm.errors import UserError
 from siamesenorm.models.language import LanguageModel, build_language_model
-from siamesenorm.models.language_config import LanguageModelConfig
+from siamesenorm.models.language import LanguageModelConfig
 from siamesenorm.topologies.topology import Reader
 
 if TYPE_CHECKING:
@@ -93,4 +93,4 @@ def compute_in(model: LanguageModel, dtype: torch.dtype) -> None:
 
 def for_use(config: LanguageModelConfig) -> LanguageModelConfig:
     """Return the configuration without what belongs to the way a run was carried out."""
-    return dataclasses.replace(config, compute_dtype="inherit", kernels="plain")
+    return dataclasses.replace(config, compute_dtype="inherit")

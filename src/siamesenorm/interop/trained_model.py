@@ -13,7 +13,7 @@ from siamesenorm.errors import UserError
 from siamesenorm.interop.model_card import model_card
 from siamesenorm.interop.model_directory import ModelDirectory
 from siamesenorm.interop.stored_model import KINDS, for_use
-from siamesenorm.models.language_config import LanguageModelConfig
+from siamesenorm.models.language import LanguageModelConfig
 from siamesenorm.training.checkpoint import Checkpoint, load_checkpoint, read_checkpoint
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.run_directory import RunDirectory

@@ -19,7 +19,7 @@ from siamesenorm.interop.rewire.report import (
 )
 from siamesenorm.models.conversion import ResidualPath, convert, converted_config, inherited_operator
 from siamesenorm.models.language import LanguageModel
-from siamesenorm.models.language_config import LanguageModelConfig
+from siamesenorm.models.language import LanguageModelConfig
 from siamesenorm.norms import NORMS, Norm, NormSpec
 from siamesenorm.topologies import Topology
 
