@@ -47,7 +47,7 @@ def with_model(trained: Path, out: Path, **fields: Any) -> tuple[Path, LanguageM
     """Copy a run as if it had trained another model, whose every weight is random; return both."""
     source, directory = RunDirectory(trained), RunDirectory(out)
     config = source.read_config()
-    shape = {**SHAPE, "vocabulary": config.model.vocabulary, "residual_dtype": "float32"}
+    shape = {**SHAPE, "vocabulary": config.task.model.vocabulary, "residual_dtype": "float32"}
     native = build_language_model("nano", **{**shape, **fields}).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

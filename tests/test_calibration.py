@@ -141,7 +141,7 @@ def test_run_directories_are_read_by_name(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     with MetricsLog(run / "metrics.jsonl") as log:
-        log.append({"kind": "model", "steps": 2, "warmup_steps": 1, "unigram_entropy": 2.9})
+        log.append({"kind": "model", "steps": 2, "warmup_steps": 1, "floor": 2.9})
         log.append({"kind": "train", "step": 1, "loss": 5.0})
         log.append({"kind": "train", "step": 2, "loss": 4.0})
     (name, read), *others = read_runs([run]).items()

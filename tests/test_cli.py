@@ -19,8 +19,8 @@ from siamesenorm import available_norms, available_topologies, build_language_mo
 from siamesenorm.cli import COMMANDS, explain, main, sizes
 from siamesenorm.data import PreparedData
 from siamesenorm.files import decode_json
+from siamesenorm.models.block import count_parameters
 from siamesenorm.models.language import SIZES
-from siamesenorm.training.accounting import count_parameters
 from siamesenorm.training.loop import TrainingLoop
 from training_runs import edit_json, records, write_data
 
@@ -171,7 +171,7 @@ def test_an_interruption_is_one_line(
             "topology siamese needs attention",
         ),
         ("train mini --data DATA --model.attention-norm qkk", "unknown --model.attention-norm 'qkk': did you mean qk"),
-        ("train mini --data DATA --batch-tokens 40", "batch_tokens 40 is not a multiple of the context 16: choose 32"),
+        ("train mini --data DATA --batch 8 --micro-batch 3", "micro_batch 3 does not divide batch 8"),
         ("train mini --data DATA --model.vocabulary 9", "need a vocabulary of 17, the model has 9"),
         ("train mini --data DATA --model.context 4096 --batch-tokens 4096", "prepare more text or choose a shorter"),
         ("train mini --data DATA --execution.device qpu", "device 'qpu' is not at hand here: choose cpu"),

@@ -12,7 +12,7 @@ from siamesenorm.training.curves import LossCurve, loss_curve, read_loss_curve
 from siamesenorm.training.metrics import MetricsLog
 
 OUR_RECORDS = [
-    {"kind": "model", "label": "pre", "unigram_entropy": 2.9, "steps": 400, "warmup_steps": 40},
+    {"kind": "model", "label": "pre", "floor": 2.9, "steps": 400, "warmup_steps": 40},
     {"kind": "train", "step": 1, "loss": 5.5, "gradient_norm": 1.5, "time": 0.1},
     {"kind": "train", "step": 2, "loss": math.nan, "gradient_norm": math.inf, "time": 0.2},
     {"kind": "validation", "step": 2, "loss": 7.0},
@@ -133,7 +133,7 @@ def test_a_half_written_last_line_does_not_count(write):
         ('{"kind": "model", "steps": "x"}\n{"kind": "train", "loss": 2}\n', "line 1: steps is 'x', not a"),
         ('{"kind": "model", "steps": 2.5}\n{"kind": "train", "loss": 2}\n', "line 1: steps is 2.5, not a whole number"),
         ('{"kind": "model", "warmup_steps": []}\n{"kind": "train", "loss": 2}\n', r"line 1: warmup_steps is \[\]"),
-        ('{"kind": "model", "unigram_entropy": "nan"}\n{"kind": "train", "loss": 2}\n', "unigram_entropy is nan"),
+        ('{"kind": "model", "floor": "nan"}\n{"kind": "train", "loss": 2}\n', "unigram_entropy is nan"),
         ('{"kind": "model", "steps": 1}\n[]\n', "line 2: expected a number or an object"),
         ("[" * 200_000, "line 1 is not JSON: nested too deeply"),
         ('{"a":' * 200_000 + "\n2\n", "line 1 is not JSON"),

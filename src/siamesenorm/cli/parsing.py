@@ -23,11 +23,14 @@ def parse(kind: Any, arguments: Sequence[str], name: str) -> Any:
 
     # tyro has no nearest name for --optoin=value.
     words = [part for word in arguments for part in (word.split("=", 1) if re.match(r"--[\w.-]+=", word) else [word])]
+    registry = None
+    if hasattr(kind, "prepare"):
+        kind, words, registry = kind.prepare(words)
     said = io.StringIO()
     asked = bool(HELP & set(arguments))
     try:
         with contextlib.redirect_stderr(said), contextlib.nullcontext() if asked else _wide_terminal():
-            return tyro.cli(kind, args=words, prog=f"siamesenorm {name}")
+            return tyro.cli(kind, args=words, prog=f"siamesenorm {name}", registry=registry)
     except SystemExit as exit:
         if exit.code == 0:
             raise

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from siamesenorm.errors import UserError
-from siamesenorm.models.language import LanguageModel, build_language_model
-from siamesenorm.models.language import LanguageModelConfig
+from siamesenorm.models.language import LanguageModel, LanguageModelConfig, build_language_model
 from siamesenorm.topologies.topology import Reader
 
 if TYPE_CHECKING:

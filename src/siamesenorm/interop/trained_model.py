@@ -42,11 +42,11 @@ class TrainedModel:
         checkpoint = read_checkpoint(own, groups=GROUPS) if own else load_checkpoint(run.checkpoints, groups=GROUPS)
         if checkpoint is None:
             raise UserError(f"{path} has no checkpoint yet: let the run write one (--execution.checkpoint-every)")
-        return cls(path=path, run=run, run_config=config, checkpoint=checkpoint, data=data or config.data_path)
+        return cls(path=path, run=run, run_config=config, checkpoint=checkpoint, data=data or config.task.data)
 
     def config(self) -> LanguageModelConfig:
         """Return the configuration, for use."""
-        return for_use(self.run_config.model)
+        return for_use(self.run_config.task.model)
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights by their native names."""
@@ -73,9 +73,9 @@ class TrainedModel:
                 f"{self.data}: the run's data with its tokenizer are not there: name their place with --data"
             )
         manifest = read_manifest(file)
-        if manifest.digest != self.run_config.data_digest:
+        if manifest.digest != self.run_config.task.digest:
             raise UserError(
                 f"{self.data} holds other data than the run was trained on (digest {manifest.digest[:12]}, not "
-                f"{self.run_config.data_digest[:12]}): name their place with --data"
+                f"{self.run_config.task.digest[:12]}): name their place with --data"
             )
         return manifest

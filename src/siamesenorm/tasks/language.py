@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
-import tyro
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,20 +16,26 @@ from siamesenorm.data import PreparedData, TokenSamples, document_ids
 from siamesenorm.errors import UserError
 from siamesenorm.models.block import count_flops, count_parameters
 from siamesenorm.models.conversion import FREE, convert, converted_config, require_convertible
-from siamesenorm.models.language import LanguageModel, LanguageModelConfig, build_language_model
+from siamesenorm.models.language import (
+    SIZES,
+    LanguageModel,
+    LanguageModelConfig,
+    build_language_model,
+    language_model_config,
+)
 from siamesenorm.tasks.task import Losses, Metric, TaskConfig
 from siamesenorm.topologies import Kernels
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageTaskConfig(TaskConfig):
-    """A language model and its data; `digest` is that of the data's content, which a run is identified by."""
+    """A language model and its data."""
 
     tag: ClassVar[str] = "language"
+    available_sizes: ClassVar[tuple[str, ...]] = tuple(SIZES)
 
     data: Path = field(metadata={"hashed": False})
     """Directory of prepared data."""
-    digest: Annotated[str, tyro.conf.Suppress] = ""
     model: LanguageModelConfig = LanguageModelConfig()
     """The model."""
     validation_tokens: int = 65_536
@@ -41,7 +46,12 @@ class LanguageTaskConfig(TaskConfig):
         if self.validation_tokens < 1:
             raise UserError(f"validation_tokens is {self.validation_tokens}: choose at least 1")
 
-    def resolved(self, precision: str) -> Self:
+    def of_size(self, size: str) -> Self:
+        """Return the configuration with the model of a named size, whose vocabulary is the data's unless it has one."""
+        vocabulary = SIZES.get(size, {}).get("vocabulary", 0)
+        return dataclasses.replace(self, model=language_model_config(size, vocabulary=vocabulary))
+
+    def resolved(self, precision: Literal["float32", "bfloat16"]) -> Self:
         """Return the configuration with the digest and the vocabulary of the data; see `TaskConfig`."""
         digest, path, model = self.digest, self.data, self.model
         if not digest or not model.vocabulary:
@@ -61,10 +71,10 @@ class LanguageTaskConfig(TaskConfig):
             raise UserError(f"the run to start from trained the task {source.tag}: choose one of the task {self.tag}")
         free = {name: getattr(self.model, name) for name in FREE}
         model = converted_config(source.model, self.model.topology, self.model.norm, **free)
-        continued = dataclasses.replace(self, model=model)
-        own = dataclasses.replace(self.model, topology=model.topology, norm=model.norm)
+        kept = model.attention_norm if self.model.attention_norm == "auto" else self.model.attention_norm
+        own = dataclasses.replace(self.model, topology=model.topology, norm=model.norm, attention_norm=kept)
         require_convertible(source.model, own)
-        return continued
+        return dataclasses.replace(self, model=own)
 
     def require_convertible(self, source: TaskConfig) -> None:
         """Raise UserError unless a model of `source` can become this configuration's; see `continued`."""
@@ -74,9 +84,9 @@ class LanguageTaskConfig(TaskConfig):
 
     def same_order(self, other: TaskConfig) -> bool:
         """Whether both read the same data in windows of the same length."""
-        return (
-            isinstance(other, LanguageTaskConfig)
-            and (other.digest, other.model.context) == (self.digest, self.model.context)
+        return isinstance(other, LanguageTaskConfig) and (other.digest, other.model.context) == (
+            self.digest,
+            self.model.context,
         )
 
     @classmethod
@@ -92,7 +102,7 @@ class LanguageTask:
 
     unit = "nats/token"
     item = "token"
-    metrics = (Metric(name="loss", label="held-out loss"),)
+    metrics: tuple[Metric, ...] = (Metric(name="loss", label="held-out loss"),)
     scale = 1.0
 
     def __init__(self, config: LanguageTaskConfig, seed: int) -> None:

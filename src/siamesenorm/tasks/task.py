@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
 import torch
+import tyro
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.topologies import Kernels, Topology
+from siamesenorm.topologies import Kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +87,26 @@ class Task(Protocol):
         """Return weights of a model of `source` as weights of this model, and the differences in its function."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class TaskConfig:
     """What every task's configuration has: frozen dataclasses, registered by their tag in `tasks.registry`.
 
+    `data` names the data and `digest` is that of its content, which a run is identified by.
     `revision` is raised when a mended defect changes numbers: runs of an earlier revision are other runs.
     """
 
     tag: ClassVar[str]
     revision: ClassVar[int] = 0
+    available_sizes: ClassVar[tuple[str, ...]] = ()
+    """Names of sizes of the model, for `of_size`."""
+
+    data: Any = field(metadata={"hashed": False})
+    digest: Annotated[str, tyro.conf.Suppress] = ""
     model: Any
+
+    def of_size(self, size: str) -> Self:
+        """Return the configuration with the model's fields of a named size; raises UserError for an unknown one."""
+        raise UserError(f"the task {self.tag} has no sizes: give the model's fields, such as --model.depth")
 
     def resolved(self, precision: Literal["float32", "bfloat16"]) -> Self:
         """Return the configuration with automatic choices replaced; opens the data unless that was done before."""
@@ -124,19 +136,13 @@ class TaskConfig:
         """A short name for tables: that of the method."""
         return str(self.model.label)
 
-    @property
-    def topology(self) -> Topology:
-        """The topology of the model."""
-        topology: Topology = self.model.topology
-        return topology
-
     def with_method(self, method: str) -> Self:
         """Return the configuration with the topology and the norms of a method such as "siamese + seednorm"."""
-        return dataclasses.replace(self, model=self.model.with_method(method))  # type: ignore[type-var]
+        return dataclasses.replace(self, model=self.model.with_method(method))
 
     def to_json(self) -> dict[str, Any]:
         """Return every field as JSON values, with the tag."""
-        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}  # type: ignore[arg-type]
+        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         return {**fields, "tag": self.tag, "data": str(fields["data"]), "model": self.model.to_json()}
 
     @classmethod

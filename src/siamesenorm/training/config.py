@@ -123,7 +123,7 @@ class RunConfig:
         if self.precision not in get_args(Precision):
             raise unknown("precision", self.precision, get_args(Precision))
         if self.micro_batch < 0 or self.batch % (self.micro_batch or self.batch):
-            raise UserError(f"micro_batch {self.micro_batch} does not divide batch {self.batch}: choose a divisor, or 0")
+            raise UserError(f"micro_batch {self.micro_batch} does not divide batch {self.batch}: choose one that does")
         self.optimizer.schedule(self.steps)
 
     @property
@@ -190,5 +190,5 @@ _PLAIN: dict[str, type] = {
 
 def _with_types(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return JSON values with lists as tuples and paths as paths."""
-    typed = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    typed: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
     return {name: Path(value) if name == "path" else value for name, value in typed.items()}

@@ -195,14 +195,14 @@ def _curve(rows: Sequence[_Row], column: str, source: str) -> LossCurve:
 
 def _facts(model: _Row, source: str) -> dict[str, Any]:
     """Return what the record of the model says about the run."""
-    known = {name for name in ("steps", "warmup_steps", "unigram_entropy") if model.cells.get(name) is not None}
+    known = {name for name in ("steps", "warmup_steps", "floor") if model.cells.get(name) is not None}
     facts: dict[str, Any] = {}
     if "steps" in known:
         facts["steps_total"] = _whole_number(model, "steps", source)
     if "warmup_steps" in known:
         facts["warmup_steps"] = _whole_number(model, "warmup_steps", source)
-    if "unigram_entropy" in known:
-        facts["unigram_entropy"] = _number(model, "unigram_entropy", source)
+    if "floor" in known:
+        facts["unigram_entropy"] = _number(model, "floor", source)
     return facts
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import siamesenorm
 from siamesenorm.errors import UserError
-from siamesenorm.topologies import Kernels, Topology
+from siamesenorm.topologies import Kernels
 from siamesenorm.training.config import Execution
 
 COMPILING_PAYS = 2e14
@@ -36,9 +36,7 @@ class Choices:
     compiled: bool
 
 
-def choose(
-    execution: Execution, topology: Topology, operations: float, started_with: Mapping[str, Any] | None
-) -> Choices:
+def choose(execution: Execution, operations: float, started_with: Mapping[str, Any] | None = None) -> Choices:
     """Return the choices of a run of so many operations; a resumed run keeps what it was started with.
 
     Raises UserError where blocks were or are to be compiled and there is no C++ compiler.
@@ -46,8 +44,7 @@ def choose(
     on_cpu, earlier = execution.device.startswith("cpu"), started_with or {}
     kernels, compiled = execution.kernels, execution.compile == "on"
     if kernels == "auto":
-        usual = "plain" if on_cpu or not topology.has_fused_kernels else "fused"
-        kernels = earlier.get("kernels", usual)
+        kernels = earlier.get("kernels", "plain" if on_cpu else "auto")
     if execution.compile == "auto":
         pays = on_cpu and operations >= COMPILING_PAYS and compiler_for_cpu() is not None
         compiled = earlier.get("compiled", pays)

@@ -43,8 +43,8 @@ def described(value: Any) -> Any:
     record: dict[str, Any] = {}
     if isinstance(value, Topology):
         record = _tag(kind, FROZEN_TAGS.get(kind.__name__, kind.__name__))
-    elif hasattr(kind, "tag"):
-        record = _tag(kind, kind.tag)
+    elif tag := getattr(kind, "tag", ""):
+        record = _tag(kind, tag)
     for field in dataclasses.fields(value):
         found, default = getattr(value, field.name), default_of(field)
         part = described(found)
@@ -57,7 +57,7 @@ def described(value: Any) -> Any:
 def first_difference(old: Any, new: Any, name: str = "") -> tuple[str, Any, Any]:
     """Return the name and both values of the first setting in which two descriptions differ."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
-        return name, *("its default" if value is None else value for value in (old, new))
+        return name, "its default" if old is None else old, "its default" if new is None else new
     differing = next(key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key))
     return first_difference(old.get(differing), new.get(differing), f"{name}.{differing}".lstrip("."))
 

@@ -90,7 +90,7 @@ class TrainingLoop:
         self.description = self.task.describe(blueprint)
         operations = self.description["flops_per_sample"] * config.batch * config.steps
         earlier = next(iter(run.read_environments()), None) if run.checkpoints.exists() else None
-        self.choices = choose(config.execution, config.task.topology, operations, earlier)
+        self.choices = choose(config.execution, operations, earlier)
         self.model: nn.Module = self.task.build_model(self.device, self.choices.kernels)
         if config.checkpoint_activations:
             checkpoint_blocks(self.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -166,9 +166,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
     """Return AdamW with one group that is decayed and one that is not, in the order of the model's parameters."""
     decisions = decayed_parameters(model, config.decay)
     named = dict(model.named_parameters())
-    groups = [
-        {"params": [(name, named[name]) for name, decay in decisions.items() if decay == decayed], "weight_decay": weight}
-        for decayed, weight in ((True, config.weight_decay), (False, 0.0))
+    groups: list[dict[str, Any]] = [
+        {"params": [(name, named[name]) for name in decisions if decisions[name] is decayed], "weight_decay": rate}
+        for decayed, rate in ((True, config.weight_decay), (False, 0.0))
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],

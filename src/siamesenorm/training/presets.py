@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 from siamesenorm.models.language import language_model_config
 from siamesenorm.tasks.language import LanguageTaskConfig
@@ -10,7 +10,7 @@ from siamesenorm.training.config import Execution, RunConfig
 from siamesenorm.training.optimizer import OptimizerConfig
 
 
-def presets(data: Path) -> dict[str, RunConfig]:
+def presets(data: Any) -> dict[str, RunConfig]:
     """Return the runs by name; those on text are of the prepared data in `data`."""
     return {
         "mini": RunConfig(

@@ -69,7 +69,7 @@ class RunDirectory:
             return None
         self._write(self.environment_file, {**now, "earlier": before} if before else now)
         last = before[0] if before else now
-        changes = [f"{name} {now[name]} (was {last.get(name)})" for name in DECISIVE if now[name] != last.get(name)]
+        changes = [f"{name} {now[name]} (was {last.get(name)})" for name in DECISIVE if now.get(name) != last.get(name)]
         return f"resumes with {', '.join(changes)}: its bits may differ from here on" if changes else None
 
     def read_environments(self) -> list[dict[str, Any]]:

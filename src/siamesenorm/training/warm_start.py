@@ -37,8 +37,16 @@ def continue_run(config: RunConfig, directory: Path) -> RunConfig:
     Its topology gets the options with which it starts where the source's model is. Raises UserError for a source that
     is not finished or cannot become the model of `config`.
     """
-    source, config = finished_run(directory), config.resolved()
-    return start_after(source, directory, dataclasses.replace(config, task=config.task.continued(source.task)))
+    source = finished_run(directory)
+    config = dataclasses.replace(config, task=config.task.continued(source.task))
+    return start_after(source, directory, config.resolved())
+
+
+def start_defaults(config: RunConfig, directory: Path) -> RunConfig:
+    """Return the run of `config` with the model of the finished run in `directory`, dtypes and attention norm open."""
+    model = finished_run(directory).task.model
+    model = dataclasses.replace(model, attention_norm="auto", residual_dtype="inherit", compute_dtype="inherit")
+    return dataclasses.replace(config, task=dataclasses.replace(config.task, model=model))
 
 
 def require_start(config: RunConfig) -> None:

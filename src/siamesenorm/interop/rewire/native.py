@@ -17,9 +17,9 @@ from siamesenorm.interop.rewire.report import (
     fates_of_new_norms,
     norms_of,
 )
-from siamesenorm.models.conversion import ResidualPath, convert, converted_config, inherited_operator
-from siamesenorm.models.language import LanguageModel
-from siamesenorm.models.language import LanguageModelConfig
+from siamesenorm.models.config import inherited_operator
+from siamesenorm.models.conversion import ResidualPath, convert, converted_config
+from siamesenorm.models.language import LanguageModel, LanguageModelConfig
 from siamesenorm.norms import NORMS, Norm, NormSpec
 from siamesenorm.topologies import Topology
 
