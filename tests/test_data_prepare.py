@@ -480,7 +480,7 @@ def test_unwritable_directory_is_one_line(source: Path, monkeypatch: pytest.Monk
 
 def test_a_second_process_is_kept_out(source: Path) -> None:
     def second(progress: PrepareProgress) -> None:
-        with pytest.raises(StoppedError, match="another process is at work here"):
+        with pytest.raises(StoppedError, match="another process"):
             prepare(config(source))
 
     data = prepare(config(source), second)

@@ -62,9 +62,9 @@ class Manifest:
     directory: str = DIRECTORIES[0]
     """Directory of the shards and of the tokenizer's file."""
     unigram_entropy: float
-    """Entropy of the ids of the train split, in nats per token: the loss of a model that knows only frequencies."""
+    """Entropy of the ids of the train split, in nats per token: the loss of a model of their frequencies alone."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What the data was prepared from and how: preparing again with the same settings does nothing."""
+    """Sources and settings of the preparation: preparing again with the same settings does nothing."""
 
     @property
     def digest(self) -> str:
@@ -107,7 +107,7 @@ def shard_file(split: str, number: int) -> str:
 
 
 def canonical_json(value: object) -> bytes:
-    """Return the one JSON text of a value: sorted keys, no blanks."""
+    """Return the JSON text of a value with sorted keys and no blanks."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
 
 
