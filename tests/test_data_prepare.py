@@ -365,8 +365,18 @@ def test_a_bpe_is_trained_on_the_train_split_alone(tmp_path: Path, own: bool) ->
     path = write_lines(tmp_path / "source.jsonl", documents)
     data = prepare(config(path, tokenizer="bpe:400", **options))
     assert sum("zyxwvu" in text for text in decoded(data, "validation")) >= 20
-    (ids,) = data.tokenizer.encode_batch(["zyxwvu"])
-    assert len(ids) == 6
+    held_out_word, train_word = data.tokenizer.encode_batch(["zyxwvu", " number"])
+    assert (len(held_out_word), len(train_word)) == (6, 1)
+
+
+def test_a_bpe_is_trained_on_the_first_part_of_a_large_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_lines(tmp_path / "source.jsonl", [*texts(100), *["zyxwvu " * 50] * 20])
+    lengths = []
+    for characters in (1000, 100_000):
+        monkeypatch.setattr(preparation, "BPE_SAMPLE_CHARACTERS", characters)
+        data = prepare(config(path, out=f"{characters}", tokenizer="bpe:400"))
+        lengths += [len(ids) for ids in data.tokenizer.encode_batch(["zyxwvu"])]
+    assert lengths == [6, 1]
 
 
 def test_a_smaller_vocabulary_than_asked_for_is_reported(source: Path) -> None:

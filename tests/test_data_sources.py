@@ -14,8 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from siamesenorm.data.formats import PASSAGE_CHARACTERS
-from siamesenorm.data.sources import open_source
+from siamesenorm.data.sources import PASSAGE_CHARACTERS, open_source
 from siamesenorm.errors import UserError
 from siamesenorm.files import StoppedError
 
