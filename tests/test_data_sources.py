@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import gzip
 import json
 import re
@@ -73,7 +74,7 @@ def test_parquet(tmp_path: Path) -> None:
     assert source.position == source.size == path.stat().st_size
 
 
-def test_directories_and_globs_in_the_order_of_names(tmp_path: Path) -> None:
+def test_directories_and_globs_in_the_order_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / ".hidden").mkdir()
     for name in ("b.txt", "sub/a.txt", "a.jsonl", ".hidden/c.txt", "notes.csv"):
@@ -81,6 +82,11 @@ def test_directories_and_globs_in_the_order_of_names(tmp_path: Path) -> None:
         written(tmp_path / name, text.encode())
     assert documents(tmp_path) == ["a.jsonl", "b.txt", "sub/a.txt"]
     assert documents(f"{tmp_path}/*.txt") == ["b.txt"]
+    found = glob.glob(f"{tmp_path}/**/*.txt", recursive=True)
+    for order in (found, found[::-1]):  # that of the file system
+        monkeypatch.setattr(glob, "glob", lambda *arguments, order=order, **options: order)
+        assert documents(f"{tmp_path}/**/*.txt") == ["b.txt", "sub/a.txt"]
+    monkeypatch.undo()
     assert documents(f"{tmp_path}/**/*.txt") == ["b.txt", "sub/a.txt"]
 
 

@@ -116,10 +116,10 @@ def test_a_flipped_bit_is_seen_on_request(path: Path) -> None:
 
 
 def test_ids_outside_the_vocabulary_are_seen_on_request(path: Path) -> None:
-    edit_manifest(path, tokenizer={"vocabulary": 120})
+    edit_manifest(path, tokenizer={"vocabulary": 256})
     resign(path)
     data = PreparedData.open(path)
-    with pytest.raises(UserError, match="id 256, .* 120"):
+    with pytest.raises(UserError, match="id 256, .* 256"):
         data.verify()
 
 
@@ -145,7 +145,9 @@ def test_shards_are_read_as_one_sequence(lengths: list[int]) -> None:
             assert tokens[start:stop].tolist() == ids[start:stop].tolist()
             assert tokens[start:stop].dtype == np.uint16
     assert np.array_equal(tokens, ids)
-    assert np.shares_memory(tokens[:1], shards[0])
+    # Whole shards are views, also at their edges.
+    for shard, end in zip(shards, np.cumsum(lengths).tolist(), strict=True):
+        assert np.shares_memory(tokens[end - len(shard) : end], shard)
     with pytest.raises(ValueError, match="step 2"):
         tokens[::2]
 
