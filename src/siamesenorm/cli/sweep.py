@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
 from typing_extensions import Doc
 
-from siamesenorm.cli.recipes import RunArguments
+from siamesenorm.cli.recipes import RunArguments, RunCommand
 from siamesenorm.cli.report import show_report
 from siamesenorm.comparison.console import SweepConsole
 from siamesenorm.comparison.grid import Grid
@@ -29,13 +28,12 @@ Methods = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepArguments:
+class SweepArguments(RunCommand):
     """Train a grid of methods x learning rates x seeds, several at a time; repeat the command to go on.
 
     A method is a topology, and what differs after plus signs: "siamese", "pre + qkv", "dhc-2:streams=4 + seednorm".
     """
 
-    run: Annotated[RunConfig, tyro.conf.arg(name="")]
     methods: Methods = ("pre", "post", "hybridnorm", "siamese-post-pre", "siamese")
     learning_rates: tuple[float, ...] = (2e-3, 8e-3, 3e-2)
     """Peak learning rates."""

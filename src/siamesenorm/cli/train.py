@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from siamesenorm.cli.recipes import RunArguments
+from siamesenorm.cli.recipes import RunArguments, RunCommand
 from siamesenorm.files import encode_json
-from siamesenorm.training.config import RunConfig
 from siamesenorm.training.instruments import Console, build_trackers
 from siamesenorm.training.loop import train
 from siamesenorm.training.warm_start import continue_run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
+class Train(RunCommand):
     """Train one model, or resume it where it stopped."""
 
-    run: Annotated[RunConfig, tyro.conf.arg(name="")]
     start: Path | None = None
     """Directory of a finished run whose weights to start from, converted to --model.topology and --model.norm."""
     out: Path | None = None

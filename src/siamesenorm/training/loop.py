@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from siamesenorm.errors import UserError
 from siamesenorm.training.checkpoint import (
     Stage,
     capture_random_state,
@@ -96,7 +97,7 @@ class TrainingLoop:
             checkpoint_blocks(self.model)
         if self.choices.compiled:
             compile_blocks(self.model)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.optimizer: torch.optim.Optimizer = build_optimizer(self.model, config.optimizer)
         self.schedule = config.optimizer.schedule(config.steps)
         self.monitor = StabilityMonitor(
             steps_total=config.steps,
@@ -220,8 +221,14 @@ class TrainingLoop:
             self.log.truncate(0)
             return _Interrupted()
         self.model.load_state_dict(checkpoint.tensors["model"])
-        restore_optimizer(self.optimizer, checkpoint.tensors["optimizer"])
-        restore_random_state(checkpoint.tensors["random"])
+        if "optimizer" in checkpoint.tensors:
+            restore_optimizer(self.optimizer, checkpoint.tensors["optimizer"])
+            restore_random_state(checkpoint.tensors["random"])
+        elif checkpoint.step < self.config.steps:
+            raise UserError(
+                f"{checkpoint.path} has no optimizer state, because its run had ended: remove "
+                f"{self.run_directory.checkpoints} to train from the start"
+            )
         self.log.truncate(checkpoint.state["metrics_offset"])
         for record in read_metrics(self.run_directory.metrics_file):
             if record["kind"] == "train":

@@ -30,7 +30,3 @@ def presets(data: Any) -> dict[str, RunConfig]:
             execution=Execution(device="cuda", compile="on", checkpoint_every=1000),
         ),
     }
-
-
-SUMMARIES = {"mini": "a small language model on a CPU", "paper": "the SiameseNorm paper's 1.3 B recipe"}
-"""What `--help` says of each."""
