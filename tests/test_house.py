@@ -105,7 +105,7 @@ def test_the_order_has_no_cycle() -> None:
 @pytest.mark.parametrize("file", [f for f in FILES if home(f) in {*CORE, *GROUND, "__init__"}], ids=short)
 def test_the_core_imports_torch_alone(file: Path) -> None:
     """And Triton where kernels are launched, rich where progress is drawn; both are imported only when used."""
-    launched = home(file) == "kernels" and file.stem.endswith(("_triton", "_launch", "inspection"))
+    launched = home(file) == "kernels" and file.stem.endswith(("_triton", "_launch"))
     drawn = {"rich"} if home(file) == "progress" else set()
     assert foreign(file) <= {"torch", *({"triton"} if launched else drawn)}
 

@@ -108,7 +108,7 @@ def test_held_out_loss_is_the_cross_entropy_of_the_split(learned: tuple[RunConfi
     config, run, _ = learned
     model = build_language_model(config.model).eval()
     model.load_state_dict(load_file(run / "checkpoints" / "step-00000060" / "model.safetensors"))
-    ids = np.fromfile(config.data_path / "validation.bin", dtype="<u2").astype(np.int64)
+    ids = np.fromfile(config.data_path / "shards/validation-00000.bin", dtype="<u2").astype(np.int64)
     surprises = []
     for start in range(0, 128, CONTEXT):
         inputs, targets = ids[start : start + CONTEXT], ids[start + 1 : start + CONTEXT + 1]

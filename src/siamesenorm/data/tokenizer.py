@@ -164,10 +164,13 @@ def load_tokenizer(spec: str | Path, end_of_text: str | None = None) -> Tokenize
 
     Raises `UserError` if there is none, if it cannot be read, or if it has no end-of-text token.
     """
+    path = Path(spec)
+    prepared = str(spec) == "bytes" or (path / MANIFEST_FILE).is_file()
+    if prepared and end_of_text is not None:
+        raise UserError(f"end of text {end_of_text!r}: tokenizer {str(spec)!r} has its own: leave --end-of-text out")
     if str(spec) == "bytes":
         return ByteTokenizer()
-    path = Path(spec)
-    if (path / MANIFEST_FILE).is_file():
+    if prepared:
         return _load_prepared(path)
     if path.is_dir():
         path = path / TOKENIZER_FILE
@@ -180,10 +183,11 @@ def load_tokenizer(spec: str | Path, end_of_text: str | None = None) -> Tokenize
 
 def _load_prepared(directory: Path) -> Tokenizer:
     """Return the tokenizer of prepared data, with the end of text that was chosen for it."""
-    entry = read_manifest(directory / MANIFEST_FILE).tokenizer
+    manifest = read_manifest(directory / MANIFEST_FILE)
+    entry = manifest.tokenizer
     if entry.kind == "bytes":
         return ByteTokenizer()
-    file = directory / TOKENIZER_FILE
+    file = directory / manifest.directory / TOKENIZER_FILE
     if not file.is_file():
         raise UserError(f"{file}: missing: prepare the data again with --restart")
     return LibraryTokenizer(entry.name, file.read_bytes(), entry.end_of_text)
@@ -221,7 +225,7 @@ def train_bpe(texts: Iterable[str], vocabulary: int, end_of_text: str | None = N
     """Train a byte-level BPE (arXiv:1508.07909 on bytes) with at most `vocabulary` ids; it gives any text back.
 
     The end of text is a token named `end_of_text`, `<|endoftext|>` if not given. A small text may hold fewer merges
-    than asked for: the tokenizer then has a smaller vocabulary.
+    than asked for: the tokenizer then has a smaller vocabulary, and is named by it.
     """
     end_of_text = end_of_text or END_OF_TEXT_NAMES[0]
     library = _library()
@@ -235,4 +239,11 @@ def train_bpe(texts: Iterable[str], vocabulary: int, end_of_text: str | None = N
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer=trainer)
-    return LibraryTokenizer(f"bpe:{vocabulary}", backend.to_str().encode("utf-8"), end_of_text)
+    return trained_bpe(backend.to_str().encode("utf-8"), end_of_text)
+
+
+def trained_bpe(content: bytes, end_of_text: str | None = None) -> LibraryTokenizer:
+    """Return a BPE that `train_bpe` trained, from the content of its file."""
+    tokenizer = LibraryTokenizer("bpe", content, end_of_text or END_OF_TEXT_NAMES[0])
+    tokenizer.name = f"bpe:{tokenizer.vocabulary}"
+    return tokenizer
