@@ -20,7 +20,7 @@ import siamesenorm
 from siamesenorm import rewire
 from siamesenorm.errors import UserError
 from siamesenorm.interop import timm as interop
-from siamesenorm.interop.surgery import steps_of
+from siamesenorm.interop.conversion_log import steps_of
 from siamesenorm.norms import RMSNorm
 from siamesenorm.topologies import build_topology, topology_from_json
 
@@ -85,7 +85,7 @@ def test_no_weights_are_promised() -> None:
     with pytest.raises(UserError, match="has no pretrained weights: create vit_tiny_patch16_224 with pretrained=True"):
         timm.create_model(NAME, pretrained=True)
     with pytest.raises(UserError, match="is the architecture of saved models"):
-        timm.create_model("siamesenorm_operated")
+        timm.create_model("siamesenorm_converted")
 
 
 # --- files
@@ -172,7 +172,7 @@ def test_timm_alone_does_not_take_it_for_its_host(tmp_path: Path) -> None:
         interop.save_pretrained(build(), path)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run([sys.executable, "-c", TIMM_ALONE, *paths], env=environment, capture_output=True, text=True)
-    assert result.stdout.split("\n") == [f"Unknown model ({NAME})", "Unknown model (siamesenorm_operated)", ""]
+    assert result.stdout.split("\n") == [f"Unknown model ({NAME})", "Unknown model (siamesenorm_converted)", ""]
 
 
 def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -64,11 +65,11 @@ def run(arguments: Arguments) -> None:
     prompt = open_prompt(stored, arguments.prompt, tokens=arguments.tokens)
     for note in prompt.notes:
         print(f"siamesenorm: note: {note}", file=sys.stderr)
-    draws = {"temperature": arguments.temperature, "seed": arguments.seed}
+    generate = partial(prompt, temperature=arguments.temperature, seed=arguments.seed)
     if arguments.json:
-        result = prompt(lambda text: None, **draws)
+        result = generate(lambda text: None)
         print(encode_json({"prompt": arguments.prompt, **dataclasses.asdict(result)}))
         return
     print(arguments.prompt, end="", flush=True)
-    prompt(lambda text: print(text, end="", flush=True), **draws)
+    generate(lambda text: print(text, end="", flush=True))
     print()

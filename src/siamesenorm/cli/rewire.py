@@ -72,7 +72,9 @@ def _refuse_rewired(stored: StoredModel) -> None:
         if step.get("operation") == "rewire":
             topology = step.get("topology")
             name = topology.get("name") if isinstance(topology, dict) else None
-            raise UserError(f"{stored.path} was rewired already, to {name or 'an unnamed topology'}: rewire the original")
+            raise UserError(
+                f"{stored.path} was rewired already, to {name or 'an unnamed topology'}: rewire the original"
+            )
 
 
 def _to_json(report: RewireReport, arguments: Arguments) -> dict[str, Any]:
@@ -85,8 +87,8 @@ def _to_json(report: RewireReport, arguments: Arguments) -> dict[str, Any]:
         "blocks": report.blocks,
         "function_kept": report.function_kept,
         "bound": report.bound,
-        "differences": None if differences is None else [
-            {"kind": one.kind.name.lower(), "bound": one.bound, "detail": one.detail} for one in differences
-        ],
+        "differences": None
+        if differences is None
+        else [{"kind": one.kind.name.lower(), "bound": one.bound, "detail": one.detail} for one in differences],
         "norms": [dataclasses.asdict(norm) for norm in report.norms],
     }

@@ -27,7 +27,7 @@ from siamesenorm.interop.stored_model import Step
 PREFIX = "SiameseNorm"
 HOST = "host"
 """The field of config.json with the host's configuration."""
-COMMON = ("_class_name", "_diffusers_version", "siamesenorm", "quantization_config")
+COMMON = ("_class_name", "_diffusers_version", "_name_or_path", "siamesenorm", "quantization_config")
 """Fields of every converted model."""
 
 
@@ -35,7 +35,7 @@ def adopt(model: nn.Module, steps: Sequence[Step]) -> None:
     """Give a converted model the class that saves and loads it, and its configuration the steps."""
     assert isinstance(model, ModelMixin)
     model.__class__ = converted_class(_host_of(type(model)))
-    model.register_to_config(siamesenorm=list(steps))
+    model.register_to_config(siamesenorm=list(steps))  # type: ignore[operator]
 
 
 @cache
@@ -57,7 +57,9 @@ class ConvertedModel:
         `device_map`, which needs the meta device.
         """
         if options.get("device_map") is not None:
-            raise UserError("device_map: converted models of diffusers are built in memory: leave it out, and use .to()")
+            raise UserError(
+                "device_map: converted models of diffusers are built in memory: leave it out, and use .to()"
+            )
         options = {"use_safetensors": True, **options, "low_cpu_mem_usage": False}
         return super().from_pretrained(path, **options)  # type: ignore[misc]
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from siamesenorm.errors import UserError
 from siamesenorm.interop.libraries import safetensors_errors
 from siamesenorm.models.language_config import LanguageModelConfig
 
@@ -25,8 +24,8 @@ MODEL_TYPE = "siamesenorm"
 ARCHITECTURE = "SiameseNormForCausalLM"
 PREFIX = "model."
 """Precedes the native name of every parameter in an export."""
-DIGEST = "siamesenorm_sha256"
-"""The entry of a file's metadata with the digest of its tensors; files that other libraries write have none."""
+DIGEST = "weights_sha256"
+"""The field of config.json with the digest of the weights, which transformers drops when it saves other ones."""
 REMOTE_CODE_FILE = "modeling_siamesenorm.py"
 REMOTE_CODE = '''\
 """The classes of this model are those of the package siamesenorm, which has to be installed."""
@@ -40,7 +39,7 @@ except ImportError as error:
 
 __all__ = ["SiameseNormConfig", "SiameseNormForCausalLM", "SiameseNormModel"]
 '''
-"""Code that transformers runs under `trust_remote_code`; it imports this package, so that no copy of its code exists."""
+"""Code that transformers runs under `trust_remote_code`; it imports this package, so that no code is copied."""
 AUTO_MAP = {
     "AutoConfig": "modeling_siamesenorm.SiameseNormConfig",
     "AutoModel": "modeling_siamesenorm.SiameseNormModel",
@@ -57,16 +56,20 @@ def write_export(
     seed: int,
     card: str,
 ) -> None:
-    """Write everything that transformers, `load_native` and `siamesenorm generate` read; raises OSError."""
+    """Write everything that transformers, `from_pretrained` and `siamesenorm generate` read; raises OSError."""
+    from safetensors.torch import save_file
+
     from siamesenorm.interop.tokenizer import generation_config, tokenizer_config, tokenizer_file
 
     file, end_of_text = tokenizer_file(tokenizer), tokenizer.end_of_text
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     record = {name: value for name, value in config.to_json().items() if name != "family"}
     record |= {"model_type": MODEL_TYPE, "architectures": [ARCHITECTURE], "auto_map": AUTO_MAP, "dtype": dtype}
-    record |= {"eos_token_id": end_of_text, "seed": seed}
+    stored = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    record |= {"eos_token_id": end_of_text, "seed": seed, DIGEST: digest(stored)}
     _write_json(directory / CONFIG_FILE, record)
-    _write_weights(directory / WEIGHTS_FILE, {PREFIX + name: tensor for name, tensor in weights.items()})
+    with safetensors_errors(directory):
+        save_file(stored, directory / WEIGHTS_FILE, metadata={"format": "pt"})
     # safetensors creates files that their owner alone can read.
     shutil.copymode(directory / CONFIG_FILE, directory / WEIGHTS_FILE)
     _write_json(directory / "generation_config.json", generation_config(end_of_text))
@@ -80,35 +83,11 @@ def _write_json(path: Path, record: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
 
 
-def _write_weights(file: Path, weights: Mapping[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    with safetensors_errors(file):
-        save_file(contiguous, file, metadata={"format": "pt", DIGEST: _digest(contiguous)})
-
-
-def read_weights(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file; raises UserError for a damaged one."""
-    from safetensors import SafetensorError, safe_open
-    from safetensors.torch import load_file
-
-    try:
-        weights: dict[str, Tensor] = load_file(file)
-        with safe_open(file, framework="pt") as opened:
-            digest = (opened.metadata() or {}).get(DIGEST)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file.parent}: the weights cannot be read ({error}): export the model again") from error
-    if digest is not None and digest != _digest(weights):
-        raise UserError(f"{file}: its content has changed since it was written: export or copy the model again")
-    return weights
-
-
-def _digest(weights: Mapping[str, Tensor]) -> str:
+def digest(weights: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 of names, dtypes, shapes and values."""
-    digest = hashlib.sha256()
+    found = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         # ctypes reads a tensor without a copy in every dtype, and needs no numpy.
-        digest.update((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
-    return digest.hexdigest()
+        found.update((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+    return found.hexdigest()

@@ -119,7 +119,7 @@ def quiet(library: Any) -> Iterator[None]:
     logger = logging.getLogger(library.__name__)
     level = logger.level
     logger.setLevel(logging.ERROR)
-    bars = library.utils.logging if library.__name__ == "transformers" else None
+    bars: Any = library.utils.logging if library.__name__ == "transformers" else None
     hide = bars is not None and bars.is_progress_bar_enabled() and not sys.stderr.isatty()
     if hide:
         bars.disable_progress_bar()

@@ -171,12 +171,14 @@ class TransformersModel(LibraryModel):
 
     def _build(self, library: Any) -> nn.Module:
         kind = self._class(library)
-        model: nn.Module = kind(library.AutoConfig.from_pretrained(self.path, local_files_only=True))
+        model: nn.Module = kind(self._configuration(library))
         return model
 
     def _load(self, library: Any, options: dict[str, Any]) -> nn.Module:
         kind = self._class(library)
         defaults: dict[str, Any] = {"use_safetensors": True, "local_files_only": True, "ignore_mismatched_sizes": True}
+        if not self.converted:  # the options of a converted model may change its configuration
+            defaults["config"] = self._configuration(library)
         if "torch_dtype" not in options:  # the old name of dtype, which yields to the new one
             defaults["dtype"] = "auto"
         model, found = kind.from_pretrained(self.path, **{**defaults, **options}, output_loading_info=True)
@@ -185,6 +187,9 @@ class TransformersModel(LibraryModel):
         require_whole(self.path, found, ignored=OLD_CONSTANTS)
         loaded: nn.Module = model
         return loaded
+
+    def _configuration(self, library: Any) -> Any:
+        return library.AutoConfig.from_pretrained(self.path, local_files_only=True)
 
     def _class(self, library: Any) -> Any:
         names = self.record.get("architectures")

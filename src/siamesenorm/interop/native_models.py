@@ -19,11 +19,12 @@ from siamesenorm.errors import UserError
 from siamesenorm.interop.export import (
     CARD_FILE,
     CONFIG_FILE,
+    DIGEST,
     MODEL_TYPE,
     PREFIX,
     TOKENIZER_FILE,
     WEIGHTS_FILE,
-    read_weights,
+    digest,
     write_export,
 )
 from siamesenorm.interop.stored_model import StoredModel
@@ -33,6 +34,7 @@ from siamesenorm.topologies.topology import Reader
 
 if TYPE_CHECKING:
     from siamesenorm.data.tokenizer import Tokenizer
+
 
 class NativeModel(StoredModel):
     """A language model of this library."""
@@ -124,7 +126,15 @@ class ExportedModel(NativeModel):
         files = sorted(self.path.glob("model*.safetensors"))
         if not files:
             raise UserError(f"{self.path}: no {WEIGHTS_FILE}: export the model again")
-        weights = {name: tensor for file in files for name, tensor in read_weights(file).items()}
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{self.path}: the weights cannot be read ({error}): export the model again") from error
+        if self.record.get(DIGEST) not in (None, digest(weights)):
+            raise UserError(f"{self.path}: the weights have changed since they were written: copy or export them again")
         return {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
 
     def tokenizer(self) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""What a model on disk offers, whichever library wrote it, and a new directory to write one into, whole or not at all."""
+"""What a model on disk offers, whichever library wrote it; a new directory to write one into, whole or not at all."""
 
 from __future__ import annotations
 

@@ -53,7 +53,9 @@ class SwapReport:
         """Return the report as a table, one norm a line."""
         rows = [("norm", "outcome", "detail")]
         for one in self.replaced:
-            function = "function kept" if one.function_kept else f"function changed: {'; '.join(map(str, one.differences))}"
+            function = (
+                "function kept" if one.function_kept else f"function changed: {'; '.join(map(str, one.differences))}"
+            )
             rows.append((one.name, "replaced", f"{one.was} -> {one.now}, {function}"))
         for outcome, entries in (("kept", self.kept), ("refused", self.refused)):
             rows.extend((name, outcome, reason) for name, reason in entries)

@@ -135,7 +135,7 @@ class BlockStack:
 
 
 def two_sublayers(attention_norm: str | None = None, mlp_norm: str | None = None) -> tuple[SublayerSpec, SublayerSpec]:
-    """Return attention, then MLP, each with a connection of its own and an input norm that this one replaces, if any."""
+    """Return attention, then MLP, each with a connection of its own, which replaces its input norm, if any."""
     return (
         SublayerSpec(kind="attention", connection="attention_connection", norm=attention_norm),
         SublayerSpec(kind="mlp", connection="mlp_connection", norm=mlp_norm),
@@ -199,7 +199,7 @@ def close_hidden_states(backbone: nn.Module) -> None:
 
 
 def keep_recording(model: nn.Module) -> None:
-    """Register with transformers, which looks it up by class, that a model of a new class records what it did before."""
+    """Register a model of a new class with transformers, so that it records the same outputs as before."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
     if capturing is not None:
         registry = capturing._CAN_RECORD_REGISTRY

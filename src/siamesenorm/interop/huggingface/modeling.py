@@ -28,7 +28,6 @@ from siamesenorm.sublayers.modulated import Losses
 from siamesenorm.sublayers.rotary import Rotation
 from siamesenorm.topologies import Streams
 
-
 StreamsOfBlock = dict[str, Tensor]
 
 
