@@ -62,9 +62,9 @@ class Manifest:
     directory: str = DIRECTORIES[0]
     """Directory of the shards and of the tokenizer's file."""
     unigram_entropy: float
-    """Entropy of the ids of the train split, in nats per token: the loss of a model that knows only frequencies."""
+    """Entropy of the ids of the train split, in nats per token: the loss of a model of their frequencies alone."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What the data was prepared from and how: preparing again with the same settings does nothing."""
+    """Sources and settings of the preparation: preparing again with the same settings does nothing."""
 
     @property
     def digest(self) -> str:
@@ -77,20 +77,7 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """Return the content of `manifest.json`."""
-        tokenizer = asdict(self.tokenizer)
-        if self.tokenizer.sha256 is None:
-            del tokenizer["sha256"]
-        record = {
-            "schema": SCHEMA,
-            "source": self.source,
-            "directory": self.directory,
-            "tokenizer": tokenizer,
-            "dtype": self.dtype,
-            "splits": {name: asdict(split) for name, split in self.splits.items()},
-            "unigram_entropy": self.unigram_entropy,
-            "settings": self.settings,
-            "digest": self.digest,
-        }
+        record = {"schema": SCHEMA, **asdict(self), "digest": self.digest}
         return (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
 
 
@@ -107,7 +94,7 @@ def shard_file(split: str, number: int) -> str:
 
 
 def canonical_json(value: object) -> bytes:
-    """Return the one JSON text of a value: sorted keys, no blanks."""
+    """Return the JSON text of a value with sorted keys and no blanks."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
 
 
@@ -118,29 +105,20 @@ def read_manifest(path: Path) -> Manifest:
     """
     try:
         record = json.loads(path.read_bytes())
-        if record["schema"] != SCHEMA:
-            raise UserError(
-                f"{path}: schema {record['schema']!r}, this version reads {SCHEMA}: prepare again with --restart"
-            )
-        manifest = Manifest(
-            source=record["source"],
-            directory=record["directory"],
-            tokenizer=TokenizerEntry(**record["tokenizer"]),
-            dtype=record["dtype"],
-            splits={
-                name: Split(**{**split, "shards": tuple(split["shards"])}) for name, split in record["splits"].items()
-            },
-            unigram_entropy=float(record["unigram_entropy"]),
-            settings=record.get("settings", {}),
-        )
-        if manifest.dtype not in STORAGE:
-            raise UserError(f"{path}: dtype {manifest.dtype!r} is not one of {', '.join(STORAGE)}: prepare again")
+        schema, digest = record.pop("schema"), record.pop("digest")
+        if schema != SCHEMA:
+            raise UserError(f"{path}: schema {schema!r}, this version reads {SCHEMA}: prepare again with --restart")
+        splits = {
+            name: Split(**{**split, "shards": tuple(split["shards"])}) for name, split in record["splits"].items()
+        }
+        manifest = Manifest(**{**record, "tokenizer": TokenizerEntry(**record["tokenizer"]), "splits": splits})
+        whole = all(sum(split.shards) == split.tokens for split in splits.values())
+        whole = whole and digest == manifest.digest and manifest.dtype in STORAGE and manifest.directory in DIRECTORIES
     except UserError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{path}: not a manifest of prepared data ({reason}): prepare the data again") from error
-    whole = all(sum(split.shards) == split.tokens for split in manifest.splits.values())
-    if record.get("digest") != manifest.digest or manifest.directory not in DIRECTORIES or not whole:
+    if not whole:
         raise UserError(f"{path}: its fields contradict each other: it was edited or damaged, prepare again")
     return manifest

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from siamesenorm.data.encoding import Chunk, Encoder, encode_chunks
-from siamesenorm.data.formats import Cut
 from siamesenorm.data.holdout import Holdout, Role, choose_holdout
 from siamesenorm.data.manifest import MANIFEST_FILE, canonical_json, read_manifest
 from siamesenorm.data.prepared import PreparedData
@@ -35,7 +34,7 @@ from siamesenorm.data.shards import (
     remove_remains,
     require_ours,
 )
-from siamesenorm.data.sources import BuiltinSource, Source, open_source
+from siamesenorm.data.sources import BuiltinSource, Cut, Source, open_source
 from siamesenorm.data.tokenizer import (
     TOKENIZER_FILE,
     ByteTokenizer,
@@ -44,12 +43,11 @@ from siamesenorm.data.tokenizer import (
     bpe_size,
     load_tokenizer,
     train_bpe,
-    trained_bpe,
 )
 from siamesenorm.errors import UserError
 from siamesenorm.files import StoppedError, disk_errors, exclusive, write_atomically
 
-# Raised by hand whenever the same settings would give other bytes.
+# To be raised whenever the same settings give other bytes.
 PROCEDURE = 1
 # What a worker encodes at a time.
 CHUNK_CHARACTERS = 2_000_000
@@ -146,8 +144,8 @@ class _Job:
         self.fraction = default if config.validation_fraction is None else config.validation_fraction
         self.bpe_size = bpe_size(config.tokenizer)
         # A file is read at once; a tokenizer to be trained or fetched waits until it is needed.
-        here = config.tokenizer == "bytes" or Path(config.tokenizer).exists()
-        self.tokenizer = load_tokenizer(config.tokenizer, config.end_of_text) if here else None
+        local = config.tokenizer == "bytes" or Path(config.tokenizer).exists()
+        self.tokenizer = load_tokenizer(config.tokenizer, config.end_of_text) if local else None
         self.settings = self._settings()
         self._require_different_sources()
 
@@ -274,20 +272,19 @@ class _Job:
         )
 
     def _tokenizer(self, partial: Path) -> Tokenizer:
-        """Return the tokenizer; its file is kept, so that a BPE is trained, and the Hub asked, only once."""
+        """Return the tokenizer; its file is kept, so that a BPE is trained, or one is downloaded, only once."""
         config, kept = self.config, partial / SHARD_DIRECTORY / TOKENIZER_FILE
         kept.parent.mkdir(exist_ok=True)
         tokenizer = self.tokenizer
-        if tokenizer is None and kept.exists() and self.bpe_size is not None:
-            return trained_bpe(kept.read_bytes(), config.end_of_text)
         if tokenizer is None and kept.exists():
-            tokenizer = LibraryTokenizer(config.tokenizer, kept.read_bytes(), config.end_of_text)
+            name = config.tokenizer if self.bpe_size is None else None
+            tokenizer = LibraryTokenizer(name, kept.read_bytes(), config.end_of_text)
         elif self.bpe_size is not None:
             self.report(PrepareProgress(stage="training the tokenizer"))
             tokenizer = train_bpe(self._training_sample(), self.bpe_size, config.end_of_text)
             if tokenizer.vocabulary != self.bpe_size:
-                given = f"the text gives a vocabulary of {tokenizer.vocabulary:,}"
-                self.report(PrepareProgress(stage=f"{given}, not the {self.bpe_size:,} of {config.tokenizer}"))
+                given = f"the text is enough for a vocabulary of {tokenizer.vocabulary:,}"
+                self.report(PrepareProgress(stage=f"{given}, not of {self.bpe_size:,}"))
         elif tokenizer is None:
             tokenizer = load_tokenizer(config.tokenizer, config.end_of_text)
         content = tokenizer.to_json()

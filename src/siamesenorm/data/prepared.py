@@ -103,7 +103,7 @@ class PreparedData:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the ids, and that gives their text back."""
+        """The tokenizer of the ids, which also decodes them."""
         return load_tokenizer(self.path)
 
     def split(self, name: str) -> Split:
@@ -121,7 +121,7 @@ class PreparedData:
         return TokenSequence([np.memmap(file, dtype=storage, mode="r").view(np.ndarray) for file in files])
 
     def require_vocabulary(self, vocabulary: int) -> None:
-        """Raise `UserError` if a model with so many ids cannot read the data."""
+        """Raise `UserError` if a model with this vocabulary is too small for the data."""
         if vocabulary < self.vocabulary:
             raise UserError(
                 f"{self.path}: its ids need a vocabulary of {self.vocabulary:,}, the model has {vocabulary:,}: "

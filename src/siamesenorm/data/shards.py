@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from siamesenorm.data.encoding import EncodedChunk
+from siamesenorm.data.encoding import EncodedChunk, EncodedSplit
 from siamesenorm.data.manifest import (
     DIRECTORIES,
     MANIFEST_FILE,
@@ -48,29 +47,21 @@ SHARD_BYTES = 2**24
 
 
 class _SplitCounts:
-    """Running counts and checksum of a split, and the ids that are in no shard yet."""
+    """Running counts and checksum of the shards of a split."""
 
-    def __init__(self, dtype: str, vocabulary: int) -> None:
-        self.storage = np.dtype(STORAGE[dtype])
+    def __init__(self, vocabulary: int) -> None:
         self.shards: list[int] = []
         self.documents = self.bytes = 0
-        self.pending: list[NDArray[Any]] = []
-        self.pending_documents = self.pending_bytes = 0
         self._checksum = hashlib.sha256()
         self._counts = np.zeros(vocabulary, dtype=np.int64)
 
-    @property
-    def pending_tokens(self) -> int:
-        return sum(map(len, self.pending))
-
-    def add_shard(self, ids: NDArray[Any], documents: int, size: int) -> None:
-        """Count a shard that is on the disk, and forget the pending ids."""
-        self.shards.append(len(ids))
-        self.documents += documents
-        self.bytes += size
-        self._checksum.update(ids.tobytes())
-        self._counts += np.bincount(ids, minlength=len(self._counts))
-        self.pending, self.pending_documents, self.pending_bytes = [], 0, 0
+    def add(self, shard: EncodedSplit) -> None:
+        """Count a shard that is on the disk."""
+        self.shards.append(len(shard.ids))
+        self.documents += shard.documents
+        self.bytes += shard.bytes
+        self._checksum.update(shard.ids.tobytes())
+        self._counts += np.bincount(shard.ids, minlength=len(self._counts))
 
     def entropy(self) -> float:
         """Return the entropy of the ids, `-sum p ln p`, in nats."""
@@ -98,9 +89,10 @@ class ShardWriter:
         self.tokenizer = tokenizer
         self.dtype = dtype
         self.documents = 0
-        self._pending_documents = 0
         self._partial = partial
-        self._splits = {name: _SplitCounts(dtype, tokenizer.vocabulary) for name in SPLITS}
+        self._storage = np.dtype(STORAGE[dtype])
+        self._splits = {name: _SplitCounts(tokenizer.vocabulary) for name in SPLITS}
+        self._pending: list[EncodedChunk] = []
         for self._records in count():
             if not self._record_file.exists():
                 break
@@ -108,13 +100,17 @@ class ShardWriter:
 
     @property
     def tokens(self) -> int:
-        """Number of ids so far, in shards or pending."""
-        return sum(sum(split.shards) + split.pending_tokens for split in self._splits.values())
+        """Number of ids so far, in shards or in memory."""
+        return sum(sum(split.shards) for split in self._splits.values()) + self._pending_tokens
 
     @property
     def documents_read(self) -> int:
-        """Number of documents so far, in shards or pending."""
-        return self.documents + self._pending_documents
+        """Number of documents so far, in shards or in memory."""
+        return self.documents + sum(chunk.documents for chunk in self._pending)
+
+    @property
+    def _pending_tokens(self) -> int:
+        return sum(len(part.ids) for chunk in self._pending for part in chunk.splits.values())
 
     @property
     def _record_file(self) -> Path:
@@ -126,46 +122,45 @@ class ShardWriter:
 
     def _count_shards(self, record: Mapping[str, Any]) -> None:
         """Read the shards of a record for counts and checksums."""
-        for name, shard in record["splits"].items():
-            file, split = self._shard(name), self._splits[name]
-            if not file.exists() or file.stat().st_size != shard["tokens"] * split.storage.itemsize:
+        for name, entry in record["splits"].items():
+            file = self._shard(name)
+            if not file.exists() or file.stat().st_size != entry["tokens"] * self._storage.itemsize:
                 raise UserError(f"{file}: its size is not that of its record: repeat the command, it starts again")
-            split.add_shard(np.fromfile(file, dtype=split.storage), shard["documents"], shard["bytes"])
+            ids = np.fromfile(file, dtype=self._storage)
+            self._splits[name].add(EncodedSplit(ids, entry["documents"], entry["bytes"]))
         self.documents += record["documents"]
 
     def append(self, chunk: EncodedChunk) -> None:
         """Add a chunk; it is kept in memory until there is enough for a shard."""
-        for name, part in chunk.splits.items():
-            split = self._splits[name]
-            split.pending.append(part.ids.astype(split.storage))
-            split.pending_documents += part.documents
-            split.pending_bytes += part.bytes
-        self._pending_documents += chunk.documents
-        if sum(split.pending_tokens * split.storage.itemsize for split in self._splits.values()) >= SHARD_BYTES:
+        self._pending.append(chunk)
+        if self._pending_tokens * self._storage.itemsize >= SHARD_BYTES:
             self._write_shards()
 
     def _write_shards(self) -> None:
-        """Write what is pending: a shard of each split that has something, then the record that makes them count."""
-        record: dict[str, Any] = {"documents": self._pending_documents, "splits": {}}
-        written = {}
-        for name, split in self._splits.items():
-            if split.pending:
-                ids = np.concatenate(split.pending)
+        """Write the chunks in memory: a shard of each split, then the record that makes them count."""
+        shards = {}
+        for name in SPLITS:
+            if parts := [chunk.splits[name] for chunk in self._pending if name in chunk.splits]:
+                ids = np.concatenate([part.ids for part in parts]).astype(self._storage)
+                shards[name] = EncodedSplit(
+                    ids, sum(part.documents for part in parts), sum(part.bytes for part in parts)
+                )
                 write_atomically(self._shard(name), ids.tobytes())
-                written[name] = ids
-                counts = {"tokens": len(ids), "documents": split.pending_documents, "bytes": split.pending_bytes}
-                record["splits"][name] = counts
-        write_atomically(self._record_file, canonical_json(record))
-        for name, ids in written.items():
-            split = self._splits[name]
-            split.add_shard(ids, split.pending_documents, split.pending_bytes)
-        self.documents += self._pending_documents
-        self._pending_documents = 0
+        documents = sum(chunk.documents for chunk in self._pending)
+        entries = {
+            name: {"tokens": len(shard.ids), "documents": shard.documents, "bytes": shard.bytes}
+            for name, shard in shards.items()
+        }
+        write_atomically(self._record_file, canonical_json({"documents": documents, "splits": entries}))
+        for name, shard in shards.items():
+            self._splits[name].add(shard)
+        self.documents += documents
         self._records += 1
+        self._pending = []
 
     def finish(self, source: str, settings: Mapping[str, Any], directory: str) -> Manifest:
         """Write the last shards and return the manifest."""
-        if self._pending_documents:
+        if self._pending:
             self._write_shards()
         return Manifest(
             source=source,
