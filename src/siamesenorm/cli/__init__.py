@@ -23,7 +23,7 @@ COMMANDS = {
     "verdict": "say whether a loss curve was stable, spiked or diverged",
     "calibrate": "measure how often the verdict is wrong on given runs",
     "rewire": "give an existing model in a local directory another residual topology",
-    "export": "write a trained model for Hugging Face, or an exported one in the native format",
+    "export": "write a trained model for Hugging Face",
     "generate": "continue a text with a trained, exported or rewired model",
     "explain": "show formula, diagram, cost and special cases of a topology",
     "bench": "measure speed and memory of boundaries, training steps, and other libraries",
