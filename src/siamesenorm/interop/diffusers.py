@@ -42,10 +42,10 @@ def adopt(model: nn.Module, steps: Sequence[Step]) -> None:
 def converted_class(host: type) -> type:
     """Return the class of converted models whose host is of class `host`; one for each."""
     members = {"__doc__": f"A converted {host.__name__}.", "__module__": __name__, "__init__": _build_of(host)}
-    return type(f"{PREFIX}{host.__name__}", (ConvertedModel, host), members)
+    return type(f"{PREFIX}{host.__name__}", (ConvertedDiffusersModel, host), members)
 
 
-class ConvertedModel:
+class ConvertedDiffusersModel:
     """Mixed in before a host's class: a configuration with the steps builds the converted model."""
 
     @classmethod
@@ -94,7 +94,7 @@ def _build_of(host: type) -> Any:
 
 
 def _host_of(kind: type) -> type:
-    return kind.__mro__[2] if issubclass(kind, ConvertedModel) else kind
+    return kind.__mro__[2] if issubclass(kind, ConvertedDiffusersModel) else kind
 
 
 def class_named(name: str) -> Any:

@@ -24,7 +24,7 @@ from siamesenorm.interop.hosts.wiring import (
 )
 from siamesenorm.interop.rewire_report import (
     NormFate,
-    Outcome,
+    NormOutcome,
     RewireReport,
     describe_move,
     fates_of_new_norms,
@@ -37,7 +37,7 @@ from siamesenorm.norms import Norm, NormFunction, NormSpec
 from siamesenorm.topologies import Topology, build_topology, topology_name
 from siamesenorm.topologies.pre_norm import PreNorm
 
-__all__ = ["NormFate", "Outcome", "RewireReport", "record_streams", "rewire"]
+__all__ = ["NormFate", "NormOutcome", "RewireReport", "record_streams", "rewire"]
 
 StreamsOfBlock = dict[str, Tensor]
 
@@ -154,7 +154,7 @@ def _native_fates(model: LanguageModel, old: dict[str, Norm]) -> tuple[NormFate,
     fates = []
     for name, norm in old.items():
         stays = new.get(name) is norm
-        outcome = Outcome.KEPT if stays else Outcome.MOVED
+        outcome = NormOutcome.KEPT if stays else NormOutcome.MOVED
         detail = "in the attention" if stays else describe_move(norm.function(), "a new norm")
         fates.append(NormFate(name=name, outcome=outcome, detail=detail))
     return (*fates, *fates_of_new_norms(model, old.values(), preserve=True))

@@ -15,7 +15,7 @@ from siamesenorm.norms import Inexact, Norm, NormFunction
 from siamesenorm.topologies import Topology, topology_name
 
 
-class Outcome(StrEnum):
+class NormOutcome(StrEnum):
     """What became of a norm: its parameters moved into a connection, it stayed, it was dropped, or it is new."""
 
     MOVED = "moved"
@@ -29,7 +29,7 @@ class NormFate:
     """What became of one norm; `detail` is for people."""
 
     name: str
-    outcome: Outcome
+    outcome: NormOutcome
     detail: str
 
 
@@ -98,7 +98,7 @@ def fates_of_new_norms(model: nn.Module, known: Iterable[Norm], *, preserve: boo
     """Return every norm of a rewired model, except those that it had before, and its gain."""
     old = {id(norm) for norm in known}
     return tuple(
-        NormFate(name=name, outcome=Outcome.NEW, detail=describe_gain(norm, preserve=preserve))
+        NormFate(name=name, outcome=NormOutcome.NEW, detail=describe_gain(norm, preserve=preserve))
         for name, norm in norms_of(model).items()
         if id(norm) not in old
     )
@@ -111,7 +111,7 @@ def fates_of_old_norms(model: nn.Module, stack: BlockStack, old: HostNorms, *, p
     for name, module in model.named_modules():
         if looks_like_norm(module):
             part = "part of the sublayer" if name.startswith(f"{stack.name}.") else "outside of the blocks"
-            fates.append(outcomes.get(name) or NormFate(name=name, outcome=Outcome.KEPT, detail=part))
+            fates.append(outcomes.get(name) or NormFate(name=name, outcome=NormOutcome.KEPT, detail=part))
     return tuple(fates)
 
 
@@ -122,8 +122,8 @@ def _fates(stack: BlockStack, old: HostNorms, *, preserve: bool) -> Iterator[Nor
     def moved(name: str, norm: NormFunction | None, place: str) -> NormFate:
         if not preserve:
             detail = "the new norms start at their initial values"
-            return NormFate(name=name, outcome=Outcome.DROPPED, detail=detail)
-        return NormFate(name=name, outcome=Outcome.MOVED, detail=describe_move(norm, f"the last norm {place}"))
+            return NormFate(name=name, outcome=NormOutcome.DROPPED, detail=detail)
+        return NormFate(name=name, outcome=NormOutcome.MOVED, detail=describe_move(norm, f"the last norm {place}"))
 
     for index in range(len(stack.blocks)):
         for sublayer in spec.sublayers:
@@ -132,11 +132,11 @@ def _fates(stack: BlockStack, old: HostNorms, *, preserve: bool) -> Iterator[Nor
                 yield moved(name, old.inputs[name], "before the sublayer")
             for path in sublayer.kept:
                 detail = "the sublayer normalises its own input with it"
-                yield NormFate(name=f"{stack.name}.{index}.{path}", outcome=Outcome.KEPT, detail=detail)
+                yield NormFate(name=f"{stack.name}.{index}.{path}", outcome=NormOutcome.KEPT, detail=detail)
         for path in spec.output_norms:
             detail = "the topology decides where outputs are normalised"
-            yield NormFate(name=f"{stack.name}.{index}.{path}", outcome=Outcome.DROPPED, detail=detail)
+            yield NormFate(name=f"{stack.name}.{index}.{path}", outcome=NormOutcome.DROPPED, detail=detail)
     if spec.keeps_final_norm:
-        yield NormFate(name=stack.final_norm, outcome=Outcome.KEPT, detail="after the closing")
+        yield NormFate(name=stack.final_norm, outcome=NormOutcome.KEPT, detail="after the closing")
     else:
         yield moved(stack.final_norm, old.final, "of the closing")

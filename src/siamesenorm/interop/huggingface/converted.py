@@ -136,7 +136,7 @@ def _required_number(host: type[Any]) -> str | None:
 # --- the model
 
 
-class ConvertedModel:
+class ConvertedTransformersModel:
     """Mixed in before a host's class: a configuration with steps builds the converted model."""
 
     config: Any
@@ -179,7 +179,7 @@ def _initialise_declared(model: nn.Module) -> None:
 
 def converted_class(host: type) -> type[Any]:
     """Return the class of converted models whose host is of class `host`."""
-    host = without(ConvertedModel, host)
+    host = without(ConvertedTransformersModel, host)
     original: Any = original_class(host)
     members = {
         "__doc__": f"A converted {original.__name__}.",
@@ -187,7 +187,9 @@ def converted_class(host: type) -> type[Any]:
         "config_class": converted_config(original.config_class),
         "_auto_class": None,
     }
-    return derive_as(f"{PREFIX}{original.__name__}", ConvertedModel, host, members, (converted_class, (host,)))
+    return derive_as(
+        f"{PREFIX}{original.__name__}", ConvertedTransformersModel, host, members, (converted_class, (host,))
+    )
 
 
 def register(host: type) -> None:
