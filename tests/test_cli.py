@@ -429,11 +429,11 @@ def test_the_verdict_on_any_curve(trained: list[Path], tmp_path: Path, capsys: p
     curve.write_text("\n".join(["step,loss", *rows[:60], *(f"{step},7.5" for step in range(61, 101))]))
     assert "diverged, rose and stayed: from step " in output(capsys, "verdict", str(curve))
     facts = decode_json(output(capsys, "verdict", str(curve), "--json", "--thresholds.rise", "9"))
-    assert facts["word"] != "diverged"
+    assert facts["label"] != "diverged"
     assert facts["thresholds"]["rise"] == 9.0
     assert "unknown column 'los': did you mean loss" in refusal(capsys, "verdict", str(curve), "--column", "los")
     for options, message in [
-        ("--unigram-entropy nan", "unigram_entropy is nan"),
+        ("--floor nan", "floor is nan"),
         ("--steps-total 99", "steps_total is 99: the curve goes to step 100"),
         ("--warmup-steps -1", "warmup_steps is -1"),
     ]:
