@@ -7,7 +7,7 @@ BIN := .venv/bin
 READY := .venv/ready
 TIMM := .timm/ready
 
-.PHONY: demo test check docs rewire-table clean
+.PHONY: demo test check docs pages peers registers rewire-table clean
 
 demo: $(READY)
 	$(BIN)/siamesenorm demo
@@ -24,10 +24,20 @@ check: $(READY)
 docs: $(READY)
 	$(BIN)/siamesenorm explain --markdown > docs/topologies.md
 
+pages: $(READY)
+	$(BIN)/python benchmarks/pages.py docs/performance.md docs/cost.md docs/rewire.md
+
+peers: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/peers.py
+
+registers: $(READY)
+	$(BIN)/python benchmarks/registers.py
+
 rewire-table: $(READY) $(TIMM)
 	$(BIN)/python benchmarks/rewire_table.py benchmarks/rewire.json
 	PYTHONPATH=.timm $(BIN)/python benchmarks/rewire_table.py benchmarks/rewire.json vit deit deit-distilled
-	$(BIN)/python -m siamesenorm.benchmark.pages docs/rewire.md
+	$(BIN)/python benchmarks/pages.py docs/rewire.md
 
 # The constraints come first: without them an index may bring a torch with gigabytes of CUDA.
 $(READY): pyproject.toml constraints.txt

@@ -2,8 +2,8 @@
 
     python benchmarks/topology_cost.py    # writes topology_cost.json and fills the table of docs/cost.md from it
 
-One process with one thread takes a training step of a topology and of Pre-Norm in turn, round after round; a ratio is
-the median of the rounds' ratios. Plain eager PyTorch in fp32: compiled and fused steps are in `siamesenorm bench`.
+One process with one thread takes a training step of a topology and of Pre-Norm in turn, round after round.
+Plain eager PyTorch in fp32: compiled and fused steps are in `siamesenorm bench`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from siamesenorm.benchmark.pages import fill_tables
+from pages import fill_tables
 from siamesenorm.benchmark.results import Results, Row
 from siamesenorm.benchmark.step import REFERENCE, StepSettings, TrainingStep, compare
 from siamesenorm.models.language import build_language_model
@@ -43,8 +43,7 @@ def measure(settings: StepSettings) -> Results:
         pair = {REFERENCE: reference}
         if name != REFERENCE:  # two models at a time: twenty would fill the memory
             pair[name] = build_step(name, settings)
-        kept = {each: step.kept_bytes() for each, step in pair.items()}
-        row = compare("plain", pair, kept, settings, CPU)[-1]
+        row = compare("plain", pair, settings, CPU)[-1]
         rows.append(row | extra_weights(row))
         del pair
         gc.collect()  # models are in circles, and a collector that counts objects does not see how much they hold

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from boundary_cases import CASES, Case, Inputs, draw_inputs, reference, weighted
-from siamesenorm.benchmark.traffic import traffic_of
+from siamesenorm.benchmark.measurement import traffic_of
 from siamesenorm.kernels.boundary import boundary
 
 CENTRED = pytest.mark.parametrize("centred", [False, True], ids=["rmsnorm", "layernorm"])

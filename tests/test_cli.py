@@ -132,7 +132,7 @@ def test_an_interruption_is_one_line(
     assert capsys.readouterr().err.splitlines()[-1] == "siamesenorm: interrupted; repeat the command to go on"
     monkeypatch.undo()
     assert main(train(data, tmp_path / "run")) == 0
-    assert "goes on after step 2" in capsys.readouterr().err
+    assert "resumes after step 2" in capsys.readouterr().err
 
 
 # --- what cannot be read ---------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 from siamesenorm.data import (
     PrepareConfig,
     PreparedData,
-    Progress,
+    PrepareProgress,
     StoppedError,
     encoding,
     load_tokenizer,
@@ -115,7 +115,7 @@ def test_large_vocabularies_take_four_bytes(source: Path, tmp_path: Path) -> Non
 def test_chunks_and_workers_change_nothing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = prepare(config(source, tokenizer="bpe:300"))
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 1500)
-    seen: list[Progress] = []
+    seen: list[PrepareProgress] = []
     pieces = prepare(config(source, out="pieces", tokenizer="bpe:300", workers=2), seen.append)
     assert contents(whole.path) == contents(pieces.path)
     counts = [progress.documents for progress in seen if progress.stage == "tokens"]
@@ -173,7 +173,7 @@ def test_a_restart_that_was_stopped_goes_on_beside_the_finished_data(
     data = prepare(config(source))
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 1500)
 
-    def stop(progress: Progress) -> None:
+    def stop(progress: PrepareProgress) -> None:
         if progress.documents > 100:
             raise KeyboardInterrupt
 
@@ -183,7 +183,7 @@ def test_a_restart_that_was_stopped_goes_on_beside_the_finished_data(
     assert prepare(config(source)).digest == data.digest
     with pytest.raises(KeyboardInterrupt):
         prepare(config(source, tokenizer="bpe:300", restart=True), stop)
-    seen: list[Progress] = []
+    seen: list[PrepareProgress] = []
     prepare(config(source, tokenizer="bpe:300"), seen.append)
     assert seen[0].stage == "resumed"
     assert contents(data.path) == contents(prepare(config(source, out="fresh", tokenizer="bpe:300")).path)
@@ -192,7 +192,7 @@ def test_a_restart_that_was_stopped_goes_on_beside_the_finished_data(
 def test_a_restart_under_way_is_not_disturbed(source: Path) -> None:
     data = prepare(config(source))
 
-    def second(progress: Progress) -> None:
+    def second(progress: PrepareProgress) -> None:
         assert prepare(config(source)).digest == data.digest
 
     prepare(config(source, restart=True), second)
@@ -334,7 +334,7 @@ def test_unwritable_directory_is_one_line(source: Path, monkeypatch: pytest.Monk
 
 
 def test_a_second_process_is_kept_out(source: Path) -> None:
-    def second(progress: Progress) -> None:
+    def second(progress: PrepareProgress) -> None:
         with pytest.raises(StoppedError, match="another process is at work here"):
             prepare(config(source))
 

@@ -1,4 +1,4 @@
-"""What a person sees of a preparation: plain lines in a pipe, a bar on a terminal."""
+"""Progress as people see it: plain lines in a pipe, a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -7,44 +7,28 @@ import sys
 import time
 
 import pytest
+from rich.text import Text
 
-from siamesenorm.data import Progress, show_progress
-
-
-def progress(position: int, stage: str = "tokens") -> Progress:
-    return Progress(stage=stage, documents=1234, tokens=5_678_901, position=position, size=2_000_000)
+from siamesenorm.data import PrepareProgress, show_progress
+from siamesenorm.progress import ProgressDisplay, format_duration
 
 
-def test_lines_come_now_and_then_with_the_time_left(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    times = iter([100.0, 100.0, 102.0, 110.0, 111.0])
-    monkeypatch.setattr(time, "monotonic", lambda: next(times))
-    with show_progress() as report:
-        for position in (0, 100_000, 500_000, 600_000):
-            report(progress(position))
-    assert capsys.readouterr().err.splitlines() == [
-        "tokens: 0% of 2.0 MB, 1,234 documents, 5,678,901 tokens",
-        # A quarter took ten seconds, so three quarters are left, and thirty seconds.
-        "tokens: 25% of 2.0 MB, 1,234 documents, 5,678,901 tokens, 30 s left",
-    ]
+class Clock:
+    """A clock for `time.monotonic` that a test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
 
-def test_a_new_stage_has_a_line_and_a_clock_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    times = iter([0.0, 0.0, 1.0, 7.0])
-    monkeypatch.setattr(time, "monotonic", lambda: next(times))
-    with show_progress() as report:
-        report(Progress(stage="training the tokenizer"))
-        report(progress(1_000_000))
-        report(progress(1_500_000))
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["training the tokenizer", "tokens", "tokens"]
-    assert lines[-1].endswith("6 s left")
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
 
 
-def test_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def open_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """Replace standard error by a terminal; not a fixture, because pytest replaces it again before the test."""
+
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -53,8 +37,90 @@ def test_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
+    return terminal
+
+
+def progress(position: int, stage: str = "tokens") -> PrepareProgress:
+    return PrepareProgress(stage=stage, documents=1234, tokens=5_678_901, position=position, size=2_000_000)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.2, "0 s"),
+        (89, "89 s"),
+        (90, "2 min"),
+        (89 * 60, "89 min"),
+        (90 * 60, "1 h 30 min"),
+        (7199, "2 h 0 min"),
+        (47 * 3600, "47 h 0 min"),
+        (3 * 86400, "3 days"),
+        (1.6e20, "more than 1,000 days"),
+        (float("nan"), "more than 1,000 days"),
+    ],
+)
+def test_durations_are_in_the_unit_that_fits(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+def test_lines_come_now_and_then_with_speed_and_time_left(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressDisplay(1000, 200, unit="tokens", line_seconds=10) as display:
+        for seconds, done in ((0, 200), (5, 250), (10, 300), (15, 400), (16, 1000), (17, 1000)):
+            clock.now = 100 + seconds
+            display.update(done, f"step {done}")
+    assert capsys.readouterr().err.splitlines() == [
+        "step 200",
+        # A hundred in ten seconds: the 200 that were done before do not count.
+        "step 300, 10 tokens/s, 70 s left",
+        # The end has a line whenever it comes, and only one.
+        "step 1000, 50 tokens/s",
+    ]
+
+
+def test_unknown_totals_have_no_time_left(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressDisplay(unit="tokens") as display:
+        clock.now += 2
+        display.update(10, "some")
+    assert capsys.readouterr().err == "some, 5 tokens/s\n"
+
+
+def test_a_stage_of_a_preparation_has_a_line_and_a_clock_of_its_own(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with show_progress() as report:
+        report(PrepareProgress(stage="training the tokenizer"))
+        clock.now += 1
+        report(progress(1_000_000))
+        clock.now += 4
+        report(progress(1_200_000))
+        clock.now += 2
+        report(progress(1_500_000))
+    assert capsys.readouterr().err.splitlines() == [
+        "training the tokenizer",
+        "tokens: 50% of 2.0 MB, 1,234 documents, 5,678,901 tokens",
+        "tokens: 75% of 2.0 MB, 1,234 documents, 5,678,901 tokens, 6 s left",
+    ]
+
+
+def test_a_terminal_has_a_bar_and_lines_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = open_terminal(monkeypatch)
     with show_progress() as report:
         report(progress(500_000))
-        report(Progress(stage="tokens", documents=5))
-    assert "tokens: 1,234 documents, 5,678,901 tokens" in terminal.getvalue() or "5 documents" in terminal.getvalue()
+        report(PrepareProgress(stage="tokens", documents=5))
+    assert "5 documents" in terminal.getvalue()
     assert "\x1b[" in terminal.getvalue()
+    display = ProgressDisplay(10, above=lambda: Text("a table"), keep=True)
+    display.update(5, "half")
+    display.line("a line [b]as it is[/b]")
+    display.close()
+    display.line("after the end")
+    shown = terminal.getvalue()
+    assert "a table" in shown and "half" in shown and "a line [b]as it is[/b]" in shown
+    assert shown.endswith("after the end\n")
+
+
+def test_a_dumb_terminal_has_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = open_terminal(monkeypatch)
+    monkeypatch.setenv("TERM", "dumb")
+    ProgressDisplay(10).update(5, "half")
+    assert terminal.getvalue().startswith("half") and "\x1b" not in terminal.getvalue()

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from siamesenorm.data import PrepareConfig, PreparedData, Progress, StoppedError, preparation, prepare
+from siamesenorm.data import PrepareConfig, PreparedData, PrepareProgress, StoppedError, preparation, prepare
 from siamesenorm.errors import UserError
 
 # Python 3.12 warns of a fork in a process with threads; the children here need none of them.
@@ -154,7 +154,7 @@ def test_killed_with_its_workers(source: Path, tmp_path: Path, monkeypatch: pyte
     whole = prepare(config(source, tmp_path / "whole", tokenizer="bpe:300"))
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", CHUNK_CHARACTERS)
     monkeypatch.setattr(preparation, "train_bpe", None)  # it was trained before the kill
-    reports: list[Progress] = []
+    reports: list[PrepareProgress] = []
     resumed = prepare(config(source, out, tokenizer="bpe:300"), reports.append)
     assert reports[0].stage == "resumed"
     assert 60 < reports[0].documents < 200
@@ -162,7 +162,7 @@ def test_killed_with_its_workers(source: Path, tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_lost_worker(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lose(progress: Progress) -> None:
+    def lose(progress: PrepareProgress) -> None:
         for process in multiprocessing.active_children():
             process.kill()
 
@@ -194,7 +194,7 @@ def test_a_limit_on_the_size_of_files(source: Path, whole: dict[str, bytes], tmp
 
 
 def test_a_shortened_partial_file_starts_again(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
-    def stop(progress: Progress) -> None:
+    def stop(progress: PrepareProgress) -> None:
         raise KeyboardInterrupt
 
     out = tmp_path / "out"
@@ -233,7 +233,7 @@ def test_a_broken_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
                 prepare(job)
             kept.append((job.out / ".partial" / "progress.json").read_bytes())
         else:
-            reports: list[Progress] = []
+            reports: list[PrepareProgress] = []
             prepare(job, reports.append)
     assert kept[0] == kept[1]
     assert reports[0].stage == "resumed"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from siamesenorm.kernels.inspection import Inspection, inspect
+from registers import Inspection, inspect
 from siamesenorm.kernels.launch import H200, Launch
 from siamesenorm.kernels.norm_plain import Form, Weights
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from siamesenorm.kernels.inspection import BOUNDARIES, Inspection, boundary_launches, inspect
+from registers import BOUNDARIES, Inspection, boundary_launches, inspect
 from siamesenorm.kernels.launch import H200, Launch
 from siamesenorm.kernels.norm_plain import Form, Weights
 

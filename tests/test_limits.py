@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from pages import fill_tables
 from siamesenorm import available_topologies, build_topology, rewire
-from siamesenorm.benchmark.pages import fill_tables
 from siamesenorm.errors import UserError
 
 transformers = pytest.importorskip("transformers")
@@ -191,7 +191,7 @@ def test_in_bf16_a_conversion_differs_as_bf16_does(topology: str, host: Any) -> 
 
 def test_the_table_of_costs_is_that_of_its_file() -> None:
     page, record = COST.read_text(), json.loads((ROOT / "benchmarks/topology_cost.json").read_text())
-    assert fill_tables(page, COST.parent) == page, "run benchmarks/topology_cost.py, or siamesenorm.benchmark.pages"
+    assert fill_tables(page, COST.parent) == page, "run benchmarks/topology_cost.py, or benchmarks/pages.py"
     assert {row["topology"] for row in record["rows"]} == {*available_topologies(), "pre + qkv"}
     assert record["environment"]["threads"] == 1
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from siamesenorm.benchmark.pages import TABLE, fill_tables
+from pages import TABLE, fill_tables
 from siamesenorm.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -18,7 +18,7 @@ RESULTS = sorted([*ROOT.glob("benchmarks/performance/*.json"), *ROOT.glob("bench
 def test_the_tables_are_those_of_the_results() -> None:
     page = PAGE.read_text()
     assert len(TABLE.findall(page)) >= 6
-    assert fill_tables(page, PAGE.parent) == page, "python -m siamesenorm.benchmark.pages docs/performance.md"
+    assert fill_tables(page, PAGE.parent) == page, "python benchmarks/pages.py docs/performance.md"
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: f"{path.parent.name}/{path.name}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from siamesenorm.benchmark.pages import fill_tables
+from pages import fill_tables
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/rewire.md"

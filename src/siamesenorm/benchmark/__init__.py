@@ -1,1 +1,1 @@
-"""Speed and memory as ratios within one run: boundaries, training steps, and other libraries beside them."""
+"""Speed and memory as ratios within one run: boundaries, norms, training steps, and all of them on a GPU."""

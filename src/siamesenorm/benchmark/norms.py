@@ -1,4 +1,4 @@
-"""bench norms: fused SeeDNorm against fused RMSNorm, each also plain and compiled; the yardstick is a copy."""
+"""bench norms: fused SeeDNorm against fused RMSNorm, each also plain and compiled; the reference is a copy."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from siamesenorm.benchmark.agreement import Expected, perturb, random_like
-from siamesenorm.benchmark.results import Progress, Results, Row, noting, unseen
-from siamesenorm.benchmark.timing import (
+from siamesenorm.benchmark.measurement import (
     NO_DEADLINE,
     Action,
     CacheFlush,
     Deadline,
-    Spread,
+    Expected,
     Timings,
     allow_kept_graphs,
     allow_many_graphs,
     copy_action,
     current,
     measure,
+    milliseconds,
+    perturb,
+    random_like,
     ratio,
     resolve_device,
     rounded,
     share_of_copy_rate,
 )
+from siamesenorm.benchmark.results import Progress, Results, Row, measuring
 from siamesenorm.norms import Norm, build_norm
 
 REFERENCE = "rmsnorm"
@@ -56,17 +58,17 @@ def measure_norms(
     settings: NormSettings,
     device_name: str = "auto",
     deadline: Deadline = NO_DEADLINE,
-    progress: Progress = unseen,
+    progress: Progress = lambda results: None,
 ) -> Results:
     """Measure every operator in every way at every width, as ratios to RMSNorm computed the same way.
 
-    `progress` is called with the results so far after each width. What fails is noted, and the rest goes on.
+    `progress` is called with the results so far after each width. A failure is noted, and the rest is measured.
     """
     device = resolve_device(device_name)
     results = Results(benchmark="norms", device=str(device), settings=vars(settings))
     with allow_many_graphs(), allow_kept_graphs():
         for dim in settings.dims:
-            with current(device), noting(results.not_measured, f"norms, {dim}"):
+            with current(device), measuring(f"norms, {dim}", results.not_measured):
                 deadline.check()
                 results.rows.extend(measure_width(dim, settings, device, results.not_measured, deadline))
             progress(results)
@@ -76,7 +78,7 @@ def measure_norms(
 def measure_width(
     dim: int, settings: NormSettings, device: torch.device, missing: list[str], deadline: Deadline
 ) -> list[Row]:
-    """Return a row for each operator and candidate at one width, and add to `missing` what cannot be measured."""
+    """Return a row for each operator and candidate at one width; add to `missing` what cannot be measured."""
     dtype: torch.dtype = getattr(torch, settings.dtype)
     x = random_like(torch.empty(settings.tokens, dim, dtype=dtype, device=device), 0).requires_grad_()
     actions: dict[str, Action] = {"copy": copy_action(device)}
@@ -85,10 +87,10 @@ def measure_width(
         exact = values_of(build(name, "plain", x), x.detach().double().requires_grad_())
         expected = Expected.of(exact, values_of(build(name, "plain", x), x), dtype)
         for candidate in settings.candidates:
-            with noting(missing, f"{name}, {dim}, {candidate}"):
+            with measuring(f"{name}, {dim}, {candidate}", missing):
                 deadline.check()
                 norm = build(name, candidate, x)
-                expected.refuse_another(values_of(norm, x))
+                expected.check(values_of(norm, x))
                 passes = passes_of(norm, x)
                 for run in passes.values():
                     run()
@@ -108,9 +110,8 @@ def describe(name: str, reference: str, timings: Timings, size: int) -> Row:
     """Return times, shares of the copy rate and ratios to the reference of both passes over `size` bytes."""
     row: Row = {}
     for direction, count in PASSES.items():
-        seconds = timings[f"{name} {direction}"]
-        row[f"{direction}_ms"] = Spread.of([1e3 * one for one in seconds])
-        row[f"{direction}_share_of_copy_rate"] = share_of_copy_rate(count * size, seconds, timings["copy"])
+        row[f"{direction}_ms"] = milliseconds(timings, f"{name} {direction}")
+        row[f"{direction}_share_of_copy_rate"] = share_of_copy_rate(timings, f"{name} {direction}", count * size)
         if f"{reference} {direction}" in timings:
             row[f"{direction}_to_rmsnorm"] = ratio(timings, f"{name} {direction}", f"{reference} {direction}")
     return rounded(row)

@@ -1,13 +1,13 @@
-"""Results of a benchmark: one JSON file with the environment, and a table that is made from it alone.
+"""Results of a benchmark: one JSON file with the environment, and a table made from its rows.
 
-It needs torch and nothing else, as a GPU's machine may have nothing else but Triton.
+It needs only torch: the machine of a GPU may have nothing else but Triton.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from siamesenorm.errors import UserError
+from siamesenorm.files import disk_errors, write_atomically
 from siamesenorm.training.environment import describe_environment, version_of
 
 Row = dict[str, Any]
@@ -26,17 +27,15 @@ COLUMNS = {
         "backward_share_of_copy_rate", "both_to_compiled", "kept_tensors", "kept_scalars_a_token",
     ),
     "step": (
-        "topology", "candidate", "step_ms", "step_to_pre", "step_to_best_pre", "step_to_plain", "tokens_per_second",
-        "kept_to_pre", "parameters_to_pre", "peak_bytes",
+        "topology", "candidate", "step_ms", "step_to_pre", "step_to_best_pre", "tokens_per_second", "kept_to_pre",
+        "parameters_to_pre", "peak_bytes",
     ),
     "norms": (
         "norm", "dim", "candidate", "forward_ms", "backward_ms", "forward_share_of_copy_rate",
         "backward_share_of_copy_rate", "forward_to_rmsnorm", "backward_to_rmsnorm",
     ),
-    "registers": ("boundary", "norm", "dim", "streams", "pass", "registers", "spilled_bytes", "threads", "loads_128"),
-    "peers": ("stack", "compiled", "ms", "to_pre", "ours_to_peer", "kept_bytes"),
 }  # fmt: skip
-"""What a benchmark's table shows of its rows."""
+"""The columns of a benchmark's table; of another benchmark, all columns of its first row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,7 @@ class Results:
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """Return what a file holds."""
+        """Return the content of a file."""
         record = json.loads(path.read_text())
         return cls(device=record.pop("environment")["device"], **record)
 
@@ -67,27 +66,18 @@ class Results:
         }
 
     def write(self, path: Path) -> None:
-        """Write the file whole, or not at all; raises UserError where that cannot be."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
+        """Write the file atomically; raises UserError if it cannot be written."""
+        with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                with open(temporary, "w") as file:
-                    file.write(json.dumps(self.to_json(), indent=1) + "\n")
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
-        except OSError as error:
-            raise UserError(f"results cannot be written to {path}: {error.strerror}: choose another --out") from error
+            write_atomically(path, (json.dumps(self.to_json(), indent=1) + "\n").encode())
 
     def table(self) -> str:
-        """Return the rows as a Markdown table of those columns that any of them has."""
-        return markdown(self.rows, [name for name in COLUMNS[self.benchmark] if any(name in row for row in self.rows)])
+        """Return the rows as a Markdown table of the columns that any of them has."""
+        columns = COLUMNS.get(self.benchmark, tuple(self.rows[0]))
+        return markdown(self.rows, [name for name in columns if any(name in row for row in self.rows)])
 
     def show(self, out: Path | None) -> None:
-        """Write the file, if one is wanted, then say what was not measured, and print the table last."""
+        """Write the file if a path is given, then print what was not measured, and the table last."""
         if out is not None:
             self.write(out)
             print(f"results: {out}", file=sys.stderr)
@@ -97,17 +87,26 @@ class Results:
             print(self.table(), flush=True)
 
 
-Progress = Callable[[Results], None]
-"""Sees results while they come in."""
+def check_writable(path: Path) -> None:
+    """Raise UserError unless a file can be written at `path`: minutes of measurement should not be lost."""
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+    if path.is_dir():
+        raise UserError(f"{path} is a directory: name a file for the results")
 
 
-def unseen(results: Results) -> None:
-    """Look at no results before their end."""
+Progress = Callable[[Results], object]
+"""Receives the results so far after each part."""
 
 
 @contextmanager
-def noting(missing: list[str], what: str) -> Iterator[None]:
-    """Go on without what fails, and note it: of a run that nobody watches, one failure must not cost all results."""
+def measuring(what: str, missing: list[str]) -> Iterator[None]:
+    """Print on standard error what is measured; add an exception to `missing` and continue.
+
+    In an unattended run one failure must not cost all results.
+    """
+    print(f"measuring {what}", file=sys.stderr, flush=True)
     try:
         yield
     except Exception as reason:
@@ -116,7 +115,7 @@ def noting(missing: list[str], what: str) -> Iterator[None]:
 
 
 def markdown(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """Return rows as a Markdown table; a spread is shown as "median [quartiles]", what is missing as a dash."""
+    """Return rows as a Markdown table; a spread is shown as "median [quartiles]", a missing value as a dash."""
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     lines.extend(f"| {' | '.join(_cell(row.get(column)) for column in columns)} |" for row in rows)
     return "\n".join(lines)

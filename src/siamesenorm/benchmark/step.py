@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,20 +10,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from siamesenorm.benchmark.boundary import kernels_of, missing_kernels
-from siamesenorm.benchmark.results import Progress, Results, Row, noting, unseen
-from siamesenorm.benchmark.saved_bytes import kept_for_backward
-from siamesenorm.benchmark.timing import (
+from siamesenorm.benchmark.measurement import (
     NO_DEADLINE,
-    Action,
     Deadline,
     Spread,
     allow_many_graphs,
     current,
+    kept_for_backward,
     measure,
+    milliseconds,
     ratio,
     resolve_device,
     rounded,
 )
+from siamesenorm.benchmark.results import Progress, Results, Row, measuring
 from siamesenorm.models.language import LanguageModel, build_language_model
 from siamesenorm.topologies import build_topology
 from siamesenorm.training.accounting import count_parameters
@@ -41,15 +38,12 @@ class StepSettings:
     """The model (width, depth, heads, MLP, vocabulary), the batch, and what is compared with what.
 
     A candidate is "plain", "compiled" (by block), "fused" or "lean" (by block, around such boundaries). Every candidate
-    of a topology is divided by the same candidate of Pre-Norm, and by the fastest of that one and Pre-Norm's `rivals`
-    beside it; for the topologies `against_plain` also by the plain one. `precision` "bfloat16" is autocast with streams
-    of `residual_dtype`.
+    of a topology is compared with the same candidate of Pre-Norm, and with the fastest Pre-Norm: all others of the
+    candidates run beside it. `precision` "bfloat16" is autocast with streams of `residual_dtype`.
     """
 
     topologies: tuple[str, ...] = ("pre", "post", "residual", "siamese", "siamese-post-pre", "dhc-2", "mhc-4")
     candidates: tuple[str, ...] = ("plain", "compiled")
-    rivals: tuple[str, ...] = ()
-    against_plain: tuple[str, ...] = ("pre", "siamese")
     dim: int = 512
     depth: int = 4
     heads: int = 8
@@ -69,7 +63,7 @@ def settings_for(device: torch.device) -> StepSettings:
         return StepSettings()
     return StepSettings(
         topologies=("pre", "siamese", "siamese-post-pre", "post", "residual", "dhc-2", "mhc-4"),
-        candidates=("fused", "compiled"), rivals=("compiled",), against_plain=(), dim=2048, depth=4, heads=16,
+        candidates=("fused", "compiled"), dim=2048, depth=4, heads=16,
         hidden=8192, vocabulary=50304, batch=8, context=2048, precision="bfloat16", residual_dtype="bfloat16",
         rounds=20,
     )  # fmt: skip
@@ -121,110 +115,88 @@ class TrainingStep:
 
     def kept_bytes(self) -> int:
         """Return the bytes that the graph keeps besides parameters."""
-        return sum(piece.bytes for piece in kept_for_backward(self.loss, besides=self.model.parameters()))
+        return sum(kept_for_backward(self.loss, besides=self.model.parameters()))
 
 
 def measure_steps(
     settings: StepSettings,
     device_name: str = "auto",
     deadline: Deadline = NO_DEADLINE,
-    progress: Progress = unseen,
+    progress: Progress = lambda results: None,
 ) -> Results:
     """Measure every candidate of every topology against the same candidate of Pre-Norm, in one interleaved run.
 
-    `progress` is called with the results so far after each candidate. What fails is noted, and the rest goes on.
+    `progress` is called with the results so far after each candidate. A failure is noted, and the rest is measured.
     """
     device = resolve_device(device_name)
     results = Results(benchmark="step", device=str(device), settings=vars(settings))
     for candidate in settings.candidates:
-        with current(device), allow_many_graphs(), noting(results.not_measured, candidate):
+        with current(device), allow_many_graphs(), measuring(f"steps, {candidate}", results.not_measured):
             results.rows.extend(measure_candidate(candidate, settings, device, results.not_measured, deadline))
         progress(results)
-    for row in results.rows:
-        if row["topology"] in settings.against_plain and row["candidate"] != "plain":
-            what = f"{row['topology']}, {row['candidate']} to plain"
-            with current(device), allow_many_graphs(), noting(results.not_measured, what):
-                deadline.check()
-                row |= rounded({"step_to_plain": step_to_plain(row["topology"], row["candidate"], settings, device)})
-            progress(results)
     return results
 
 
 def measure_candidate(
     candidate: str, settings: StepSettings, device: torch.device, missing: list[str], deadline: Deadline
 ) -> list[Row]:
-    """Return a row for each topology, none without Pre-Norm, and add to `missing` what cannot be measured."""
+    """Return a row for each topology, none without Pre-Norm; add to `missing` what cannot be measured."""
     torch._dynamo.reset()
     steps: dict[str, TrainingStep] = {}
-    rivals: dict[str, TrainingStep] = {}
-    kept: dict[str, int] = {}
-
-    def build(topology: str, each: str) -> TrainingStep:
-        deadline.check()
-        step = TrainingStep.build(topology, each, settings, device)
-        step.run()
-        return step
-
-    for rival in settings.rivals:
-        if rival != candidate:
-            with noting(missing, f"{REFERENCE}, {rival}"):
-                rivals[f"{REFERENCE}, {rival}"] = build(REFERENCE, rival)
-    for topology in dict.fromkeys((REFERENCE, *settings.topologies)):
-        if absent := missing_kernels(topology, candidate):
-            missing.append(f"{candidate}, {absent}")
+    topologies = dict.fromkeys((REFERENCE, *settings.topologies))
+    others = [(REFERENCE, each) for each in settings.candidates if each != candidate]
+    for topology, each in [*others, *((topology, candidate) for topology in topologies)]:
+        if absent := missing_kernels(topology, each):
+            missing.append(f"{each}, {absent}")
             continue
-        with noting(missing, f"{topology}, {candidate}"):
-            step = build(topology, candidate)
-            kept[topology] = step.kept_bytes()
-            steps[topology] = step
-    return compare(candidate, steps, kept, settings, device, rivals, deadline) if REFERENCE in steps else []
+        with measuring(f"{topology}, {each}", missing):
+            deadline.check()
+            step = TrainingStep.build(topology, each, settings, device)
+            step.run()
+            steps[topology if each == candidate else f"{topology}, {each}"] = step
+    return compare(candidate, steps, settings, device, deadline) if REFERENCE in steps else []
 
 
 def compare(
     candidate: str,
     steps: dict[str, TrainingStep],
-    kept: dict[str, int],
     settings: StepSettings,
     device: torch.device,
-    rivals: Mapping[str, TrainingStep] = MappingProxyType({}),
     deadline: Deadline = NO_DEADLINE,
 ) -> list[Row]:
     """Return a row for each topology: step time, its ratio to Pre-Norm's, tokens a second, memory.
 
-    `rivals` are other Pre-Norm models: with them the ratio to the fastest Pre-Norm is told besides.
+    `steps` may have other candidates of Pre-Norm, as "pre, compiled": they have no row, but may be the fastest.
     """
-    runs: dict[str, Action] = {name: step.run for name, step in (steps | dict(rivals)).items()}
-    timings = measure(runs, device=device, rounds=settings.rounds, deadline=deadline)
-    best = min((REFERENCE, *rivals), key=lambda name: statistics.median(timings[name]))
+    kept = {name: step.kept_bytes() for name, step in steps.items()}
+    timings = measure(
+        {name: step.run for name, step in steps.items()}, device=device, rounds=settings.rounds, deadline=deadline
+    )
+    pre = [name for name in steps if name.split(", ")[0] == REFERENCE]
+    best = min(pre, key=lambda name: Spread.of(timings[name]).median)
     tokens = settings.batch * settings.context
     rows = []
     for name, step in steps.items():
+        if name in pre and name != REFERENCE:
+            continue
         parameters, _ = count_parameters(step.model)
         record: dict[str, Any] = {
             "topology": name,
             "candidate": candidate,
-            "step_ms": Spread.of([1e3 * each for each in timings[name]]),
+            "step_ms": milliseconds(timings, name),
             "step_to_pre": ratio(timings, name, REFERENCE),
-            "tokens_per_second": Spread.of([tokens / each for each in timings[name]]),
+            "tokens_per_second": tokens / Spread.of(timings[name]).median,
             "kept_bytes": kept[name],
             "kept_to_pre": kept[name] / kept[REFERENCE],
             "parameters": parameters,
             "parameters_to_pre": parameters / count_parameters(steps[REFERENCE].model)[0],
         }
-        if rivals:
+        if len(pre) > 1:
             record["step_to_best_pre"] = ratio(timings, name, best)
         if device.type == "cuda":
             record["peak_bytes"] = peak_bytes(step)
         rows.append(rounded(record))
     return rows
-
-
-def step_to_plain(topology: str, candidate: str, settings: StepSettings, device: torch.device) -> Spread:
-    """Return the ratio of a candidate's step to the plain one's, the two taken in turn."""
-    torch._dynamo.reset()
-    steps = {each: TrainingStep.build(topology, each, settings, device) for each in ("plain", candidate)}
-    timings = measure({each: step.run for each, step in steps.items()}, device=device, rounds=settings.rounds)
-    return ratio(timings, candidate, "plain")
 
 
 def peak_bytes(step: TrainingStep) -> int:

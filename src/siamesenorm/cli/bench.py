@@ -1,65 +1,70 @@
-"""siamesenorm bench: speed and memory as ratios within one run, written with the environment to a results file."""
+"""siamesenorm bench: speed and memory as ratios within one run, with the environment in a results file."""
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from siamesenorm.benchmark import boundary, gpu, norms, peers, registers, step
-from siamesenorm.benchmark.results import Results
-from siamesenorm.benchmark.timing import resolve_device
+from siamesenorm.benchmark import boundary, gpu, norms, step
+from siamesenorm.benchmark.measurement import resolve_device
+from siamesenorm.benchmark.results import Results, check_writable
 from siamesenorm.errors import UserError
 from siamesenorm.topologies import build_topology
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Measure boundaries between sublayers, whole training steps, or ours beside other libraries."""
+    """Measure boundaries between sublayers, norms or whole training steps, as ratios within one run."""
 
-    what: Annotated[Literal["boundary", "norms", "step", "peers", "registers", "gpu"], tyro.conf.Positional]
-    """boundary: fused and compiled against the copy rate; norms: SeeDNorm against RMSNorm; step: topologies against
-    Pre-Norm; peers: other packages; registers: the kernels compiled for Hopper; gpu: boundary, norms and step on CUDA,
-    unattended."""
+    what: Annotated[Literal["boundary", "norms", "step", "gpu"], tyro.conf.Positional]
+    """boundary: fused and compiled against the rate of a copy; norms: SeeDNorm against RMSNorm; step: topologies
+    against Pre-Norm; gpu: all three on CUDA, unattended."""
     out: Path | None = None
     """File for the results as JSON; of gpu, a directory."""
     device: str = "auto"
-    """cpu, cuda, or auto: CUDA where there is one."""
+    """cpu, cuda, or auto: CUDA if available."""
     rounds: int | None = None
     """Rounds, in each of which every candidate runs once."""
     topologies: tuple[str, ...] = ()
-    """Topologies to measure instead of the usual ones."""
+    """Topologies to measure instead of the usual ones; boundary, step and gpu only."""
     minutes: float = gpu.MINUTES
-    """How long gpu may take; what no time is left for is noted as not measured."""
+    """Time limit of gpu; parts for which no time is left are noted as not measured."""
 
 
 def run(arguments: Arguments) -> None:
     """Measure, write the file, print the table last."""
     check(arguments)
-    if arguments.what == "gpu":
+    if arguments.what != "gpu":
+        measure(arguments).show(arguments.out)
+        return
+    with tempfile.TemporaryDirectory() as unused:
         gpu.measure_on_gpu(
-            arguments.out or gpu.OUT,
+            arguments.out or Path(unused),
             minutes=arguments.minutes,
             rounds=arguments.rounds,
             topologies=arguments.topologies,
         )
-    else:
-        measure(arguments).show(arguments.out)
 
 
 def check(arguments: Arguments) -> None:
-    """Raise UserError for what cannot be measured."""
-    resolve_device(arguments.device)
+    """Raise UserError for what cannot be measured, and for results that could not be written afterwards."""
+    resolve_device("cuda" if arguments.what == "gpu" else arguments.device)
     if arguments.rounds is not None and arguments.rounds < 1:
         raise UserError(f"--rounds {arguments.rounds}: choose at least 1")
+    if arguments.topologies and arguments.what == "norms":
+        raise UserError(f"--topologies {' '.join(arguments.topologies)}: norms are measured without a topology")
     for name in arguments.topologies:
         build_topology(name)
+    if arguments.out is not None:
+        check_writable(arguments.out / "boundary.json" if arguments.what == "gpu" else arguments.out)
 
 
 def measure(arguments: Arguments) -> Results:
-    """Return the results for the device: settings follow from what it can do."""
+    """Return the results for the device: settings depend on what it can do."""
     device = resolve_device(arguments.device)
     rounds: dict[str, Any] = {} if arguments.rounds is None else {"rounds": arguments.rounds}
     chosen: dict[str, Any] = {"topologies": arguments.topologies} if arguments.topologies else {}
@@ -68,9 +73,5 @@ def measure(arguments: Arguments) -> Results:
             return boundary.measure_boundaries(replace(boundary.settings_for(device), **rounds, **chosen), str(device))
         case "norms":
             return norms.measure_norms(replace(norms.settings_for(device), **rounds), str(device))
-        case "step":
-            return step.measure_steps(replace(step.settings_for(device), **rounds, **chosen), str(device))
-        case "registers":
-            return registers.inspect_kernels()
         case _:
-            return peers.measure_peers(replace(peers.PeerSettings(), **rounds), str(device))
+            return step.measure_steps(replace(step.settings_for(device), **rounds, **chosen), str(device))

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from siamesenorm.comparison.sweep import Job
+from siamesenorm.progress import ProgressDisplay, format_duration
 from siamesenorm.training.verdict import Verdict
 
 TAIL_BYTES = 4096
@@ -25,7 +21,7 @@ STYLES = {"stable": "green", "spiked": "yellow", "diverged": "red"}
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RunProgress:
     """How far a run has come."""
 
     step: int
@@ -37,29 +33,24 @@ class SweepConsole:
     """Follows the records of the runs; learning rates are columns, methods rows."""
 
     def __init__(self, directory: Path) -> None:
-        self.console = Console(stderr=True)
         self.directory = directory
         self.jobs: list[Job] = []
-        self.progress: dict[Job, Progress] = {}
+        self.running: list[Job] = []
+        self.progress: dict[Job, RunProgress] = {}
         self.words: dict[Job, str] = {}
-        self.begin = self.last_line = time.monotonic()
         self.first_steps: dict[Job, int] = {}
-        self.live: Live | None = None
+        self.display = ProgressDisplay(unit="tokens", line_seconds=LINE_SECONDS, above=self._table, keep=True)
 
     def __enter__(self) -> Self:
-        """Begin to show."""
-        if self.console.is_terminal:
-            self.live = Live(console=self.console, refresh_per_second=4, transient=False)
-            self.live.start()
+        """Return the console."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Show the last state and end."""
-        if self.live is not None:
-            self.live.update(self._table([]), refresh=True)
-            self.live.stop()
+        """Show the last state."""
+        self.running = []
+        self.display.close()
 
     def planned(self, jobs: list[Job]) -> None:
         """Take in new jobs, some of which may be finished."""
@@ -80,12 +71,19 @@ class SweepConsole:
             self.progress[job] = read_progress(job.directory / "metrics.jsonl")
             # A run that goes on from a checkpoint cuts its record back.
             self.first_steps[job] = min(self.first_steps[job], self.progress[job].step)
-        if self.live is not None:
-            self.live.update(self._table(running))
-        elif running and time.monotonic() - self.last_line > LINE_SECONDS:
-            self.last_line = time.monotonic()
+        self.running = running
+        done = self._measure()
+        if running:
             now = ", ".join(f"{job.name}: {_told(self.progress[job], job)}" for job in running)
-            self._print(f"{now}; {self._time_left()}")
+            self.display.update(done, "" if self.display.terminal else now)
+
+    def _measure(self) -> int:
+        """Count the tokens of all runs, and return those that are done."""
+        batch = self.jobs[0].config.batch_tokens
+        done = batch * sum(map(self._steps_done, self.jobs))
+        measured = batch * sum(self.progress[job].step - self.first_steps[job] for job in self.jobs)
+        self.display.measure(done, batch * sum(job.config.steps for job in self.jobs), done - measured)
+        return done
 
     def ended(self, job: Job, error: str | None) -> None:
         """Say how a job ended."""
@@ -94,19 +92,17 @@ class SweepConsole:
         self.words[job] = "failed" if verdict is None else verdict.label
         for line in _lines_going_back(job.directory / "log.txt"):
             self.told(f"{job.name}: {line}")
+        self._measure()
         told = error or (verdict.sentence() if verdict else "no verdict")
         # After an error the last validation is that of an interrupted run, not a result.
         held_out = "" if error or progress.held_out is None else f", held-out {progress.held_out:.3f}"
-        self._print(f"[{len(self.words)}/{len(self.jobs)}] {job.name}: {told}{held_out}; {self._time_left()}")
+        self._print(f"[{len(self.words)}/{len(self.jobs)}] {job.name}: {told}{held_out}; {self._time()}")
 
     def told(self, line: str) -> None:
         """Say something, above the live table where there is one."""
-        if self.live is None:
-            self._print(line)
-        else:
-            self.console.print(Text(line))
+        self.display.line(line)
 
-    def _table(self, running: list[Job]) -> Group:
+    def _table(self) -> Table:
         rates = sorted({job.config.optimizer.learning_rate for job in self.jobs})
         table = Table(title=f"sweep in {self.directory}", title_justify="left", header_style="bold")
         table.add_column("method")
@@ -120,17 +116,13 @@ class SweepConsole:
                     for job in self.jobs
                     if job.config.model.label == method and job.config.optimizer.learning_rate == rate
                 ]
-                cells.append(self._cell(here, running))
+                cells.append(self._cell(here))
             table.add_row(method, *cells)
-        done = sum(self._steps_done(job) for job in self.jobs)
-        total = sum(job.config.steps for job in self.jobs)
-        status = Table.grid(padding=(0, 2))
-        status.add_row(ProgressBar(total=max(total, 1), completed=done, width=48), Text(self._time_left()))
-        return Group(table, status)
+        return table
 
-    def _cell(self, jobs: list[Job], running: list[Job]) -> Text:
+    def _cell(self, jobs: list[Job]) -> Text:
         """Show the running job of a cell, else the last one that ended, and how many have."""
-        active = [job for job in jobs if job in running]
+        active = [job for job in jobs if job in self.running]
         ended = [job for job in jobs if job in self.words]
         if active:
             return Text(_told(self.progress[active[0]], active[0]), style="cyan")
@@ -144,25 +136,16 @@ class SweepConsole:
     def _steps_done(self, job: Job) -> int:
         return job.config.steps if job in self.words else self.progress[job].step
 
-    def _time_left(self) -> str:
-        done = sum(self.progress[job].step - self.first_steps[job] for job in self.jobs)
-        left = sum(job.config.steps - self._steps_done(job) for job in self.jobs)
-        passed = time.monotonic() - self.begin
-        if not left:
-            return f"{passed:.0f} s"
-        if not done:
-            return "time left: measuring"
-        rate = done * self.jobs[0].config.batch_tokens / passed
-        seconds = left * passed / done
-        told = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
-        return f"{rate:,.0f} tokens/s, about {told} left"
+    def _time(self) -> str:
+        return self.display.time_left() or format_duration(self.display.elapsed)
 
     def _print(self, line: str) -> None:
-        if self.live is None:
-            print(line, file=sys.stderr, flush=True)
+        """Print a line where no table shows the same."""
+        if not self.display.terminal:
+            self.display.line(line)
 
 
-def read_progress(path: Path) -> Progress:
+def read_progress(path: Path) -> RunProgress:
     """Return how far a record has come, from its last lines."""
     step, loss, held_out = 0, None, None
     for record in _last_records(path):
@@ -170,7 +153,7 @@ def read_progress(path: Path) -> Progress:
             step, loss = record["step"], _number(record["loss"])
         elif record.get("kind") == "validation":
             held_out = _number(record["loss"])
-    return Progress(step, loss, held_out)
+    return RunProgress(step, loss, held_out)
 
 
 def _last_records(path: Path) -> list[dict[str, Any]]:
@@ -203,6 +186,6 @@ def _number(value: float | str) -> float | None:
     return None if isinstance(value, str) else float(value)
 
 
-def _told(progress: Progress, job: Job) -> str:
+def _told(progress: RunProgress, job: Job) -> str:
     loss = "" if progress.loss is None else f" loss {progress.loss:.2f}"
     return f"{100 * progress.step // job.config.steps}%{loss}"

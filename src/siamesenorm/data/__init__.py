@@ -4,7 +4,7 @@ from siamesenorm.data.config import PrepareConfig
 from siamesenorm.data.manifest import Manifest, Split, TokenizerEntry
 from siamesenorm.data.order import SampleOrder
 from siamesenorm.data.preparation import prepare
-from siamesenorm.data.progress import Progress, Report, show_progress
+from siamesenorm.data.progress import PrepareProgress, Report, show_progress
 from siamesenorm.data.samples import TokenSamples, document_ids
 from siamesenorm.data.tokenizer import ByteTokenizer, LibraryTokenizer, Tokenizer, load_tokenizer
 from siamesenorm.data.tokens import PreparedData
@@ -16,7 +16,7 @@ __all__ = [
     "Manifest",
     "PrepareConfig",
     "PreparedData",
-    "Progress",
+    "PrepareProgress",
     "Report",
     "SampleOrder",
     "Split",

@@ -29,7 +29,7 @@ from siamesenorm.data.partial import (
     remove_remains,
     require_ours,
 )
-from siamesenorm.data.progress import Progress, Report
+from siamesenorm.data.progress import PrepareProgress, Report
 from siamesenorm.data.sources import BuiltinSource, Source, open_source
 from siamesenorm.data.tokenizer import (
     TOKENIZER_FILE,
@@ -178,7 +178,7 @@ class _Job:
         if tokenizer is None and kept.exists():
             tokenizer = LibraryTokenizer(config.tokenizer, kept.read_bytes(), config.end_of_text)
         elif self.bpe_size is not None:
-            self.report(Progress(stage="training the tokenizer"))
+            self.report(PrepareProgress(stage="training the tokenizer"))
             tokenizer = train_bpe(self._training_sample(), self.bpe_size, config.end_of_text)
         elif tokenizer is None:
             tokenizer = load_tokenizer(config.tokenizer, config.end_of_text)
@@ -214,7 +214,7 @@ class _Job:
     def _report(self, stage: str, data: PartialData, position: int) -> None:
         sizes = [source.size for source in self._sources() if source.size is not None]
         self.report(
-            Progress(
+            PrepareProgress(
                 stage=stage,
                 documents=data.documents,
                 tokens=sum(split.tokens for split in data.splits.values()),

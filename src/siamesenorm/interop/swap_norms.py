@@ -17,7 +17,7 @@ from siamesenorm.interop.rewire.host_norms import inheriting
 from siamesenorm.interop.rewire.native import on_the_residual_path, refuse_native_inside, swapped_config
 from siamesenorm.interop.surgery import record_step, refuse_unsavable
 from siamesenorm.models.language import LanguageModel
-from siamesenorm.norms import NORMS, Norm, NormFunction, NormSpec
+from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec
 from siamesenorm.topologies.fused import FusedConnection
 
 
@@ -150,7 +150,9 @@ def _plan(
         new, differences = _replacement(module, function, specification, model)
         plan.new[name] = new
         plan.replaced.append(
-            Replacement(name=name, was=type(module).__name__, now=type(new).__name__, differences=tuple(differences))
+            Replacement(
+                name=name, was=type(module).__name__, now=type(new).__name__, differences=tuple(map(str, differences))
+            )
         )
     return plan
 
@@ -207,14 +209,14 @@ def _is_already(module: nn.Module, specification: NormSpec) -> bool:
 
 def _replacement(
     module: nn.Module, function: NormFunction, specification: NormSpec, model: nn.Module
-) -> tuple[Norm, list[str]]:
+) -> tuple[Norm, list[Inexact]]:
     """Return the new norm with what the old one hands on, and the differences between the two."""
     old = next(module.parameters(), None)
     affine = module.affine if isinstance(module, Norm) else function.affine
     like = old if old is not None else next(filter(torch.is_floating_point, model.parameters()), torch.empty(0))
     new = inheriting(specification, function).build(function.dim, affine=affine, axis=function.axis)
     new = new.to(device=like.device, dtype=like.dtype).train(module.training)
-    differences = new.adopt(function)
+    differences = new.copy_from(function)
     if old is not None:
         new.requires_grad_(any(parameter.requires_grad for parameter in module.parameters()))
     return new, differences

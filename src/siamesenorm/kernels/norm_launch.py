@@ -1,8 +1,8 @@
 """Launch the Triton kernels of a norm: shapes of programs, memory for results, the last sum of the weights' parts.
 
 Nothing is tuned at run time. A thread holds 8 channels of a row in the backward pass, so that rows, weights and three
-sums fit its registers, and up to 16 in the forward pass, so that more of the row is on its way; `inspection` reports
-what the compiler makes of it. Short rows share a program.
+sums fit its registers, and up to 16 in the forward pass, so that more of the row is in flight;
+`benchmarks/registers.py` reports what the compiler makes of it. Short rows share a program.
 """
 
 from __future__ import annotations

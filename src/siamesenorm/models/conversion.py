@@ -20,7 +20,6 @@ from siamesenorm.models.language_config import LanguageModelConfig
 from siamesenorm.norms import NORMS, Norm, NormFunction, NormSpec
 from siamesenorm.topologies import Topology, build_topology, topology_name, transformer_places
 from siamesenorm.topologies.pre_norm import PreNorm
-from siamesenorm.topologies.upcycling import EPS_TWICE, SCALED
 
 FREE = ("context", "dropout", "document_mask", "residual_dtype", "compute_dtype", "kernels")
 """Fields of a configuration that change neither the weights nor, but for rounding, what they compute on a token."""
@@ -143,7 +142,7 @@ class ResidualPath:
         self.opening.init_as_pre_norm()  # type: ignore[operator]
         found: dict[str, None] = {}
         for part, norm in zip(self.parts[1:], map(_norm_of, old), strict=True):
-            found.update(dict.fromkeys(part.init_as_pre_norm(norm)))  # type: ignore[operator]
+            found.update(dict.fromkeys(map(str, part.init_as_pre_norm(norm))))  # type: ignore[operator]
         return found
 
     def install(self, model: LanguageModel) -> None:
@@ -198,7 +197,7 @@ def _refuse_operator(source: LanguageModelConfig, target: LanguageModelConfig) -
     old, new = (config.norm.build(config.dim) for config in (source, target))
     for parameter in old.parameters():  # an arbitrary function of the kind
         nn.init.constant_(parameter, 0.5)
-    lost = [difference for difference in new.adopt(old.function()) if difference not in (EPS_TWICE, SCALED)]
+    lost = [str(found) for found in new.copy_from(old.function()) if not found.kind.only_eps_or_rounding]
     if not lost and NORMS[target.norm.name].scales_embedding != NORMS[source.norm.name].scales_embedding:
         lost = ["the embedding is scaled"]
     if lost:

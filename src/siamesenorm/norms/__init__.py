@@ -3,7 +3,7 @@
 from siamesenorm.norms.conditioned import AdaLN, AdaSeeDNorm, Modulation, modulate
 from siamesenorm.norms.declared import Declared, declared_parameters
 from siamesenorm.norms.dyt import DyT
-from siamesenorm.norms.function import NormFunction
+from siamesenorm.norms.function import Inexact, InexactKind, NormFunction
 from siamesenorm.norms.layer_norm import LayerNorm
 from siamesenorm.norms.norm import Norm, Role
 from siamesenorm.norms.registry import NORMS, NormSpec, available_norms, build_norm, norm_options
@@ -17,6 +17,8 @@ __all__ = [
     "AdaSeeDNorm",
     "Declared",
     "DyT",
+    "Inexact",
+    "InexactKind",
     "LayerNorm",
     "Modulation",
     "Norm",

@@ -14,7 +14,7 @@ from siamesenorm.errors import UserError
 from siamesenorm.kernels.launch import refuse_transformations, suits_operator
 from siamesenorm.kernels.norm import has_kernel
 from siamesenorm.norms.declared import Declared
-from siamesenorm.norms.function import NormFunction, take_bias, take_gain, take_statistic
+from siamesenorm.norms.function import Inexact, NormFunction, compare_statistic, copy_bias_from, copy_gain_from
 from siamesenorm.options import Scalar
 
 STRUCTURE = ("self", "dim", "affine", "axis")
@@ -135,15 +135,12 @@ class Norm(Declared):
             gain=getattr(self, "gain", None), offset=getattr(self, "offset", 0.0), bias=getattr(self, "bias", None),
         )  # fmt: skip
 
-    def adopt(self, source: NormFunction) -> list[str]:
-        """Take over the gain and bias of a norm that this one replaces.
-
-        Returns, in words, each way in which this operator now differs from it: nothing where the function is kept.
-        """
+    def copy_from(self, source: NormFunction) -> list[Inexact]:
+        """Copy the gain and bias of a norm that this one replaces; return how the two functions differ, if they do."""
         return [
-            *take_statistic(self.statistic, getattr(self, "eps", None), source),
-            *take_gain(getattr(self, "gain", None), getattr(self, "offset", 0.0), source),
-            *take_bias(getattr(self, "bias", None), source),
+            *compare_statistic(self.statistic, getattr(self, "eps", None), source),
+            *copy_gain_from(source, getattr(self, "gain", None), getattr(self, "offset", 0.0)),
+            *copy_bias_from(source, getattr(self, "bias", None)),
         ]
 
     def refuse_zero_without_gain(self) -> None:

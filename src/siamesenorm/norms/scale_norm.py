@@ -8,7 +8,14 @@ import math
 import torch
 from torch import Tensor
 
-from siamesenorm.norms.function import NormFunction, take_statistic
+from siamesenorm.norms.function import (
+    Inexact,
+    InexactKind,
+    NormFunction,
+    compare_statistic,
+    copy_bias_from,
+    copy_gain_from,
+)
 from siamesenorm.norms.norm import Norm, check_eps
 
 
@@ -48,13 +55,14 @@ class ScaleNorm(Norm):
         return dataclasses.replace(super().function(), eps=None, gain=gain)
 
     @torch.no_grad()
-    def adopt(self, source: NormFunction) -> list[str]:
-        """Take the mean of the gains for g, the nearest single number; see `Norm.adopt`."""
-        differences = take_statistic(self.statistic, None, source)
+    def copy_from(self, source: NormFunction) -> list[Inexact]:
+        """Take the mean of the gains for g, the nearest single number; see `Norm.copy_from`."""
+        differences = compare_statistic(self.statistic, None, source)
+        dropped_bias = copy_bias_from(source, None)
         if not self.affine:
-            return [*differences, *(["gain and bias are dropped"] if source.affine else [])]
+            return [*differences, *copy_gain_from(source, None, 0.0), *dropped_bias]
         gain = torch.ones(1) if source.gain is None else source.gain.double() + source.offset
         self.gain.copy_(gain.mean() * math.sqrt(self.dim))
         if not gain.is_meta and gain.min() != gain.max():
-            differences.append("the gains became their mean")
-        return [*differences, *(["the bias is dropped"] if source.bias is not None else [])]
+            differences.append(Inexact(InexactKind.GAIN_AVERAGED, "the gains became their mean"))
+        return [*differences, *dropped_bias]

@@ -17,7 +17,15 @@ from torch.nn import functional as F
 
 from siamesenorm.errors import UserError, unknown
 from siamesenorm.kernels.norm import normalise
-from siamesenorm.norms.function import NormFunction, take_bias, take_gain, take_statistic, vanishes
+from siamesenorm.norms.function import (
+    Inexact,
+    InexactKind,
+    NormFunction,
+    compare_statistic,
+    copy_bias_from,
+    copy_gain_from,
+    vanishes,
+)
 from siamesenorm.norms.norm import Norm, Role, check_eps, check_finite
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -226,23 +234,23 @@ class SeeDNorm(Norm):
         )  # fmt: skip
 
     @torch.no_grad()
-    def adopt(self, source: NormFunction) -> list[str]:
-        """Take the gain for gamma: the function of an RMSNorm is kept, for beta = 0; see `Norm.adopt`."""
+    def copy_from(self, source: NormFunction) -> list[Inexact]:
+        """Take the gain for gamma: the function of an RMSNorm is kept, for beta = 0; see `Norm.copy_from`."""
         if source.statistic == self.statistic:
-            differences = ["the dynamic coefficient starts anew"]
+            differences = [Inexact(InexactKind.COEFFICIENT, "the dynamic coefficient starts anew")]
         else:
-            differences = take_statistic("rmsnorm", self.eps, source)
+            differences = compare_statistic("rmsnorm", self.eps, source)
         rest = self._coefficient_at_rest()
         if self.without == "beta":
-            differences.append("sigma(alpha x) is added to the gain")
+            differences.append(Inexact(InexactKind.COEFFICIENT, "sigma(alpha x) is added to the gain"))
         elif self.without == "gamma":
-            differences.append("there is no gamma that could be the gain")
+            differences.append(Inexact(InexactKind.GAIN_DROPPED, "there is no gamma that could be the gain"))
         elif self.gamma is None and not vanishes(torch.as_tensor(rest)):
-            differences.append("sigma(0) alpha is added to the gain")
+            differences.append(Inexact(InexactKind.COEFFICIENT, "sigma(0) alpha is added to the gain"))
         if self.without != "gamma":
             less = 0.0 if self.beta is None else rest
-            differences += take_gain(self.gamma, self.offset, source, less=less)
-        return differences + take_bias(None, source)
+            differences += copy_gain_from(source, self.gamma, self.offset, less=less)
+        return differences + copy_bias_from(source, None)
 
 
 def check_choices(**choices: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.norms import NormFunction, NormSpec
+from siamesenorm.norms import Inexact, NormFunction, NormSpec
 from siamesenorm.topologies.topology import (
     BoundaryCost,
     Closing,
@@ -25,7 +25,7 @@ from siamesenorm.topologies.topology import (
     Streams,
     Topology,
 )
-from siamesenorm.topologies.upcycling import SCALED, copy_gain
+from siamesenorm.topologies.upcycling import copy_gain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class MultiStream(Topology):
 
     def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the sum of the streams and the final norm."""
-        return SumClosing(spec)
+        return SumClosing(spec, self.streams)
 
     def pack(self, streams: Streams) -> Tensor:
         """Return H, which is packed already."""
@@ -132,17 +132,18 @@ class StackedOpening(Opening):
 class SumClosing(Closing):
     """The final norm of the streams' sum."""
 
-    def __init__(self, spec: ResidualSpec) -> None:
+    def __init__(self, spec: ResidualSpec, count: int) -> None:
         super().__init__(spec)
+        self.count = count
         self.norm = spec.build_final_norm()
 
     def forward(self, streams: Streams) -> Tensor:
         """Return N_f(sum_i H_i)."""
         return self.to_compute(self.norm(streams[0].sum(-2)))
 
-    def init_as_pre_norm(self, norm: NormFunction | None) -> list[str]:
+    def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
         """Give the final norm the gain of `norm`: it sees n equal streams' sum, n x."""
-        return [*copy_gain(norm, self.norm), SCALED]
+        return [*copy_gain(norm, self.norm), Inexact.norm_of_multiple(self.count)]
 
 
 def mix_streams(weights: Tensor, streams: Tensor) -> Tensor:
@@ -177,7 +178,7 @@ class MixingConnection(Connection):
         update = mix_out.unsqueeze(-1) * output.unsqueeze(-2).to(mix_out.dtype)
         return ((mixed + update).to(mixed.dtype),)
 
-    def init_as_pre_norm(self, norm: NormFunction | None) -> list[str]:
+    def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
         """Give the input norm the gain of `norm`: at their initial values the n streams stay equal."""
         return copy_gain(norm, self.norm)
 

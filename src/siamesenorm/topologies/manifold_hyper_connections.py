@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from siamesenorm.errors import UserError
-from siamesenorm.norms import Declared, NormFunction
+from siamesenorm.norms import Declared, Inexact, NormFunction
 from siamesenorm.norms.rms_norm import RMSNorm
 from siamesenorm.topologies.hyper_connections import MixingConnection, MultiStream, mix_streams, without_autocast
 from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, Place, ResidualSpec, Streams
-from siamesenorm.topologies.upcycling import SCALED, copy_gain
+from siamesenorm.topologies.upcycling import copy_gain
 
 OWN_LOGIT = 2.0
 """Initial logit of the stream that a sublayer reads, minus that of the others: sigma = 0.88 and 0.12, so that the
@@ -128,7 +128,12 @@ class Logits(Declared):
     def __init__(self, biases: Sequence[Sequence[float]]) -> None:
         super().__init__()
         self.sizes = [len(group) for group in biases]
+        self.biases = biases
         self.declare("bias", (sum(self.sizes),), initial=list(chain(*biases)))
+
+    def start(self, group: int) -> Tensor:
+        """Return the initial logits of a group in fp64; where all streams are equal, W = 0 leaves them alone."""
+        return torch.tensor(self.biases[group], dtype=torch.float64, device="cpu")
 
     def forward(self, streams: Tensor) -> tuple[Tensor, ...]:
         """Return the groups of b in the dtype of the streams."""
@@ -174,9 +179,10 @@ class ManifoldHyperConnection(MixingConnection):
         comb = self.project(comb.unflatten(-1, (self.count, self.count)))
         return pre.sigmoid() + self.eps, comb.mT, 2 * post.sigmoid()
 
-    def init_as_pre_norm(self, norm: NormFunction | None) -> list[str]:
+    def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
         """Give the input norm the gain of `norm`: it sees a multiple of the n equal streams."""
-        return [*super().init_as_pre_norm(norm), SCALED]
+        factor = sum(value.item() for value in self.logits.start(0).sigmoid() + self.eps)
+        return [*super().init_as_pre_norm(norm), Inexact.norm_of_multiple(factor)]
 
 
 class CollapseClosing(Closing):
@@ -197,6 +203,7 @@ class CollapseClosing(Closing):
             collapsed = mix_streams(logits.sigmoid() + self.eps, wide)
         return self.to_compute(self.norm(collapsed).to(packed.dtype))
 
-    def init_as_pre_norm(self, norm: NormFunction | None) -> list[str]:
+    def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
         """Give the final norm the gain of `norm`."""
-        return [*copy_gain(norm, self.norm), SCALED]
+        factor = sum(value.item() for value in self.logits.start(0).sigmoid() + self.eps)
+        return [*copy_gain(norm, self.norm), Inexact.norm_of_multiple(factor)]

@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.norms import Norm, NormFunction
+from siamesenorm.norms import Inexact, Norm, NormFunction
 from siamesenorm.norms.rms_norm import RMSNorm
 from siamesenorm.topologies.factors import Scaled
 from siamesenorm.topologies.fused import single_stream_closing, single_stream_connection
@@ -123,7 +123,7 @@ class ScaledNormConnection(SingleStreamConnection):
 
     norm: Scaled
 
-    def init_as_pre_norm(self, norm: NormFunction | None) -> list[str]:
+    def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
         """Give the norm the gain of `norm` divided by the factor."""
         assert norm is not None and isinstance(self.norm.module, Norm)
-        return self.norm.module.adopt(norm.divided(float(self.norm.factor)))
+        return self.norm.module.copy_from(norm.divided(float(self.norm.factor)))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from siamesenorm.kernels.boundary import boundary
 from siamesenorm.kernels.lean_boundary import hand_out_rest, lean_boundary
-from siamesenorm.norms import Norm, NormFunction
+from siamesenorm.norms import Inexact, Norm, NormFunction
 from siamesenorm.topologies.factors import Gate
 from siamesenorm.topologies.fused import FusedConnection, bias_of, gain_of
 from siamesenorm.topologies.topology import Closing, Connection, Opening, ResidualSpec, Streams
@@ -54,7 +54,7 @@ class SiameseConnection(Connection):
         """Add the scaled output to the bounded stream and the full one to the identity stream."""
         return add_to_both(streams, output, self.scale)
 
-    def init_as_pre_norm(self, norm: NormFunction | None) -> list[str]:
+    def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
         """Silence the bounded stream and give the last norm before the sublayer the gain of `norm`."""
         zero_gain(self.post_norm)
         zero_gain(self.gate)
@@ -91,7 +91,7 @@ class SiameseClosing(Closing):
         bounded, identity = streams
         return self.to_compute(self.output_norm(self.post_norm(bounded) + self.identity_norm(identity)))
 
-    def init_as_pre_norm(self, norm: NormFunction | None) -> list[str]:
+    def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
         """Silence the bounded stream and give the last norm the gain of `norm`."""
         zero_gain(self.post_norm)
         if norm is None or isinstance(self.output_norm, Norm):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from siamesenorm.norms import NormFunction
+from siamesenorm.norms import Inexact, NormFunction
 from siamesenorm.topologies.topology import Closing, Connection, ResidualSpec, Streams
 from siamesenorm.topologies.upcycling import copy_gain
 
@@ -38,7 +38,7 @@ class SingleStreamConnection(Connection):
         (x,) = streams
         return (x + self.output(output.to(x.dtype)),)
 
-    def init_as_pre_norm(self, norm: NormFunction | None) -> list[str]:
+    def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
         """Give the input norm the gain of `norm`."""
         return copy_gain(norm, self.norm)
 
@@ -80,6 +80,6 @@ class SingleStreamClosing(Closing):
         """Return norm(post_norm(x))."""
         return self.to_compute(self.norm(self.post_norm(streams[0])))
 
-    def init_as_pre_norm(self, norm: NormFunction | None) -> list[str]:
+    def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
         """Give the final norm the gain of `norm`."""
         return copy_gain(norm, self.norm)

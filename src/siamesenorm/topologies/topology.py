@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.norms import Declared, NormFunction, NormSpec, Role
+from siamesenorm.norms import Declared, Inexact, NormFunction, NormSpec, Role
 from siamesenorm.options import check_option
 
 Streams = tuple[Tensor, ...]
@@ -156,11 +156,11 @@ class Connection(Reader):
         h, streams = self.read(streams)
         return self.write(streams, sublayer(h))
 
-    def init_as_pre_norm(self, norm: NormFunction | None) -> list[str]:
+    def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
         """Set fresh parameters to where the connection is a Pre-Norm's with the input norm `norm`.
 
-        None stands for a sublayer that normalises its own input. Returns, in words, what differs: nothing where the
-        function is the same up to rounding. Called only where `Topology.preserving` does not refuse.
+        None stands for a sublayer that normalises its own input. Returns the differences: none where the function is
+        the same up to rounding. Called only where `Topology.preserving` does not refuse.
         """
         raise NotImplementedError
 
@@ -172,7 +172,7 @@ class Closing(Reader):
         """Return [..., dim] in the compute dtype."""
         raise NotImplementedError
 
-    def init_as_pre_norm(self, norm: NormFunction | None) -> list[str]:
+    def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
         """Set fresh parameters to where the closing is the final norm `norm` alone; see `Connection`."""
         raise NotImplementedError
 

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from torch import nn
 
-from siamesenorm.norms import Norm, NormFunction
+from siamesenorm.norms import Inexact, Norm, NormFunction
 from siamesenorm.topologies.factors import Gate
 
-EPS_TWICE = "normalised twice: a relative difference of about eps / (2 mean square) of the token"
-"""What the composition of two norms of the same kind differs from one by."""
-SCALED = "the norm sees a multiple of the stream: a relative difference of less than eps / (2 mean square) of the token"
-"""What a scale-invariant norm of c x differs by from that of x."""
 
-
-def copy_gain(norm: NormFunction | None, outer: nn.Module, inner: nn.Module | None = None) -> list[str]:
+def copy_gain(norm: NormFunction | None, outer: nn.Module, inner: nn.Module | None = None) -> list[Inexact]:
     """Give a Pre-Norm's gain to the last norm before the sublayer; return what differs.
 
     `outer` is that norm, the identity where the sublayer has its own; `inner`, which stays at unit gain, one before it.
     """
-    twice = [EPS_TWICE] if inner is not None else []
+    twice = [] if inner is None else [Inexact.norm_of_norm(getattr(inner, "eps", None), getattr(outer, "eps", None))]
     if norm is None:
         return twice
     assert isinstance(outer, Norm)
-    return [*outer.adopt(norm), *twice]
+    return [*outer.copy_from(norm), *twice]
 
 
 def zero_gain(part: nn.Module) -> None:

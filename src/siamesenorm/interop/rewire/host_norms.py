@@ -10,8 +10,7 @@ from torch import nn
 from siamesenorm.errors import UserError
 from siamesenorm.interop.foreign_norms import Unreadable, read_norm
 from siamesenorm.interop.rewire.anatomy import Host
-from siamesenorm.norms import NORMS, Norm, NormFunction, NormSpec
-from siamesenorm.topologies.upcycling import EPS_TWICE, SCALED
+from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +81,7 @@ def inheriting(spec: NormSpec, function: NormFunction, *, bias: bool = False) ->
 
 
 def refuse_other_functions(
-    operator: NormSpec, found: Mapping[str, Iterable[str]], *, chosen: str | NormSpec | None
+    operator: NormSpec, found: Mapping[str, Iterable[Inexact]], *, chosen: str | NormSpec | None
 ) -> None:
     """Raise UserError, naming the norm, if a new one differs by more than rounding and the eps of a norm of a norm.
 
@@ -91,8 +90,8 @@ def refuse_other_functions(
     remedy = "make them alike with swap_norms first" if chosen is None else "leave norm out"
     for name, differences in found.items():
         for difference in differences:
-            if difference not in (EPS_TWICE, SCALED) and not difference.startswith("the gain is rounded to "):
+            if not difference.kind.only_eps_or_rounding:
                 raise UserError(
-                    f"norm {operator} cannot keep the function of the host's norms ({name}: {difference}): {remedy}, "
-                    "or use preserve=False"
+                    f"norm {operator} cannot keep the function of the host's norms ({name}: {difference.detail}): "
+                    f"{remedy}, or use preserve=False"
                 )

@@ -65,7 +65,7 @@ def rewire(
     if preserve:
         found = parts.init_as_pre_norm(host, old)
         refuse_other_functions(operator, found, chosen=norm)
-        differences = tuple(dict.fromkeys(chain.from_iterable(found.values())))
+        differences = tuple(dict.fromkeys(map(str, chain.from_iterable(found.values()))))
     attention_norm = attention_operator(old.first) if adds_qkv_norm(resolved, preserve=preserve) else None
     before = fates_of_old_norms(model, host, old, preserve=preserve)
     known = norms_of(model)

@@ -12,7 +12,7 @@ from siamesenorm.interop.derived_class import derive
 from siamesenorm.interop.rewire.anatomy import Anatomy, Host
 from siamesenorm.interop.rewire.block import RewiredBlock, RewiredClosing
 from siamesenorm.interop.rewire.host_norms import HostNorms
-from siamesenorm.norms import NormFunction, NormSpec
+from siamesenorm.norms import Inexact, NormFunction, NormSpec
 from siamesenorm.topologies import Closing, Connection, Opening, Place, ResidualSpec, Topology
 
 
@@ -49,7 +49,7 @@ class Parts:
         parts.closing.to(**like(host.blocks[-1], old.final))
         return parts
 
-    def init_as_pre_norm(self, host: Host, old: HostNorms) -> dict[str, list[str]]:
+    def init_as_pre_norm(self, host: Host, old: HostNorms) -> dict[str, list[Inexact]]:
         """Set the parts to where the rewired model computes what the host does; return what differs at each norm."""
         self.opening.init_as_pre_norm()
         connections = [connection for block in self.connections for connection in block]

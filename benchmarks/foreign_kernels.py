@@ -1,4 +1,6 @@
-"""Pre-Norm's boundary by the kernels of other libraries, where they are installed: an addition and an RMSNorm in one.
+"""Pre-Norm's boundary by the kernels of other libraries: an addition and an RMSNorm in one.
+
+    python benchmarks/foreign_kernels.py    # on CUDA, with those that are installed; writes gpu/foreign_kernels.json
 
 None of them has a boundary of two streams. Each is called as its own documentation says, on [tokens, dim].
 """
@@ -7,13 +9,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from siamesenorm.benchmark.boundary import Boundary, BoundarySettings, Forward, measure_boundaries, settings_for
+from siamesenorm.benchmark.measurement import resolve_device
+from siamesenorm.benchmark.results import Results
 from siamesenorm.errors import UserError
+from siamesenorm.norms.rms_norm import RMSNorm
 
 AddedNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """Takes output O, stream Y, gain and eps, and returns the next sublayer's input H = RMSNorm(Y + O) and Y + O."""
@@ -29,7 +36,7 @@ class ForeignKernel:
     call: Callable[[Any, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
     def load(self) -> AddedNorm:
-        """Import the kernel; raises UserError where the library is not installed, or does not have it."""
+        """Import the kernel; raises UserError if the library is not installed, or has no such kernel."""
         for module in self.modules:
             try:
                 kernel = getattr(importlib.import_module(module), self.name)
@@ -37,7 +44,14 @@ class ForeignKernel:
                 reason = error
             else:
                 return lambda output, stream, gain, eps: self.call(kernel, output, stream, gain, eps)
-        raise UserError(f"{self.package} cannot be used here: {reason}") from reason
+        raise UserError(f"{self.package} cannot be used: {reason}") from reason
+
+    def forward(self, boundary: Boundary) -> Forward:
+        """Return Pre-Norm's forward pass by this kernel."""
+        kernel = self.load()
+        (norm,) = (part for part in boundary.after.modules() if isinstance(part, RMSNorm))
+        (stream,) = boundary.streams
+        return lambda: kernel(boundary.output, stream, norm.gain, norm.eps)
 
 
 def _liger(kernel: Any, output: Tensor, stream: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -71,3 +85,23 @@ FOREIGN_KERNELS = {
     ),
     "quack": ForeignKernel(package="quack-kernels", modules=("quack",), name="rmsnorm", call=_quack),
 }
+
+
+def measure_foreign_kernels(
+    settings: BoundarySettings, device: str, libraries: tuple[str, ...] = tuple(FOREIGN_KERNELS)
+) -> Results:
+    """Measure Pre-Norm's boundary with RMSNorm, by our candidates and by other libraries."""
+    others = {name: FOREIGN_KERNELS[name].forward for name in libraries}
+    settings = replace(settings, topologies=("pre",), norm="rmsnorm")
+    return measure_boundaries(settings, device, others=others)
+
+
+def main() -> None:
+    """Measure, write the file, print the table."""
+    device = resolve_device("cuda")
+    out = Path(__file__).parent / "gpu/foreign_kernels.json"
+    measure_foreign_kernels(settings_for(device), "cuda").show(out)
+
+
+if __name__ == "__main__":
+    main()

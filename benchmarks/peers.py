@@ -1,21 +1,32 @@
-"""bench peers: our residual paths beside those of public packages, as whole forward and backward passes of a stack.
+"""Our residual paths beside those of public packages, as whole forward and backward passes of a stack.
+
+    python benchmarks/peers.py [--device cuda] [--rounds 9]    # writes performance/peers.json
 
 The hyper-connections package gets our attention and MLP, so that only the residual path differs. x-transformers and
-Hugging Face's OLMo 2 come with their own: width, depth, heads and MLP are the same, and their rows say so.
+Hugging Face's OLMo 2 have their own: width, depth, heads and MLP are the same, and `same_sublayers` is false.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from siamesenorm.benchmark.measurement import (
+    allow_many_graphs,
+    kept_for_backward,
+    measure,
+    milliseconds,
+    ratio,
+    resolve_device,
+    rounded,
+)
 from siamesenorm.benchmark.results import Results, Row
-from siamesenorm.benchmark.saved_bytes import kept_for_backward
-from siamesenorm.benchmark.timing import Spread, allow_many_graphs, measure, ratio, resolve_device, rounded
 from siamesenorm.models.block import TransformerBlock
 from siamesenorm.models.initialisation import initialise
 from siamesenorm.norms import build_norm
@@ -182,7 +193,7 @@ PEERS = {
     "transformers, OLMo 2": Peer(package="transformers", ours="olmo2", build=Olmo2Stack),
 }  # fmt: skip
 ALWAYS = ("pre", "siamese", "siamese-post-pre")
-"""Topologies of ours that stand in the table without a peer."""
+"""Topologies of ours that have a row without a peer."""
 
 
 def measure_peers(settings: PeerSettings, device_name: str = "auto") -> Results:
@@ -196,7 +207,7 @@ def measure_peers(settings: PeerSettings, device_name: str = "auto") -> Results:
         try:
             versions[peer.package] = importlib.metadata.version(peer.package)
             stacks[name] = peer.build(settings)
-        except ImportError as reason:  # a package that is not there, or lacks one of its own
+        except ImportError as reason:  # the package, or one that it needs, is not installed
             missing.append(f"{name}: {reason}")
     for stack in stacks.values():
         stack.to(device)
@@ -234,7 +245,7 @@ def compare(
         row: Row = {
             "stack": name,
             "compiled": compiled,
-            "ms": Spread.of([1e3 * seconds for seconds in timings[name]]),
+            "ms": milliseconds(timings, name),
             "to_pre": ratio(timings, name, "ours, pre"),
             "kept_bytes": kept[name],
         }
@@ -255,7 +266,7 @@ def compile_stack(stack: nn.Module) -> None:
 
 def kept_bytes(stack: nn.Module, x: Tensor, rotary: Rotation) -> int:
     """Return the bytes that the graph of a forward pass keeps besides parameters."""
-    return sum(piece.bytes for piece in kept_for_backward(lambda: stack(x, rotary), besides=stack.parameters()))
+    return sum(kept_for_backward(lambda: stack(x, rotary), besides=stack.parameters()))
 
 
 def passes(stack: nn.Module, x: Tensor, rotary: Rotation) -> Callable[[], object]:
@@ -266,3 +277,17 @@ def passes(stack: nn.Module, x: Tensor, rotary: Rotation) -> Callable[[], object
         stack(x, rotary).square().mean().backward()
 
     return run
+
+
+def main() -> None:
+    """Measure, write the file, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "performance/peers.json")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=PeerSettings.rounds)
+    given = parser.parse_args()
+    measure_peers(PeerSettings(rounds=given.rounds), given.device).show(given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,9 @@
-"""Tables of a page made from results files: `python -m siamesenorm.benchmark.pages PAGE` fills them in again.
+"""Fill the tables of pages from results files.
 
-A table stands between `<!-- table FILE: column, column where key=value -->` and `<!-- end -->`; FILE is relative to the
-page, and the condition may be left out.
+    python benchmarks/pages.py docs/performance.md
+
+A table is between `<!-- table FILE: column, column where key=value -->` and `<!-- end -->`; FILE is relative to the
+page, and the condition is optional.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ TABLE = re.compile(r"(<!-- table (\S+): (.+?)(?: where (\w+)=(.+?))? -->\n).*?(<
 
 
 def fill_tables(page: str, directory: Path) -> str:
-    """Return a page with every table made anew from its file; raises UserError for a column that no row has."""
+    """Return a page with every table filled from its file; raises UserError for a column that no row has."""
     return TABLE.sub(lambda match: f"{match[1]}{_table(match, directory)}\n{match[6]}", page)
 
 

@@ -1,23 +1,29 @@
-"""What the compiler makes of a kernel: registers, spills, shared memory, widths of memory accesses; without a GPU.
+"""Registers, spills, shared memory and widths of memory accesses of our kernels, compiled for Hopper without a GPU.
 
-Triton carries an assembler and a disassembler, so a launch can be compiled ahead of time for any NVIDIA architecture.
+    python benchmarks/registers.py    # writes performance/registers.json
+
+Triton has an assembler and a disassembler, so a launch can be compiled ahead of time for any NVIDIA architecture.
 Tensors are taken to be aligned to 16 bytes, as PyTorch allocates them. Nothing here says how fast a kernel is.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import re
 import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from siamesenorm.benchmark.results import Results, Row
 from siamesenorm.kernels.boundary_plain import Carried, Constants, Gains
 from siamesenorm.kernels.launch import H200, Launch
 
@@ -180,3 +186,44 @@ def boundary_launches(
     )  # fmt: skip
     for launch in launches:
         yield launch.kernel.__name__.removeprefix("boundary_"), launch
+
+
+# --- the table
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+NORMS = ("rmsnorm", "layernorm")
+WIDTHS = (
+    (1024, "bfloat16"), (2048, "bfloat16"), (4096, "bfloat16"),
+    (512, "float32"), (1024, "float32"), (2048, "float32"), (4096, "float32"),
+)  # fmt: skip
+"""The sizes at which nothing may spill, and in fp32 one below and one beyond them."""
+
+
+def inspect_kernels(kinds: tuple[str, ...] = tuple(BOUNDARIES)) -> Results:
+    """Return registers, spills and access widths of every boundary's kernels, by norm, at the usual widths."""
+    rows: list[Row] = []
+    missing = [] if find_spec("triton") else ["triton is not installed"]
+    for kind, norm, (dim, streams) in itertools.product(kinds, NORMS, WIDTHS) if not missing else ():
+        launches = boundary_launches(BOUNDARIES[kind], dim, streams=DTYPES[streams], centred=norm == "layernorm")
+        for direction, launch in launches:
+            found = inspect(launch)
+            rows.append(
+                {
+                    "boundary": kind, "norm": norm, "dim": dim, "streams": streams, "pass": direction,
+                    "registers": found.registers, "spilled_bytes": found.spilled_bytes, "threads": found.threads,
+                    "shared_bytes": found.shared_bytes, "loads_128": found.loads.get(128, 0),
+                    "stores_128": found.stores.get(128, 0),
+                }
+            )  # fmt: skip
+    return Results(benchmark="registers", device="cpu", settings={"capability": 90}, rows=rows, not_measured=missing)
+
+
+def main() -> None:
+    """Compile every kernel, write the file, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "performance/registers.json")
+    inspect_kernels().show(parser.parse_args().out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""How a candidate is measured: agreement with the formula, interleaved time, and the memory that autograd keeps.
+
+Every round runs every candidate once. Machines slow down and speed up, so the times of a round are divided by its
+pace, the median over candidates of time / median time; a ratio is that of the medians of these times, so that the
+columns of a table agree with each other.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+
+from siamesenorm.errors import UserError
+
+Action = Callable[[], object]
+Timings = dict[str, list[float]]
+"""Seconds of every candidate, one a round."""
+Result = TypeVar("Result")
+Values = Mapping[str, Tensor]
+"""Results and gradients by name, rows of channels last."""
+COPIED_BYTES = 1 << 28
+MINIMUM_ROUNDS = 3
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+"""Largest distance of a row from the formula's as a share of its length: a few roundings, far below any mistake."""
+
+
+# --- agreement with the formula
+
+
+@torch.no_grad()
+def perturb(module: nn.Module) -> None:
+    """Add the same noise to the parameters of every candidate: gains of one would hide a swapped gain."""
+    for seed, parameter in enumerate(module.parameters()):
+        generator = torch.Generator(parameter.device).manual_seed(seed)
+        parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator, device=parameter.device))
+
+
+def random_like(x: Tensor, seed: int) -> Tensor:
+    """Return normal random numbers, the same for every dtype up to rounding."""
+    generator = torch.Generator(x.device).manual_seed(seed)
+    return torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a candidate must compute: the formulas' values in fp64, and the distance allowed for each."""
+
+    values: Values
+    allowed: Mapping[str, float]
+
+    @classmethod
+    def of(cls, values: Values, plain: Values, dtype: torch.dtype) -> Expected:
+        """Allow the rounding of `dtype`, and four times that of the plain formulas, for values that nearly cancel."""
+        rows = {what: farthest_row(plain[what], value) for what, value in values.items()}
+        return cls(values, {what: max(TOLERANCES[dtype], 4 * error) for what, error in rows.items()})
+
+    def check(self, found: Values) -> None:
+        """Raise UserError unless every row of every value is as expected."""
+        for what, value in self.values.items():
+            error = farthest_row(found[what], value)
+            if not error <= self.allowed[what]:
+                raise UserError(f"its {what} differs from the formula by {error:.2g} of its length")
+
+
+def farthest_row(found: Tensor, expected: Tensor) -> float:
+    """Return the largest distance of a row from the expected one, as a share of that one's length.
+
+    A row shorter than a tenth of the mean length counts as that long: it is mostly rounding.
+    """
+    found, expected = found.detach().double(), expected.detach()
+    lengths = expected.norm(dim=-1)
+    if not lengths.any():
+        lengths = torch.ones_like(lengths)
+    return float(((found - expected).norm(dim=-1) / lengths.clamp_min(0.1 * lengths.mean())).max())
+
+
+# --- time
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A median with its quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Return the median and quartiles of at least one value."""
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(middle, low, high)
+
+    def __mul__(self, factor: float) -> Spread:
+        return Spread(self.median * factor, self.low * factor, self.high * factor)
+
+    def to_json(self) -> dict[str, float]:
+        """Return the three numbers, to six digits."""
+        return {name: float(f"{getattr(self, name):.6g}") for name in ("median", "low", "high")}
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A moment of the monotonic clock after which nothing more is started."""
+
+    moment: float = math.inf
+
+    @classmethod
+    def after(cls, seconds: float) -> Deadline:
+        """Return the moment so many seconds from now."""
+        return cls(time.monotonic() + seconds)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the moment has passed."""
+        return time.monotonic() > self.moment
+
+    def check(self) -> None:
+        """Raise UserError if the moment has passed."""
+        if self.passed:
+            raise UserError("no time was left")
+
+
+NO_DEADLINE = Deadline()
+
+
+def measure(
+    actions: Mapping[str, Action],
+    *,
+    device: torch.device,
+    rounds: int,
+    warmup: int = 2,
+    prepare: Action | None = None,
+    deadline: Deadline = NO_DEADLINE,
+) -> Timings:
+    """Return the seconds of every action in every round, at a common pace; the order rotates by one every round.
+
+    `prepare` runs before each action, untimed (it may flush a cache). On CUDA the time is that between two events.
+    After the deadline no round starts, except the first three.
+    """
+    for _ in range(warmup):
+        for action in actions.values():
+            action()
+    timings: Timings = {name: [] for name in actions}
+    names = list(actions)
+    for number in range(rounds):
+        if number >= MINIMUM_ROUNDS and deadline.passed:
+            break
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            if prepare is not None:
+                prepare()
+            timings[name].append(seconds_of(actions[name], device))
+    return at_common_pace(timings)
+
+
+def at_common_pace(timings: Timings) -> Timings:
+    """Divide the times of every round by the median over actions of time / median time."""
+    medians = {name: statistics.median(seconds) for name, seconds in timings.items()}
+    relative = [[one / medians[name] for one in seconds] for name, seconds in timings.items()]
+    paces = [statistics.median(each) for each in zip(*relative, strict=True)]
+    return {name: [one / pace for one, pace in zip(each, paces, strict=True)] for name, each in timings.items()}
+
+
+def seconds_of(action: Action, device: torch.device) -> float:
+    """Return the seconds that one call takes on the device."""
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        action()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+def milliseconds(timings: Timings, name: str) -> Spread:
+    """Return the time of an action in milliseconds."""
+    return Spread.of(timings[name]) * 1e3
+
+
+def ratio(timings: Timings, names: str | Sequence[str], references: str | Sequence[str]) -> Spread:
+    """Return the ratio of the median times, each summed over several actions, with the quartiles of the rounds."""
+    sums = [
+        [timings[name] for name in ((group,) if isinstance(group, str) else group)] for group in (names, references)
+    ]
+    above, below = (sum(statistics.median(seconds) for seconds in group) for group in sums)
+    rounds = [sum(one) / sum(other) for one, other in zip(*(zip(*group, strict=True) for group in sums), strict=True)]
+    spread = Spread.of(rounds)
+    median = above / below
+    return Spread(median, min(spread.low, median), max(spread.high, median))
+
+
+@contextmanager
+def allow_many_graphs() -> Iterator[None]:
+    """Let the compiler keep one graph per topology: they share the code of the block, by which it counts graphs."""
+    with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):
+        yield
+
+
+@contextmanager
+def allow_kept_graphs() -> Iterator[None]:
+    """Let a compiled backward pass run many times on one graph: it must not overwrite what the graph keeps."""
+    with functorch_config.patch(donated_buffer=False):
+        yield
+
+
+class CacheFlush:
+    """Overwrite more memory than the last cache holds, for milliseconds, so that every candidate reads from memory.
+
+    While the device is busy, the host launches what is measured next; otherwise the time between two events would be
+    that of Python, not of the kernels.
+    """
+
+    def __init__(self, device: torch.device, megabytes: int = 256, times: int = 32) -> None:
+        self.memory = torch.empty(megabytes << 20, dtype=torch.int8, device=device)
+        self.times = times
+
+    def __call__(self) -> None:
+        """Overwrite the memory."""
+        for _ in range(self.times):
+            self.memory.zero_()
+
+
+def copy_action(device: torch.device) -> Action:
+    """Return a copy of `COPIED_BYTES`, which moves twice as many bytes: the reference of memory traffic."""
+    source = torch.empty(COPIED_BYTES, dtype=torch.int8, device=device).random_()
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def share_of_copy_rate(timings: Timings, name: str, traffic: float) -> Spread:
+    """Return the rate at which an action moved `traffic` bytes, as a share of the rate of the action "copy"."""
+    return ratio(timings, "copy", name) * (traffic / (2 * COPIED_BYTES))
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device of a name, "auto" being CUDA if available; raises UserError for one that is not available."""
+    available = torch.cuda.is_available()
+    if name == "auto":
+        return torch.device("cuda" if available else "cpu")
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise UserError(f"device {name!r}: choose cpu, cuda or auto")
+    if name.startswith("cuda") and not available:
+        raise UserError(f"device {name!r}: torch finds no CUDA device; choose cpu")
+    return torch.device(name)
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a CUDA device the current one, which events and memory statistics refer to."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def rounded(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record with its spreads as JSON values."""
+    return {key: value.to_json() if isinstance(value, Spread) else value for key, value in record.items()}
+
+
+# --- memory
+
+
+def kept_for_backward(function: Callable[[], object], *, besides: Iterable[Tensor] = ()) -> list[int]:
+    """Run `function` and return the bytes of every piece of memory that its graph keeps, each piece once.
+
+    Memory of `besides` (parameters, an input that a sublayer keeps anyway) is not counted.
+    """
+    return _pieces(_run_and_save(function)[1], besides)
+
+
+def traffic_of(
+    forward: Callable[[], tuple[Tensor, ...]], rows: Sequence[Tensor], *, besides: Iterable[Tensor] = ()
+) -> tuple[int, int]:
+    """Return the bytes that a forward pass over `rows` and its backward pass must move, each read or written once.
+
+    Forward: the rows, the results, and what is kept for the backward pass. Backward: the gradients of the results, what
+    was kept, and the gradients of the rows. Parameters (`besides`) are not counted.
+    """
+    results, kept = _run_and_save(forward)
+    gradients = [torch.randn_like(result) for result in results]
+    of_rows = [x for x in torch.autograd.grad(results, rows, gradients, allow_unused=True) if x is not None]
+    known = list(besides)
+    return sum(_pieces([*rows, *results, *kept], known)), sum(_pieces([*gradients, *kept, *of_rows], known))
+
+
+def _run_and_save(function: Callable[[], Result]) -> tuple[Result, list[Tensor]]:
+    """Run `function` and return its result and the tensors that autograd saves."""
+    kept: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        return function(), kept
+
+
+def _pieces(tensors: Iterable[Tensor], besides: Iterable[Tensor]) -> list[int]:
+    known = {x.untyped_storage().data_ptr() for x in besides}
+    sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if x.numel()}
+    return [size for address, size in sizes.items() if address not in known]
