@@ -28,8 +28,8 @@ from siamesenorm.training.config import RunConfig
 from siamesenorm.training.curves import read_loss_curve
 from siamesenorm.training.loop import train
 from siamesenorm.training.run_directory import RunDirectory
-from siamesenorm.training.verdict import judge
 from siamesenorm.training.start import resolve_continued
+from siamesenorm.training.verdict import judge
 from training_runs import records, tiny_plan, tiny_run, write_data
 
 ROOT = Path(__file__).parents[1]

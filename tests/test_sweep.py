@@ -31,10 +31,10 @@ from siamesenorm.files import StoppedError, exclusive
 from siamesenorm.sublayers.projection import Projection
 from siamesenorm.topologies import build_topology
 from siamesenorm.training.config import RunConfig
+from siamesenorm.training.curves import LossCurve
 from siamesenorm.training.language import LanguageTask
 from siamesenorm.training.metrics import MetricsLog
 from siamesenorm.training.run_directory import RunDirectory
-from siamesenorm.training.curves import LossCurve
 from siamesenorm.training.verdict import judge
 from training_runs import records, tiny_run, write_data
 

@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json
-from siamesenorm.training.curves import loss_curve
 from siamesenorm.training.metrics import read_bytes, read_metrics
 from siamesenorm.training.verdict import Verdict, judge
 

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from siamesenorm.training.stability import centred_medians
 from siamesenorm.training.verdict import DEFAULT_THRESHOLDS, DETECTOR, Label, Thresholds, Verdict, judge
 
 LOCAL_WINDOW = 51
+TENTHS = 10
 
 
 class Fault(StrEnum):
@@ -76,9 +78,16 @@ class Grid:
     high_parts: tuple[float, ...] = (0.1, 0.25, 0.5)
     plateau_offsets: tuple[float, ...] = (-0.2, -0.15, -0.1, 0.0, 0.1)
 
+    @property
+    def cells(self) -> int:
+        """How many detections a calibration has."""
+        spikes = len(self.spike_heights) * len(self.spike_widths)
+        divergences = 2 * len(self.divergence_heights) + 1
+        others = len(self.high_heights) * len(self.high_parts) + len(self.plateau_offsets) + 1
+        return TENTHS * (spikes + divergences) + others
+
 
 DEFAULT_GRID = Grid()
-TENTHS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +227,7 @@ def calibrate(
         [_by_points(curves[name]) for name, verdict in verdicts.items() if verdict.label == "stable"], thresholds, grid
     )
     detections = []
-    for detection in (*trials.spikes(), *trials.divergences(), *trials.high_parts(), *trials.plateaus()):
+    for detection in chain(trials.spikes(), trials.divergences(), trials.high_parts(), trials.plateaus()):
         detections.append(detection)
         on_detection(detection)
     return CalibrationReport(
@@ -296,9 +305,7 @@ class _Trials:
                 level = (curve.floor or 0.0) + offset * curve.scale
                 plateau = inject_plateau(curve.losses, level=level)
                 labels.append(self._judge(curve, plateau, held_out=level).label)
-            yield _detection(
-                Fault.PLATEAU, [(label == "not learned", label) for label in labels], height=offset
-            )
+            yield _detection(Fault.PLATEAU, [(label == "not learned", label) for label in labels], height=offset)
         labels = []
         for curve in fallen:
             end = self._passes(curve) or 1
@@ -313,7 +320,7 @@ class _Trials:
         return next((step for step, middle in enumerate(medians, start=1) if middle < line), None)
 
     def _places(self, count: int, *, room: int = 1) -> Iterator[tuple[int, list[tuple[LossCurve, int]]]]:
-        """Yield every tenth of the run, and the curves and steps at which to inject there; `room` steps must be left."""
+        """Yield every tenth of the run with the curves and steps to inject at, `room` steps from the end at least."""
         tenths: dict[int, list[tuple[LossCurve, int]]] = {tenth: [] for tenth in range(TENTHS)}
         for curve in self.curves:
             first, last = curve.warmup_steps + 1, len(curve.losses) - room + 1

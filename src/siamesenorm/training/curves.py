@@ -55,7 +55,7 @@ class LossCurve:
         if self.warmup_steps < 0:
             raise UserError(f"warmup_steps is {self.warmup_steps}: give 0 or more")
         if self.floor is not None and not math.isfinite(self.floor):
-            raise UserError(f"floor is {self.floor}: give the loss of a model that has learned nothing, or leave it out")
+            raise UserError(f"floor is {self.floor}: give the loss of a model that has learned nothing, or none")
         if not 0 < self.scale < math.inf:
             raise UserError(f"scale is {self.scale}: give a number above 0")
 

@@ -85,9 +85,9 @@ def centred_medians(values: Sequence[float], half_width: int) -> list[float]:
 class ExcursionRule:
     """When a value counts as an excursion above its surroundings.
 
-    The residual r_t = x_t - m_t from the centred median over `window` values exceeds `rise` and `sigmas` robust standard
-    deviations (1.4826 MAD) of the residuals in a window twice as wide, for at least `shortest` values in a row. The
-    first `history` values are never excursions, for lack of surroundings.
+    The residual r_t = x_t - m_t from the centred median over `window` values exceeds `rise` and `sigmas` robust
+    standard deviations (1.4826 MAD) of the residuals in a window twice as wide, for at least `shortest` values in a
+    row. The first `history` values are never excursions, for lack of surroundings.
     """
 
     window: int
@@ -151,13 +151,13 @@ def still_falls(values: Sequence[float], *, fall: float) -> bool:
     """Return whether a series falls over its second half: by `fall`, and more surely than chance explains.
 
     The fall is that of the median from the third quarter to the last; chance explains two standard deviations of
-    Spearman's rank correlation with time, which outliers do not move.
+    Spearman's rank correlation with time (equal values count as falling), which outliers do not move.
     """
     half = values[-2 * (len(values) // 4) :]
     if not half or len(values) < 4:
         return False
     middle, count = len(half) // 2, len(half)
-    order = sorted(range(count), key=half.__getitem__)
+    order = sorted(range(count), key=lambda time: (half[time], -time))
     squares = sum((rank - time) ** 2 for rank, time in enumerate(order))
     correlation = 1 - 6 * squares / (count * (count**2 - 1))
     return median(half[:middle]) - median(half[middle:]) > fall and correlation * math.sqrt(count - 1) < -2

@@ -51,14 +51,14 @@ class Unchecked(StrEnum):
 
     NO_FLOOR = "no floor"
     NOT_ENDED = "not ended"
-    TOO_SHORT_FOR_RISES = "too short for rises"
+    TOO_SHORT_FOR_TRENDS = "too short for trends"
     TOO_SHORT_FOR_SPIKES = "too short for spikes"
 
 
 _UNCHECKED_SENTENCES = {
     Unchecked.NO_FLOOR: "whether it learned (no floor)",
     Unchecked.NOT_ENDED: "the end of the run",
-    Unchecked.TOO_SHORT_FOR_RISES: "rises (too few steps)",
+    Unchecked.TOO_SHORT_FOR_TRENDS: "rises and falls (too few steps)",
     Unchecked.TOO_SHORT_FOR_SPIKES: "spikes (too few steps)",
 }
 
@@ -198,12 +198,8 @@ class Verdict:
     def sentence(self) -> str:
         """Return the verdict in one line, with the numbers it rests on and what could not be checked."""
         left = [_UNCHECKED_SENTENCES[each] for each in self.unchecked if each is not Unchecked.NOT_ENDED]
-        text = self._evidence() + (f"; not checked: {', '.join(left)}" if left and not self._is_diverged else "")
+        text = self._evidence() + (f"; not checked: {', '.join(left)}" if left and self.label != "diverged" else "")
         return text if self.ended else f"{text} (after {self.steps} of {self.steps_total} steps)"
-
-    @property
-    def _is_diverged(self) -> bool:
-        return self.label == "diverged"
 
     def _evidence(self) -> str:
         reason = self.reasons[0] if self.reasons else None
@@ -335,6 +331,12 @@ class StabilityMonitor:
     def _ended(self) -> bool:
         return len(self._losses) >= self._steps_total
 
+    @property
+    def _is_short(self) -> bool:
+        """Whether two windows of the smoothed loss do not fit into the steps so far."""
+        least = self._thresholds.smoothing_least
+        return len(self._losses) < 2 * max(least, self._thresholds.smoothing_window(self._steps_total))
+
     def _divergence(self) -> tuple[Reason | None, int | None]:
         if self._first_nonfinite is not None:
             return Reason.NOT_FINITE, self._first_nonfinite
@@ -345,7 +347,7 @@ class StabilityMonitor:
         return None, None
 
     def _has_not_learned(self) -> bool:
-        if self._floor is None:
+        if self._floor is None or self._is_short:
             return False
         line = self._floor - self._thresholds.floor_margin * self._scale
         learned = self._final < line or (self._held_out is not None and self._held_out < line)
@@ -357,8 +359,8 @@ class StabilityMonitor:
             yield Unchecked.NO_FLOOR
         if not self._ended:
             yield Unchecked.NOT_ENDED
-        if steps <= max(thresholds.smoothing_window(self._steps_total), thresholds.smoothing_least):
-            yield Unchecked.TOO_SHORT_FOR_RISES
+        if self._is_short:
+            yield Unchecked.TOO_SHORT_FOR_TRENDS
         if steps < max(thresholds.spike_history, self._warmup_steps) + thresholds.spike_steps:
             yield Unchecked.TOO_SHORT_FOR_SPIKES
 
