@@ -179,7 +179,7 @@ def test_an_interruption_is_one_line(
         ("explain siamse", "unknown topology 'siamse': did you mean siamese"),
         ("explain --json --markdown", "--json and --markdown exclude each other: choose one"),
         ("sizes --topologies siamse", "unknown topology 'siamse': did you mean siamese"),
-        ("verdict", "missing PATH: The file, or the directory of a run"),
+        ("verdict", "no curve is given"),
         ("verdict NOWHERE", "cannot read"),
         ("verdict NOWHERE --steps-total x", "--steps-total is 'x': write a whole number"),
         ("report NOWHERE", "name the directory that `siamesenorm sweep` wrote"),
@@ -282,7 +282,7 @@ def test_a_run_tells_its_verdict_and_is_not_trained_again(
     before = (run / "metrics.jsonl").read_bytes()
     said = output(capsys, *train(data, run))
     assert said.startswith(f"{run}: ")
-    assert decode_json((run / "verdict.json").read_text())["word"] in said
+    assert decode_json((run / "verdict.json").read_text())["label"] in said
     assert decode_json(output(capsys, *train(data, run), "--json")) == decode_json((run / "verdict.json").read_text())
     assert (run / "metrics.jsonl").read_bytes() == before
 

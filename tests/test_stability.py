@@ -565,13 +565,9 @@ def test_there_is_no_sensitivity_of_one_rate_or_of_none_that_survived():
 ALONE = """
 import sys
 
-class Nothing:
-    """Finds no module of the laboratory; a module of torch that probes for one handles its absence."""
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"numpy", "tyro", "rich", "scipy", "matplotlib", "safetensors", "tokenizers"}:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+for name in ("numpy", "tyro", "rich", "scipy", "matplotlib", "safetensors", "tokenizers"):
+    sys.modules[name] = None  # as if it were not installed
 
-sys.meta_path.insert(0, Nothing())
 import torch
 from siamesenorm import StreamMonitor
 from siamesenorm.training.verdict import judge

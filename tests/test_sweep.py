@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import select
 import signal
@@ -225,7 +226,7 @@ class StandIn:
 
 
 def write_finished(job: Job, held_out: float) -> None:
-    """Write what a run leaves that ended with this held-out loss; infinite for one that did not learn."""
+    """Write what a run leaves that ended with this held-out loss; infinite for one that diverged."""
     run, config = RunDirectory(job.directory), job.config
     final = min(held_out, 3.0)
     curve = [final + 0.5 / step for step in range(1, config.steps + 1)]
@@ -236,7 +237,8 @@ def write_finished(job: Job, held_out: float) -> None:
             log.append({"kind": "train", "step": step, "loss": loss, "gradient_norm": 1.0, "step_seconds": 0.1})
         log.append({"kind": "validation", "step": config.steps, "loss": final})
         log.append({"kind": "end", "step": config.steps, "status": "finished"})
-        run.write_verdict(judge(LossCurve.of(curve, floor=2.8)))
+        losses = curve if held_out < math.inf else [*curve[:-1], math.nan]
+        run.write_verdict(judge(LossCurve.of(losses, floor=2.8)))
 
 
 def held_out(config: RunConfig) -> float:
