@@ -226,7 +226,7 @@ class StandIn:
 
 
 def write_finished(job: Job, held_out: float) -> None:
-    """Write what a run leaves that ended with this held-out loss; infinite for one that diverged."""
+    """Write what a run leaves that ended with this held-out loss; 3 or more for one that diverged."""
     run, config = RunDirectory(job.directory), job.config
     final = min(held_out, 3.0)
     curve = [final + 0.5 / step for step in range(1, config.steps + 1)]
@@ -237,7 +237,7 @@ def write_finished(job: Job, held_out: float) -> None:
             log.append({"kind": "train", "step": step, "loss": loss, "gradient_norm": 1.0, "step_seconds": 0.1})
         log.append({"kind": "validation", "step": config.steps, "loss": final})
         log.append({"kind": "end", "step": config.steps, "status": "finished"})
-        losses = curve if held_out < math.inf else [*curve[:-1], math.nan]
+        losses = curve if held_out < 3.0 else [*curve[:-1], math.nan]
         run.write_verdict(judge(LossCurve.of(losses, floor=2.8)))
 
 
