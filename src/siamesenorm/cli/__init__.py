@@ -21,7 +21,7 @@ COMMANDS = {
     "reproduce": "run an experiment of the recipes and report on it",
     "runs": "list runs: directory, method, learning rate, seed, verdict, step",
     "report": "make tables, figures and a page of an experiment",
-    "verdict": "classify a loss curve as stable, spiked, diverged or not learned",
+    "verdict": "classify loss curves as stable, spiked, diverged or not learned",
     "calibrate": "measure how often the verdict is wrong on given runs",
     "rewire": "give an existing model in a local directory another residual topology",
     "export": "write a trained model for Hugging Face",
