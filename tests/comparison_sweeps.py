@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from siamesenorm.files import encode_json
-from siamesenorm.training.curves import loss_curve
-from siamesenorm.training.stability import judge_curve
+from siamesenorm.training.verdict import judge
 
 UNIGRAM_ENTROPY = 2.93
 INITIAL_LOSS = 5.56
@@ -134,7 +133,7 @@ def write_run(path: Path, run: SyntheticRun) -> None:
     )
     (path / "metrics.jsonl").write_text("".join(encode_json(record) + "\n" for record in records))
     if records[-1]["kind"] == "end":
-        (path / "verdict.json").write_text(encode_json(judge_curve(loss_curve(records)).to_json()))
+        (path / "verdict.json").write_text(encode_json(judge(records).to_json()))
 
 
 def _records(run: SyntheticRun) -> Iterable[dict[str, Any]]:

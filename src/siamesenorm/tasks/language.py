@@ -162,7 +162,7 @@ class LanguageTask:
         model = LanguageModel(source.model)
         model.load_state_dict(weights)
         differences = convert(model, self.config.model)
-        return dict(model.state_dict()), differences
+        return dict(model.state_dict()), tuple(map(str, differences))
 
     def _forward(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         device, documents = next(model.parameters()).device, None

@@ -34,8 +34,7 @@ from siamesenorm.training.metrics import MetricsLog, read_metrics
 from siamesenorm.training.optimizer import build_optimizer, optimizer_tensors, restore_optimizer, set_learning_rate
 from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks
 from siamesenorm.training.run_directory import RunDirectory
-from siamesenorm.training.stability import StabilityMonitor
-from siamesenorm.training.verdict import Verdict
+from siamesenorm.training.verdict import StabilityMonitor, Verdict
 from siamesenorm.training.warm_start import load_start, require_start
 
 Record = dict[str, Any]
@@ -102,7 +101,8 @@ class TrainingLoop:
         self.monitor = StabilityMonitor(
             steps_total=config.steps,
             warmup_steps=config.optimizer.warmup_steps,
-            unigram_entropy=self.task.floor,
+            floor=self.task.floor,
+            scale=self.task.scale,
             thresholds=config.thresholds,
         )
 
@@ -197,6 +197,7 @@ class TrainingLoop:
         with self._precision():
             result = self.task.evaluate(self.model, self.config.samples_at_once)
         self.model.train()
+        self.monitor.observe_validation(result["loss"])
         self.record({"kind": "validation", "step": step, **result})
 
     def _precision(self) -> torch.autocast:
@@ -233,6 +234,8 @@ class TrainingLoop:
         for record in read_metrics(self.run_directory.metrics_file):
             if record["kind"] == "train":
                 self.monitor.observe(record["loss"], record["gradient_norm"])
+            elif record["kind"] == "validation":
+                self.monitor.observe_validation(record["loss"])
         return _Interrupted(step=checkpoint.step, seconds=checkpoint.state["seconds"], skipped=checkpoint.skipped)
 
     def _gives_up(self) -> bool:
