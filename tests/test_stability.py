@@ -370,6 +370,12 @@ def test_thresholds_are_in_units_of_the_scale(scale):
         )
 
 
+def test_a_fall_counts_in_units_of_the_scale():
+    slow = (4.0 - np.linspace(0, 0.2, 400)).tolist()
+    assert verdict_on(slow, floor=3.9).label == "stable", "0.05 from quarter to quarter"
+    assert verdict_on(slow, floor=3.9, scale=50.0).label == "not learned"
+
+
 def test_losses_may_be_negative():
     verdict = verdict_on([loss - 10 for loss in raised(healthy(), 200, 202, 1.0)], warmup_steps=40, floor=-7.0)
     assert (verdict.label, verdict.spikes) == ("spiked", (200,))
