@@ -24,7 +24,7 @@ COMMANDS = {
     "verdict": "classify loss curves as stable, spiked, diverged or not learned",
     "calibrate": "measure how often the verdict is wrong on given runs",
     "rewire": "give an existing model in a local directory another residual topology",
-    "export": "write a trained model for Hugging Face, or an exported one in the native format",
+    "export": "write a trained model for Hugging Face",
     "generate": "continue a text with a trained, exported or rewired model",
     "explain": "show formula, diagram, cost and special cases of a topology, or a norm",
     "bench": "measure speed and memory of boundaries, norms and training steps",
