@@ -249,6 +249,12 @@ def test_a_loss_that_is_high_in_part_of_its_steps_is_spiked(part):
     assert verdict_on(few, warmup_steps=40, floor=FLOOR).label == "stable", "4 % of single steps"
 
 
+def test_what_is_high_in_the_warmup_does_not_count():
+    level = [2.0 + 0.01 * (-1) ** step + 1.5 * (step < 40 and step % 3 == 0) for step in range(400)]
+    assert verdict_on(level, warmup_steps=40, floor=FLOOR).high_part == 0.0
+    assert verdict_on(level, floor=FLOOR).high_part > 0
+
+
 def test_the_best_is_that_of_whole_windows():
     losses = [6.0 - 0.1 * step for step in range(40)]
     early = verdict_on(losses[:18], steps_total=400)
