@@ -14,7 +14,7 @@ import pytest
 from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json, encode_json
 from siamesenorm.training.curves import LossCurve
-from siamesenorm.training.stability import learning_rate_sensitivity, still_falls
+from siamesenorm.training.stability import centred_medians, learning_rate_sensitivity, still_falls
 from siamesenorm.training.verdict import (
     DEFAULT_THRESHOLDS,
     Reason,
@@ -219,6 +219,13 @@ def test_a_steep_fall_is_no_spike():
     assert verdict_on(losses, floor=FLOOR).reasons == ()
     stairs = [4.0 - step // 100 + 0.01 * (-1) ** step for step in range(300)]
     assert verdict_on(stairs).reasons == ()
+
+
+def test_a_centred_median_follows_a_fall_and_never_leads_it():
+    falling = [9.0, 7.0, 4.0, 2.0, 1.0]
+    assert centred_medians(falling, 1) == [9.0, 7.0, 4.0, 2.0, 2.0], "at the end the upper middle"
+    assert centred_medians([3.0, 3.0, 1.0, 1.0], 25) == [3.0, 3.0, 3.0, 3.0]
+    assert centred_medians([], 25) == []
 
 
 @pytest.mark.parametrize("height", [0.0, 3.0, 20.0])
