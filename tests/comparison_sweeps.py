@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from siamesenorm.files import encode_json
-from siamesenorm.training.curves import loss_curve
-from siamesenorm.training.stability import judge_curve
+from siamesenorm.training.verdict import judge
 
 UNIGRAM_ENTROPY = 2.93
 INITIAL_LOSS = 5.56
@@ -135,7 +134,7 @@ def write_run(path: Path, run: SyntheticRun) -> None:
     )
     (path / "metrics.jsonl").write_text("".join(encode_json(record) + "\n" for record in records))
     if records[-1]["kind"] == "end":
-        (path / "verdict.json").write_text(encode_json(judge_curve(loss_curve(records)).to_json()))
+        (path / "verdict.json").write_text(encode_json(judge(records).to_json()))
 
 
 def _records(run: SyntheticRun) -> Iterable[dict[str, Any]]:
@@ -144,7 +143,7 @@ def _records(run: SyntheticRun) -> Iterable[dict[str, Any]]:
     yield {
         "kind": "model", "label": run.method.label, "attention_norm": run.method.attention_norm,
         "parameters": run.method.parameters, "non_embedding_parameters": run.method.parameters - 65_792,
-        "flops_per_token": 6.0 * run.method.parameters, "unigram_entropy": UNIGRAM_ENTROPY, "steps": run.steps,
+        "flops_per_token": 6.0 * run.method.parameters, "floor": UNIGRAM_ENTROPY, "steps": run.steps,
         "warmup_steps": run.steps // 10, "batch_tokens": run.batch_tokens, "train_tokens_available": run.train_tokens,
     }  # fmt: skip
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):

@@ -239,7 +239,7 @@ def test_a_run_tells_its_verdict_and_is_not_trained_again(
     before = (run / "metrics.jsonl").read_bytes()
     said = output(capsys, *train(data, run))
     assert said.startswith(f"{run}: ")
-    assert decode_json((run / "verdict.json").read_text())["word"] in said
+    assert decode_json((run / "verdict.json").read_text())["label"] in said
     assert decode_json(output(capsys, *train(data, run), "--json")) == decode_json((run / "verdict.json").read_text())
     assert (run / "metrics.jsonl").read_bytes() == before
 
@@ -373,7 +373,7 @@ def test_runs_are_listed(trained: list[Path], capsys: pytest.CaptureFixture[str]
     assert [row["seed"] for row in rows] == [0, 1]
     for row, run in zip(rows, trained, strict=True):
         assert (row["step"], row["steps"]) == (8, 8)
-        assert row["verdict"] == decode_json((run / "verdict.json").read_text())["word"]
+        assert row["verdict"] == decode_json((run / "verdict.json").read_text())["label"]
         assert row["method"].startswith("siamese")
     said = output(capsys, "runs", str(trained[0].parent))
     assert str(trained[0]) in said.replace("\n", "")
@@ -413,9 +413,9 @@ def test_the_verdict_on_any_curve(trained: list[Path], tmp_path: Path, capsys: p
     curve.write_text("\n".join(["step,loss", *rows[:60], *(f"{step},7.5" for step in range(61, 101))]))
     assert "diverged, rose and stayed: from step " in output(capsys, "verdict", str(curve))
     facts = decode_json(output(capsys, "verdict", str(curve), "--json", "--thresholds.rise", "9"))
-    assert facts["word"] != "diverged"
+    assert facts["label"] != "diverged"
     assert facts["thresholds"]["rise"] == 9.0
-    for options in ("--column los", "--unigram-entropy nan", "--steps-total 99", "--warmup-steps -1"):
+    for options in ("--column los", "--floor nan", "--steps-total 99", "--warmup-steps -1"):
         refusal(capsys, "verdict", str(curve), *options.split())
     stored = decode_json((trained[0] / "verdict.json").read_text())
     assert decode_json(output(capsys, "verdict", str(trained[0]), "--json")) == stored

@@ -12,7 +12,7 @@ from siamesenorm.comparison.results import read_sweep
 from siamesenorm.comparison.tables import at_chosen_rates, by_learning_rate
 from siamesenorm.training.curves import read_loss_curve
 from siamesenorm.training.run_directory import RunDirectory
-from siamesenorm.training.stability import judge_curve
+from siamesenorm.training.verdict import judge
 
 ROOT = Path(__file__).parents[1]
 BOOKS, SAFE = ROOT / "benchmarks/books", ROOT / "benchmarks/safe"
@@ -33,10 +33,10 @@ def test_the_tables_of_the_comparison_are_those_of_its_runs() -> None:
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_the_verdict_of_a_run_follows_from_its_record(run: Path) -> None:
     stored = RunDirectory(run).read_verdict()
-    now = judge_curve(read_loss_curve(run / "metrics.jsonl"))
-    assert stored is not None and (now.word, now.reason) == (stored.word, stored.reason)
+    now = judge(read_loss_curve(run / "metrics.jsonl"))
+    assert stored is not None and now == stored
 
 
 def test_no_run_that_is_called_safe_is_flagged() -> None:
-    words = {run.name: judge_curve(read_loss_curve(run / "metrics.jsonl")).word for run in SAFE.glob("runs/*")}
+    words = {run.name: judge(read_loss_curve(run / "metrics.jsonl")).label for run in SAFE.glob("runs/*")}
     assert words and set(words.values()) == {"stable"}

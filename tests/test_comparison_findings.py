@@ -28,7 +28,8 @@ from siamesenorm.comparison.findings import (
 from siamesenorm.comparison.results import Curve, Method, RunResult, SweepResults
 from siamesenorm.comparison.statistics import student_t_quantile
 from siamesenorm.comparison.summary import conclusions, footnotes
-from siamesenorm.training.stability import judge
+from siamesenorm.training.curves import LossCurve
+from siamesenorm.training.verdict import judge
 
 Losses = Mapping[float, Sequence[float | None]]
 """Held-out loss by rate and seed 0, 1, ...: None is not run, NaN diverged."""
@@ -50,7 +51,8 @@ def result(of: Method, rate: float, seed: int, loss: float) -> RunResult:
     training = trace.values.tolist() + ([] if finished == 40 else [math.nan])
     return RunResult(
         path=Path(f"{of.name}-{rate}-{seed}"), method=of, learning_rate=rate, seed=seed, status="finished",
-        verdict=judge(training, unigram_entropy=3.0), train_loss=loss, held_out_loss=loss, held_out_step=40, steps=40,
+        verdict=judge(LossCurve.of(training, floor=3.0)),
+        train_loss=loss, held_out_loss=loss, held_out_step=40, steps=40,
         steps_done=40, batch_tokens=64, train_tokens_available=64 * 40, parameters=1000, flops_per_token=6000.0,
         step_seconds=0.1, peak_memory_bytes=2**20, unigram_entropy=3.0, losses=trace, gradient_norms=trace,
         config={"model": {}, "data": {"digest": "d"}}, environment={},

@@ -58,7 +58,7 @@ def test_a_run_that_lost_its_numbers_diverged_and_has_no_score(tmp_path: Path) -
     write_run(tmp_path / "run", dataclasses.replace(RUN, wanted="not finite"))
     result = read_run(tmp_path / "run")
     assert (result.status, result.word, result.steps_done) == ("stopped_early", "diverged", 60)
-    assert result.verdict is not None and result.verdict.reason == "not finite"
+    assert result.verdict is not None and result.verdict.reasons[0] == "not finite"
     assert not result.converged and result.score == float("inf")
     assert result.train_loss is None
     assert np.isnan(result.losses.values[-1])
@@ -83,7 +83,7 @@ def test_a_verdict_that_is_not_stored_is_judged_from_the_record(tmp_path: Path) 
     stored = read_run(tmp_path / "run").verdict
     (tmp_path / "run" / "verdict.json").unlink()
     assert read_run(tmp_path / "run").verdict == stored
-    assert stored is not None and stored.word == "diverged"
+    assert stored is not None and stored.label == "diverged"
 
 
 def test_a_sweep_lists_what_is_unfinished_missing_and_damaged(tmp_path: Path) -> None:

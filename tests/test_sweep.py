@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import select
 import signal
@@ -31,10 +32,11 @@ from siamesenorm.files import StoppedError, exclusive
 from siamesenorm.sublayers.projection import Projection
 from siamesenorm.topologies import build_topology
 from siamesenorm.training.config import RunConfig
+from siamesenorm.training.curves import LossCurve
 from siamesenorm.training.language import LanguageTask
 from siamesenorm.training.metrics import MetricsLog
 from siamesenorm.training.run_directory import RunDirectory
-from siamesenorm.training.stability import judge
+from siamesenorm.training.verdict import judge
 from training_runs import records, tiny_run, write_data
 
 RATES = (2e-3, 8e-3)
@@ -224,18 +226,19 @@ class StandIn:
 
 
 def write_finished(job: Job, held_out: float) -> None:
-    """Write what a run leaves that ended with this held-out loss; infinite for one that did not learn."""
+    """Write what a run leaves that ended with this held-out loss; 3 or more for one that diverged."""
     run, config = RunDirectory(job.directory), job.config
     final = min(held_out, 3.0)
     curve = [final + 0.5 / step for step in range(1, config.steps + 1)]
-    numbers = {"steps": config.steps, "warmup_steps": 1, "unigram_entropy": 2.8}
+    numbers = {"steps": config.steps, "warmup_steps": 1, "floor": 2.8}
     with run.claimed(config), MetricsLog(run.metrics_file) as log:
         log.append({"kind": "model", "label": config.model.label, "attention_norm": "qk", "parameters": 1, **numbers})
         for step, loss in enumerate(curve, start=1):
             log.append({"kind": "train", "step": step, "loss": loss, "gradient_norm": 1.0, "step_seconds": 0.1})
         log.append({"kind": "validation", "step": config.steps, "loss": final})
         log.append({"kind": "end", "step": config.steps, "status": "finished"})
-        run.write_verdict(judge(curve, unigram_entropy=2.8))
+        losses = curve if held_out < 3.0 else [*curve[:-1], math.nan]
+        run.write_verdict(judge(LossCurve.of(losses, floor=2.8)))
 
 
 def held_out(config: RunConfig) -> float:

@@ -65,9 +65,9 @@ def test_it_learns_the_structure_of_its_data(learned: tuple[RunConfig, Path, Ver
     # Next is the number after this one in seven of eight places: with chance it cannot do better than about 0.7 nats.
     assert 2.5 < curve[0] < 4.0
     assert 0.5 < np.mean(curve[-10:]) < 1.6
-    assert verdict.word == "stable"
+    assert verdict.label == "stable"
     assert verdict.steps == verdict.steps_total == len(curve) == 60
-    assert verdict.unigram_entropy == pytest.approx(np.log(16), abs=0.1)
+    assert verdict.floor == pytest.approx(np.log(16), abs=0.1)
 
 
 def test_the_record_says_what_the_contract_says(learned: tuple[RunConfig, Path, Verdict]) -> None:
@@ -130,7 +130,7 @@ def test_a_finished_run_is_not_trained_again(learned: tuple[RunConfig, Path, Ver
 def test_a_lost_run_is_ended_early(data: Path, tmp_path: Path) -> None:
     config = tiny_run(data, steps=200, model={"topology": "pre"}, optimizer={"learning_rate": 30.0, "clip": 0.0})
     verdict = train(config, tmp_path / "run")
-    assert verdict.word == "diverged"
+    assert verdict.label == "diverged"
     steps = len(losses(tmp_path / "run"))
     assert steps < 200
     assert records(tmp_path / "run")[-1] == {"kind": "end", "step": steps, "status": "stopped_early"}
@@ -147,12 +147,12 @@ def test_losses_that_are_not_finite_are_written_as_words(
 
     monkeypatch.setattr(TrainingLoop, "_accumulate", broken)
     verdict = train(tiny_run(data, steps=100), tmp_path / "run")
-    assert (verdict.word, verdict.reason, verdict.divergence_step) == ("diverged", "not finite", 2)
+    assert (verdict.label, verdict.reasons[0], verdict.divergence_step) == ("diverged", "not finite", 2)
     assert verdict.steps == 11, "a tenth of the run is the patience"
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert text.count('"loss": "nan"') == 10
     assert "NaN" not in text + (tmp_path / "run" / "verdict.json").read_text()
-    assert decode_json((tmp_path / "run" / "verdict.json").read_text())["word"] == "diverged"
+    assert decode_json((tmp_path / "run" / "verdict.json").read_text())["label"] == "diverged"
 
 
 # --- how a step is computed ------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from siamesenorm.analysis import StreamMonitor
-    from siamesenorm.interop.loading import from_pretrained
     from siamesenorm.interop.rewire import rewire
+    from siamesenorm.interop.stored import from_pretrained
     from siamesenorm.interop.swap_norms import swap_norms
     from siamesenorm.models.block import TransformerBlock
     from siamesenorm.models.language import LanguageModel, build_language_model
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         register_topology,
         transformer_places,
     )
-    from siamesenorm.training.stability import StabilityMonitor
+    from siamesenorm.training.verdict import StabilityMonitor
 
 __version__ = "0.1.0"
 
@@ -77,10 +77,10 @@ _MODULES = (
     "models.block",
     "sublayers.attention",
     "sublayers.modulated",
-    "interop.loading",
+    "interop.stored",
     "interop.rewire",
     "interop.swap_norms",
-    "training.stability",
+    "training.verdict",
     "analysis",
 )
 """Where the public names are, in the order in which they are searched: the last ones load the most."""

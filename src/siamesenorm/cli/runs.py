@@ -70,7 +70,7 @@ def describe(path: Path) -> dict[str, Any]:
         }
         row["steps"] = config.steps
         verdict = directory.read_verdict()
-        row["verdict"] = None if verdict is None else verdict.word
+        row["verdict"] = None if verdict is None else verdict.label
         steps = [record["step"] for record in read_metrics(directory.metrics_file) if "step" in record]
         row["step"] = max(steps, default=0)
     except UserError as error:

@@ -61,7 +61,7 @@ class SweepConsole:
             self.progress[job] = read_progress(job.directory / "metrics.jsonl")
             self.first_steps[job] = self.progress[job].step
             if verdict is not None:
-                self.words[job] = verdict.word
+                self.words[job] = verdict.label
                 done += 1
         self._print(f"{len(jobs)} runs in {self.directory}, {done} of them finished before")
 
@@ -89,7 +89,7 @@ class SweepConsole:
         """Say how a job ended."""
         self.progress[job] = progress = read_progress(job.directory / "metrics.jsonl")
         verdict: Verdict | None = job.verdict
-        self.words[job] = "failed" if verdict is None else verdict.word
+        self.words[job] = "failed" if verdict is None else verdict.label
         for line in _lines_going_back(job.directory / "log.txt"):
             self.told(f"{job.name}: {line}")
         self._measure()

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from siamesenorm.comparison.results import DIVERGED, SPIKED, STABLE, Method, RunResult, SweepResults
+from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, STABLE, Method, RunResult, SweepResults
 from siamesenorm.comparison.statistics import (
     Estimate,
     HolmDecision,
@@ -43,7 +43,7 @@ class Outcome:
     def verdict(self) -> str | None:
         """The worst verdict of its complete runs."""
         words = {run.word for run in self.complete}
-        return next((word for word in (DIVERGED, SPIKED, STABLE) if word in words), None)
+        return next((word for word in (DIVERGED, NOT_LEARNED, SPIKED, STABLE) if word in words), None)
 
     @property
     def with_verdict(self) -> int:
@@ -283,17 +283,11 @@ def paired(choice: Choice, other: Choice) -> PairedDifference:
 def _sensitivity(sweep: SweepResults, method: Method) -> float | None:
     """Return the mean excess loss over the grid on the selection seed; None where a rate has not been run."""
     runs = [run for run in sweep.runs if run.method == method and run.seed == sweep.selection_seed and run.complete]
-    losses = {run.learning_rate: _final_loss(run) for run in runs}
+    losses = {run.learning_rate: math.inf if run.diverged else run.score for run in runs}
     cap = next((run.unigram_entropy for run in runs if run.unigram_entropy is not None), None)
     if cap is None or losses.keys() != set(sweep.learning_rates):
         return None
-    sensitivity = learning_rate_sensitivity(losses, cap=cap)
-    return None if math.isnan(sensitivity) else sensitivity
-
-
-def _final_loss(run: RunResult) -> float:
-    """Return the held-out loss; of a diverged run the last training loss, for its validation may be from before."""
-    return run.verdict.final if run.diverged and run.verdict is not None else run.score
+    return learning_rate_sensitivity(losses, floor=cap)
 
 
 def _most_alike(method: Method, candidates: Sequence[Method]) -> Method | None:

@@ -19,13 +19,11 @@ import numpy.typing as npt
 
 from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json
-from siamesenorm.training.curves import loss_curve
 from siamesenorm.training.metrics import read_bytes, read_metrics
-from siamesenorm.training.stability import judge_curve
-from siamesenorm.training.verdict import Verdict
+from siamesenorm.training.verdict import Verdict, judge
 
 FINISHED, STOPPED_EARLY, UNFINISHED = "finished", "stopped_early", "unfinished"
-STABLE, SPIKED, DIVERGED = "stable", "spiked", "diverged"
+STABLE, SPIKED, NOT_LEARNED, DIVERGED = "stable", "spiked", "not learned", "diverged"
 QKV_NORM = "qkv-head"
 FINAL_FRACTION = 0.1
 """The last part of the steps whose mean training loss is the training loss of a run."""
@@ -93,12 +91,12 @@ class RunResult:
     @property
     def word(self) -> str | None:
         """The word of its verdict."""
-        return None if self.verdict is None else self.verdict.word
+        return None if self.verdict is None else self.verdict.label
 
     @property
     def diverged(self) -> bool:
-        """Whether its verdict is `diverged`."""
-        return self.word == DIVERGED
+        """Whether it diverged or has not learned."""
+        return self.word in (DIVERGED, NOT_LEARNED)
 
     @property
     def converged(self) -> bool:
@@ -246,7 +244,7 @@ def _run_result(
         flops_per_token=_number(model.get("flops_per_token")),
         step_seconds=undisturbed_step_seconds([float(record["step_seconds"]) for record in train]),
         peak_memory_bytes=_integer(end.get("peak_memory_bytes")),
-        unigram_entropy=_number(model.get("unigram_entropy")),
+        unigram_entropy=_number(model.get("floor")),
         losses=losses,
         gradient_norms=_curve(train, "gradient_norm"),
         config=config,
@@ -261,7 +259,7 @@ def _last(records: Sequence[Record], kind: str) -> Record:
 
 def _verdict(file: Path, records: Sequence[Record]) -> Verdict:
     """Return the verdict stored with the run, else the one its record gives."""
-    return Verdict.from_json(_read_json(file)) if file.exists() else judge_curve(loss_curve(records))
+    return Verdict.from_json(_read_json(file)) if file.exists() else judge(records)
 
 
 def _method(config: Record, model: Record) -> Method:

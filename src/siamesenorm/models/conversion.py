@@ -17,7 +17,7 @@ from siamesenorm.errors import UserError
 from siamesenorm.models.block import TransformerBlock
 from siamesenorm.models.language import LanguageModel
 from siamesenorm.models.language_config import LanguageModelConfig
-from siamesenorm.norms import NORMS, Norm, NormFunction, NormSpec
+from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec
 from siamesenorm.topologies import Topology, build_topology, topology_name, transformer_places
 from siamesenorm.topologies.pre_norm import PreNorm
 
@@ -68,7 +68,7 @@ def require_convertible(source: LanguageModelConfig, target: LanguageModelConfig
 
 
 @torch.no_grad()
-def convert(model: LanguageModel, target: LanguageModelConfig) -> tuple[str, ...]:
+def convert(model: LanguageModel, target: LanguageModelConfig) -> tuple[Inexact, ...]:
     """Give `model`, in place, the residual path of `target`, and return what its function differs in, each way once.
 
     Nothing, where the function is the same up to rounding. Raises UserError, with the model untouched, where it cannot
@@ -82,7 +82,7 @@ def convert(model: LanguageModel, target: LanguageModelConfig) -> tuple[str, ...
     path = ResidualPath.build(target, model.embedding.weight)
     if all(getattr(source, name) == getattr(target, name) for name in PATH):
         path.load(model)
-        differences: dict[str, None] = {}
+        differences: dict[Inexact, None] = {}
     else:
         differences = path.init_as_pre_norm(model)
     path.install(model)
@@ -136,13 +136,13 @@ class ResidualPath:
         for part, old in zip(self.parts, ResidualPath.of(model).parts, strict=True):
             part.load_state_dict(old.state_dict())
 
-    def init_as_pre_norm(self, model: LanguageModel) -> dict[str, None]:
+    def init_as_pre_norm(self, model: LanguageModel) -> dict[Inexact, None]:
         """Set the path to where it computes what a Pre-Norm model does; return the differences as keys."""
         _, *old = ResidualPath.of(model).parts
         self.opening.init_as_pre_norm()  # type: ignore[operator]
-        found: dict[str, None] = {}
+        found: dict[Inexact, None] = {}
         for part, norm in zip(self.parts[1:], map(_norm_of, old), strict=True):
-            found.update(dict.fromkeys(map(str, part.init_as_pre_norm(norm))))  # type: ignore[operator]
+            found.update(dict.fromkeys(part.init_as_pre_norm(norm)))  # type: ignore[operator]
         return found
 
     def install(self, model: LanguageModel) -> None:

@@ -44,7 +44,9 @@ class LanguageTask:
             "parameters": parameters,
             "non_embedding_parameters": parameters - embedding,
             "flops_per_token": count_flops(self.config.model),
-            "unigram_entropy": self.data.unigram_entropy,
+            "floor": self.data.unigram_entropy,
+            "scale": 1.0,
+            "unit": "nats/token",
             "train_tokens_available": self.train.targets,
             "notes": sorted({module.note for module in model.modules() if getattr(module, "note", "")}),
         }

@@ -29,9 +29,8 @@ from siamesenorm.training.optimizer_state import optimizer_tensors, restore_opti
 from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks
 from siamesenorm.training.random_state import capture_random_state, restore_random_state
 from siamesenorm.training.run_directory import RunDirectory
-from siamesenorm.training.stability import StabilityMonitor
 from siamesenorm.training.start import describe_start, inherit, require_start
-from siamesenorm.training.verdict import Verdict
+from siamesenorm.training.verdict import StabilityMonitor, Verdict
 
 Record = dict[str, Any]
 
@@ -105,7 +104,8 @@ class TrainingLoop:
         self.watch = StabilityMonitor(
             steps_total=config.steps,
             warmup_steps=config.optimizer.warmup_steps,
-            unigram_entropy=self.description["unigram_entropy"],
+            floor=self.description["floor"],
+            scale=self.description["scale"],
             thresholds=config.thresholds,
         )
 
@@ -189,6 +189,7 @@ class TrainingLoop:
         with self._precision():
             result = self.task.evaluate(self.model)
         self.model.train()
+        self.watch.observe_validation(result["loss"])
         self._record({"kind": "validation", "step": step, **result})
 
     def _precision(self) -> torch.autocast:
@@ -225,6 +226,8 @@ class TrainingLoop:
         for record in read_metrics(self.run_directory.metrics_file):
             if record["kind"] == "train":
                 self.watch.observe(record["loss"], record["gradient_norm"])
+            elif record["kind"] == "validation":
+                self.watch.observe_validation(record["loss"])
         return _Interrupted(step=checkpoint.step, seconds=checkpoint.state["seconds"], passed_over=checkpoint.skipped)
 
     def _gives_up(self) -> bool:

@@ -86,7 +86,7 @@ def inherit(config: RunConfig) -> Inheritance:
     model = LanguageModel(source.model)
     model.load_state_dict(checkpoint.tensors["model"])
     differences = convert(model, config.model)
-    return Inheritance(weights=dict(model.state_dict()), differences=differences)
+    return Inheritance(weights=dict(model.state_dict()), differences=tuple(map(str, differences)))
 
 
 def describe_start(config: RunConfig, inheritance: Inheritance) -> dict[str, Any]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.rewire.anatomy import Anatomy, Host, Reading, qualified_name
-from siamesenorm.interop.rewire.block import RewiredBlock
+from siamesenorm.interop.hosts import decoders, vision
+from siamesenorm.interop.hosts.blocks import BlockSpec, BlockStack, RewiredBlock, SpecReader, qualified_name
 from siamesenorm.topologies import Connection
 
+FAMILIES: dict[str, SpecReader] = {**decoders.BLOCKS, **vision.BLOCKS}
+"""By the full name of a block's class: a subclass may compute anything."""
 
-def find_host(model: nn.Module, families: Mapping[str, Reading]) -> Host:
+Blocks = nn.ModuleList | nn.Sequential
+
+
+def find_blocks(model: nn.Module) -> BlockStack:
     """Return the one stack of known blocks of a model.
 
     Raises UserError, naming the module, for a model that was rewired before, has no known blocks, several stacks of
@@ -30,39 +35,36 @@ def find_host(model: nn.Module, families: Mapping[str, Reading]) -> Host:
                 "already; build them with another topology"
             )
     stacks = {
-        name: stack for name, stack in stacks_of(model) if any(qualified_name(block) in families for block in stack)
+        name: stack for name, stack in _rows_of(model) if any(qualified_name(block) in FAMILIES for block in stack)
     }
     if not stacks:
-        raise UserError(f"{_unknown_structure(model)}; rewire knows {', '.join(sorted(_short(f) for f in families))}")
+        known = ", ".join(sorted(family.rpartition(".")[2] for family in FAMILIES))
+        raise UserError(f"{_unknown_structure(model)}; rewire supports {known}")
     if len(stacks) > 1:
         raise UserError(f"the model has {len(stacks)} stacks of blocks, {', '.join(stacks)}: rewire one backbone alone")
     [(name, blocks)] = stacks.items()
     _refuse_mixed(name, blocks)
     backbone = model.get_submodule(name.rpartition(".")[0])
-    anatomy = families[qualified_name(blocks[0])](blocks[0])
-    _refuse_other_variants(name, blocks, anatomy, families)
-    if anatomy.check_backbone:
-        anatomy.check_backbone(backbone)
-    host = Host(name=name, backbone=backbone, blocks=blocks, anatomy=anatomy)
-    _refuse_patched(host)
-    _refuse_shared_norms(model, host)
-    return host
+    spec = FAMILIES[qualified_name(blocks[0])](blocks[0])
+    _refuse_other_variants(name, blocks, spec)
+    if spec.check_backbone:
+        spec.check_backbone(backbone)
+    stack = BlockStack(name=name, backbone=backbone, blocks=blocks, spec=spec)
+    _refuse_patched(stack)
+    _refuse_shared_norms(model, stack)
+    return stack
 
 
-def stacks_of(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList | nn.Sequential]]:
+def _rows_of(model: nn.Module) -> Iterator[tuple[str, Blocks]]:
     """Yield the names and modules of everything that holds modules in a row."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module):
             yield name, module
 
 
-def _short(family: str) -> str:
-    return family.rpartition(".")[2]
-
-
 def _unknown_structure(model: nn.Module) -> str:
-    """Say what the model's longest row of blocks is, which is what its owner would expect to be found."""
-    rows = list(stacks_of(model))
+    """Name the model's longest row of blocks, which is what its owner would expect to be found."""
+    rows = list(_rows_of(model))
     if not rows:
         return f"the structure of {type(model).__name__} is unknown: it has no list of blocks"
     # A Sequential may be a stem or an MLP as well: it counts where it is longer than every list.
@@ -70,12 +72,12 @@ def _unknown_structure(model: nn.Module) -> str:
     return f"the structure of {type(model).__name__} is unknown: {name}.0 is a {qualified_name(stack[0])}"
 
 
-def _refuse_mixed(name: str, blocks: nn.ModuleList | nn.Sequential) -> None:
+def _refuse_mixed(name: str, blocks: Blocks) -> None:
     seen: dict[int, int] = {}
     for index, block in enumerate(blocks):
         if type(block) is not type(blocks[0]):
             raise UserError(
-                f"{name}.{index} is a {type(block).__name__} among {type(blocks[0]).__name__}s: rewire wants blocks of "
+                f"{name}.{index} is a {type(block).__name__} among {type(blocks[0]).__name__}s: rewire needs blocks of "
                 "one class"
             )
         if id(block) in seen:
@@ -83,20 +85,18 @@ def _refuse_mixed(name: str, blocks: nn.ModuleList | nn.Sequential) -> None:
         seen[id(block)] = index
 
 
-def _refuse_other_variants(
-    name: str, blocks: nn.ModuleList | nn.Sequential, anatomy: Anatomy, families: Mapping[str, Reading]
-) -> None:
-    """Refuse blocks of one class that do not all meet the residual path in the same way."""
+def _refuse_other_variants(name: str, blocks: Blocks, spec: BlockSpec) -> None:
+    """Refuse blocks of one class that do not all use the residual path in the same way."""
     for index, block in enumerate(blocks):
-        if families[qualified_name(block)](block) is not anatomy:
-            raise UserError(f"{name}.{index} is built otherwise than {name}.0: rewire wants blocks of one kind")
+        if FAMILIES[qualified_name(block)](block) is not spec:
+            raise UserError(f"{name}.{index} differs from {name}.0: rewire needs blocks of one kind")
 
 
-def _refuse_patched(host: Host) -> None:
-    """Refuse a forward that was replaced on an instance: it would go on running in place of the new one."""
-    prefix = host.name.rpartition(".")[0]
-    blocks = [(f"{host.name}.{index}", block) for index, block in enumerate(host.blocks)]
-    for name, module in [(prefix or "the model", host.backbone), *blocks]:
+def _refuse_patched(stack: BlockStack) -> None:
+    """Refuse a forward that was replaced on an instance: it would hide the new one."""
+    prefix = stack.name.rpartition(".")[0]
+    blocks = [(f"{stack.name}.{index}", block) for index, block in enumerate(stack.blocks)]
+    for name, module in [(prefix or "the model", stack.backbone), *blocks]:
         if "forward" in vars(module):
             raise UserError(
                 f"{name} has had its forward replaced (by a device map of accelerate, or a patch): rewire the model "
@@ -104,9 +104,9 @@ def _refuse_patched(host: Host) -> None:
             )
 
 
-def _refuse_shared_norms(model: nn.Module, host: Host) -> None:
-    """Refuse a norm on the residual path that stands under two names, as a module or through its parameters."""
-    paths = {*host.norms_of_slots(), host.final_norm}
+def _refuse_shared_norms(model: nn.Module, stack: BlockStack) -> None:
+    """Refuse a norm on the residual path that has two names, as a module or through its parameters."""
+    paths = {*stack.input_norms(), stack.final_norm}
     owners: dict[int, str] = {}
     for other, module in model.named_modules(remove_duplicate=False):
         # An absent dropout or norm may be one Identity everywhere: only what has parameters can be shared.

@@ -1,12 +1,10 @@
-"""What every library of models is met with: its errors in one line, its progress bars on terminals alone.
-
-And what of a directory is the same in all of them: a configuration in JSON, weights in safetensors.
-"""
+"""What is the same for every library of models: its import, its errors in one line, its progress bars, its files."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import re
 import sys
@@ -35,7 +33,7 @@ def import_library(name: str, extra: str, directory: Path) -> Any:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return what config.json of a directory holds, nothing where there is none; raises UserError for a damaged one."""
+    """Return the content of config.json in a directory, empty without one; raises UserError for a damaged one."""
     file = directory / "config.json"
     if not file.is_file():
         return {}
@@ -45,17 +43,9 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise UserError(f"{file} cannot be read: {error}") from error
     if not isinstance(record, dict):
         raise UserError(
-            f"{file} holds no configuration of a model: it is a {type(record).__name__}: name another directory"
+            f"{file} holds no configuration of a model, but a {type(record).__name__}: name another directory"
         )
     return record
-
-
-def weights_file(directory: Path) -> Path:
-    """Return the first file of weights of a directory; raises UserError where there are none in safetensors."""
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"{directory} has no safetensors weights: save the model again")
-    return files[0]
 
 
 def stored_dtype(file: Path) -> torch.dtype:
@@ -63,7 +53,7 @@ def stored_dtype(file: Path) -> torch.dtype:
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as tensors:
-        found = [tensors.get_slice(name).get_dtype() for name in tensors.keys()]  # noqa: SIM118  it is no mapping
+        found = [tensors.get_slice(name).get_dtype() for name in tensors.keys()]  # noqa: SIM118  not a mapping
     floating = [dtype for dtype in found if dtype in DTYPES] or ["F32"]
     return DTYPES[max(set(floating), key=floating.count)]
 
@@ -71,8 +61,8 @@ def stored_dtype(file: Path) -> torch.dtype:
 def require_whole(directory: Path, info: Mapping[str, Any], *, ignored: Sequence[str] = ()) -> None:
     """Raise UserError unless the weights of a directory are those of its model: all, of its shapes, and no others.
 
-    `info` is what `output_loading_info=True` adds in transformers and diffusers; `ignored` are patterns of the names
-    that may be there without a place in the model.
+    `info` is what `output_loading_info=True` adds in transformers and diffusers; `ignored` are patterns of names that
+    old versions saved and that are no weights.
     """
     found = {
         "lacks": info.get("missing_keys", ()),
@@ -86,19 +76,13 @@ def require_whole(directory: Path, info: Mapping[str, Any], *, ignored: Sequence
         raise UserError(f"{directory} {', and '.join(wrong)}: its files are not those of its config.json")
 
 
-def refuse_loading_info(options: Mapping[str, Any]) -> None:
-    """Raise UserError for an option that asks what a load reports: it is refused unless there is nothing to report."""
-    if "output_loading_info" in options:
-        raise UserError("output_loading_info: a model that loads has all its weights, and no others: leave it out")
-
-
 def _counted(names: Sequence[str]) -> str:
     weights = "1 weight" if len(names) == 1 else f"{len(names)} weights"
     return f"{weights} ({', '.join([*names[:3], *(['...'] if len(names) > 3 else [])])})"
 
 
 @contextmanager
-def told_in_one_line(directory: Path) -> Iterator[None]:
+def library_errors(directory: Path) -> Iterator[None]:
     """Turn whatever a library raises over a directory into a UserError of one line."""
     try:
         yield
@@ -116,8 +100,8 @@ def _in_one_line(error: Exception) -> str:
 
 
 @contextmanager
-def disk_errors_raised(target: Path) -> Iterator[None]:
-    """Raise as OSError what safetensors tells of the disk in an error of its own."""
+def safetensors_errors(target: Path) -> Iterator[None]:
+    """Raise as OSError what safetensors reports of the disk in an error of its own."""
     from safetensors import SafetensorError
 
     try:
@@ -130,14 +114,18 @@ def disk_errors_raised(target: Path) -> Iterator[None]:
 
 
 @contextmanager
-def progress_on_terminals_alone(library: Any) -> Iterator[None]:
-    """Keep transformers' progress bars out of files and pipes."""
-    bars = library.utils.logging
-    hide = bars.is_progress_bar_enabled() and not sys.stderr.isatty()
+def quiet(library: Any) -> Iterator[None]:
+    """Silence a library's warnings about weights, which are refused here, and its progress bars in files and pipes."""
+    logger = logging.getLogger(library.__name__)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    bars: Any = library.utils.logging if library.__name__ == "transformers" else None
+    hide = bars is not None and bars.is_progress_bar_enabled() and not sys.stderr.isatty()
     if hide:
         bars.disable_progress_bar()
     try:
         yield
     finally:
+        logger.setLevel(level)
         if hide:
             bars.enable_progress_bar()

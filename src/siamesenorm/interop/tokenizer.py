@@ -37,7 +37,7 @@ def tokenizer_config(file: bytes, end_of_text: int, context: int) -> dict[str, A
 
 
 def generation_config(end_of_text: int) -> dict[str, int]:
-    """Return what `generate` has to know: a text ends, and a new one begins, as documents did in training."""
+    """Return the special tokens of `generate`: a text ends, and a new one begins, as documents did in training."""
     return {f"{role}_token_id": end_of_text for role in ("bos", "eos", "pad")}
 
 
@@ -52,3 +52,13 @@ def byte_level_backend() -> Any:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(END_OF_TEXT_NAMES[0], special=True, normalized=False)])
     return backend
+
+
+def tokenizer_for(tokenizer: Tokenizer, context: int) -> Any:
+    """Return the tokenizer that `AutoTokenizer` would load from an export; `context` is the model's, in tokens."""
+    from transformers import PreTrainedTokenizerFast
+
+    file = tokenizer_file(tokenizer)
+    options = tokenizer_config(file, tokenizer.end_of_text, context)
+    del options["tokenizer_class"]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(file.decode()), **options)
