@@ -15,11 +15,16 @@ if TYPE_CHECKING:
     from siamesenorm.interop.stored import from_pretrained
     from siamesenorm.interop.swap_norms import swap_norms
     from siamesenorm.models.block import TransformerBlock
-    from siamesenorm.models.language import LanguageModel, build_language_model
-    from siamesenorm.models.language_config import LanguageModelConfig, language_model_config
+    from siamesenorm.models.language import (
+        LanguageModel,
+        LanguageModelConfig,
+        build_language_model,
+        language_model_config,
+    )
     from siamesenorm.norms import AdaLN, AdaSeeDNorm, Norm, NormSpec, available_norms, build_norm
     from siamesenorm.sublayers.attention import Attention
     from siamesenorm.sublayers.modulated import Modulated
+    from siamesenorm.tasks.registry import available_tasks
     from siamesenorm.topologies import (
         BoundaryCost,
         Closing,
@@ -57,6 +62,7 @@ __all__ = [
     "Topology",
     "TransformerBlock",
     "available_norms",
+    "available_tasks",
     "available_topologies",
     "build_language_model",
     "build_norm",
@@ -73,7 +79,6 @@ _MODULES = (
     "topologies",
     "norms",
     "models.language",
-    "models.language_config",
     "models.block",
     "sublayers.attention",
     "sublayers.modulated",
@@ -81,6 +86,7 @@ _MODULES = (
     "interop.rewire",
     "interop.swap_norms",
     "training.verdict",
+    "tasks.registry",
     "analysis",
 )
 """Where the public names are, in the order in which they are searched: the last ones load the most."""
