@@ -23,7 +23,7 @@ LOSS = Column(f"Held-out loss{LOWER}", "mean ± half width of the 95 % t interva
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Continuation:
+class ContinuedVariant:
     """A variant at a rate: its outcome, the jump of its first loss, and the comparison with the unchanged model.
 
     `jump` is the held-out loss before the first step minus that of the base, the largest over the seeds. `comparison`
@@ -43,7 +43,7 @@ class ContinuedFindings:
 
     results: ExperimentResults
     bases: tuple[Outcome, ...]
-    continuations: tuple[Continuation, ...]
+    continuations: tuple[ContinuedVariant, ...]
 
     @property
     def compared(self) -> tuple[Comparison, ...]:
@@ -69,7 +69,7 @@ def find_continued(results: ExperimentResults) -> ContinuedFindings:
     for (rate, method), runs in groups.items():
         sources = [by_id[run.base] for run in runs if run.base in by_id]
         continuations.append(
-            Continuation(
+            ContinuedVariant(
                 base=sources[0].planned.label if sources else NOTHING,
                 label=runs[0].planned.label,
                 outcome=Outcome(method=method, learning_rate=rate, runs=tuple(runs)),
@@ -179,7 +179,7 @@ def _jump(run: RunResult, by_id: dict[str, RunResult]) -> float:
     return first - base.held_out_loss if base is not None and base.held_out_loss is not None else 0.0
 
 
-def _row(each: Continuation) -> tuple[Entry, ...]:
+def _row(each: ContinuedVariant) -> tuple[Entry, ...]:
     comparison = each.comparison
     interval, corrected = (comparison.interval, comparison.corrected) if comparison else (None, None)
     return (
@@ -200,7 +200,7 @@ def _loss_entry(loss: Estimate | None) -> Entry:
     return Entry(text=NOTHING if loss is None else quantities.loss_estimate(loss))
 
 
-def _statement(each: Continuation, unit: str) -> Statement:
+def _statement(each: ContinuedVariant, unit: str) -> Statement:
     assert each.comparison is not None
     comparison, corrected = each.comparison, each.comparison.corrected
     topic = f"{each.base} as {each.label}, {quantities.rate(each.outcome.learning_rate)}"
