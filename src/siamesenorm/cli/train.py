@@ -37,4 +37,7 @@ def run(arguments: Train) -> None:
     directory = arguments.out or Path("runs") / config.identity[:12]
     instruments = (Console(), *build_trackers(config, directory), *arguments.monitor.instruments())
     verdict = train(config, directory, instruments=instruments)
-    print(encode_json(verdict.to_json()) if arguments.json else f"{directory}: {verdict.sentence()}")
+    if arguments.json:
+        print(encode_json(verdict.to_json()))
+    else:
+        print(f"{directory}: {verdict.sentence()}\n(siamesenorm report {directory} makes a page of it)")
