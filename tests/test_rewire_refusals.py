@@ -400,3 +400,11 @@ def test_norms_of_this_library_keep_their_operator() -> None:
     assert report.function_kept and torch.equal(model(TOKENS).logits, expected)
     post_norm = model.model.layers[1].mlp_connection.identity_norm
     assert type(post_norm) is type(build_norm("seednorm", DIM)) and post_norm.heads == 2
+
+
+@pytest.mark.parametrize("given", ["gpt2", 3, None])
+def test_what_is_no_model(given: Any) -> None:
+    for convert in OPERATIONS.values():
+        with pytest.raises(UserError) as caught:
+            convert(given)
+        assert repr(given) in str(caught.value) and "\n" not in str(caught.value)
