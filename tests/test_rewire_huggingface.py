@@ -84,6 +84,14 @@ def test_new_parts_are_in_the_mode_of_the_model(family: str, training: bool) -> 
     assert {module.training for module in model.modules()} == {training}
 
 
+def test_projections_that_the_host_normalises_get_no_second_norm() -> None:
+    model = build_host("qwen3")
+    rewire(model, "siamese", preserve=False)
+    for layer in model.model.layers:
+        projections = layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj
+        assert [hasattr(projection, "head_norm") for projection in projections] == [False, False, True]
+
+
 def test_places_are_numbered_through_the_whole_stack() -> None:
     expected = [place for pair in siamesenorm.transformer_places(3) for place in pair]
     assert [place for row in places_of(decoders.LLAMA, 3) for place in row] == expected

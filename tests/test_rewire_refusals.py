@@ -187,6 +187,10 @@ def shared_between_blocks(model: Any) -> None:
     model.model.layers[1].input_layernorm.weight = model.model.layers[0].input_layernorm.weight
 
 
+def shared_with_a_module_elsewhere(model: Any) -> None:
+    model.extra = model.model.layers[1].input_layernorm
+
+
 def shared_with_the_final(model: Any) -> None:
     model.model.norm = model.model.layers[1].post_attention_layernorm
 
@@ -196,6 +200,7 @@ def shared_with_the_final(model: Any) -> None:
     [
         (shared_inside_a_block, "model.layers.1.input_layernorm", "model.layers.1.post_attention_layernorm"),
         (shared_between_blocks, "model.layers.0.input_layernorm", "model.layers.1.input_layernorm"),
+        (shared_with_a_module_elsewhere, "model.layers.1.input_layernorm", "extra"),
         (shared_with_the_final, "model.layers.1.post_attention_layernorm", "model.norm"),
     ],
 )
