@@ -40,7 +40,7 @@ with TemporaryDirectory() as directory:
     )
     run(
         f"train mini --data {directory}/data --out {directory}/run --model.size nano --model.depth 2 --steps 60 "
-        "--batch-tokens 512 --optimizer.warmup-steps 6 --optimizer.learning-rate 1e-2 --compile off"
+        "--batch 4 --optimizer.warmup-steps 6 --optimizer.learning-rate 1e-2 --execution.compile off"
     )
     run(f"export {directory}/run --out {directory}/exported")
     sys.exit(not compare(directory))

@@ -70,15 +70,14 @@ class SyntheticRun:
 
     def config(self) -> dict[str, Any]:
         return {
-            "model": {
-                "family": "language", "depth": 8, "dim": 128, "heads": 4, "kv_heads": 4, "hidden": 512,
+            "task": {"tag": "language", "digest": "5f1c0a7be2", "model": {
+                "depth": 8, "dim": 128, "heads": 4, "kv_heads": 4, "hidden": 512,
                 "vocabulary": 257, "context": 256, "attention_norm": self.method.attention_norm,
                 "topology": {"name": self.method.topology, "options": self.method.label.partition(":")[2]},
                 "norm": {"name": self.method.norm, "eps": 1e-5},
-            },
-            "data": {"digest": "5f1c0a7be2"},
+            }},
             "optimizer": {"learning_rate": self.rate, "warmup_steps": self.steps // 10},
-            "steps": self.steps, "batch_tokens": self.batch_tokens, "seed": self.seed, "precision": "float32",
+            "steps": self.steps, "batch": self.batch_tokens // 256, "seed": self.seed, "precision": "float32",
         }  # fmt: skip
 
 
@@ -143,18 +142,19 @@ def _records(run: SyntheticRun) -> Iterable[dict[str, Any]]:
     yield {
         "kind": "model", "label": run.method.label, "attention_norm": run.method.attention_norm,
         "parameters": run.method.parameters, "non_embedding_parameters": run.method.parameters - 65_792,
-        "flops_per_token": 6.0 * run.method.parameters, "floor": UNIGRAM_ENTROPY, "steps": run.steps,
-        "warmup_steps": run.steps // 10, "batch_tokens": run.batch_tokens, "train_tokens_available": run.train_tokens,
+        "flops_per_sample": 256 * 6.0 * run.method.parameters, "floor": UNIGRAM_ENTROPY, "scale": 1.0,
+        "steps": run.steps, "warmup_steps": run.steps // 10, "batch": run.batch_tokens // 256,
+        "items_per_sample": 256, "train_items": run.train_tokens,
     }  # fmt: skip
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
         seconds = run.method.step_seconds * (1.0 if step % 3 else 1.8)  # every third step is disturbed by a neighbour
         yield {
-            "kind": "train", "step": step, "tokens": step * run.batch_tokens, "loss": float(loss),
+            "kind": "train", "step": step, "samples": step * run.batch_tokens // 256, "loss": float(loss),
             "learning_rate": run.rate, "gradient_norm": float(norm), "time": step * seconds, "step_seconds": seconds,
         }  # fmt: skip
         if step % (run.steps // 4) == 0:
             validation = held_out + 1.2 * (1 - step / run.steps) if np.isfinite(loss) else float("nan")
-            yield {"kind": "validation", "step": step, "loss": validation, "tokens": 65536, "time": step * seconds}
+            yield {"kind": "validation", "step": step, "loss": validation, "items": 65536, "time": step * seconds}
     if run.until is None:
         status = "finished" if len(losses) == run.steps else "stopped_early"
         yield {"kind": "end", "step": len(losses), "status": status, "time": 120.1, "peak_memory_bytes": 612 * 2**20}

@@ -455,7 +455,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert main([*prepare, "--validation-fraction", "0.2"]) == 0
     model = ["--model.size", "nano", "--model.depth", "2", "--model.dim", "16", "--model.hidden", "16"]
     train = ["train", "mini", "--data", str(root / "data"), "--out", str(root / "run"), "--model.topology", "pre"]
-    train += [*model, "--steps", "4", "--batch-tokens", "256", "--optimizer.warmup-steps", "1", "--compile", "off"]
+    train += [*model, "--steps", "4", "--batch", "2", "--optimizer.warmup-steps", "1", "--execution.compile", "off"]
     assert main(train) == 0
     return root / "run"
 

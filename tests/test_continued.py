@@ -21,16 +21,19 @@ from siamesenorm.comparison.results import read_run
 from siamesenorm.data import PreparedData, TokenSamples
 from siamesenorm.errors import UserError
 from siamesenorm.models.language import LanguageModel
+from siamesenorm.norms import NormSpec
 from siamesenorm.recipes.continued import Arm, Experiment, bases, conclusions, find, gaps, read_results
 from siamesenorm.recipes.continued import training as recipe
 from siamesenorm.recipes.continued.results import BaseRun, ContinuedRun, Results
+from siamesenorm.topologies import build_topology
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.curves import read_loss_curve
-from siamesenorm.training.loop import train
+from siamesenorm.training.instruments import Instrument
+from siamesenorm.training.loop import TrainingLoop, train
 from siamesenorm.training.run_directory import RunDirectory
-from siamesenorm.training.start import resolve_continued
 from siamesenorm.training.verdict import judge
-from training_runs import records, tiny_plan, tiny_run, write_data
+from siamesenorm.training.warm_start import continue_run, start_defaults
+from training_runs import edit_json, records, tiny_plan, tiny_run, with_model, write_data
 
 ROOT = Path(__file__).parents[1]
 EXACT = "siamese-post-pre:normalized_input=false"
@@ -51,8 +54,10 @@ def source(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def continued(data: Path, source: Path, topology: str = "pre", **changes: Any) -> RunConfig:
-    model = {"size": "mini", **dict.fromkeys(("depth", "dim", "heads", "hidden", "context")), "topology": topology}
-    return resolve_continued(tiny_plan(data, model={**model, **changes.pop("model", {})}, **changes), source)
+    fields = {"topology": build_topology(topology), **changes.pop("model", {})}
+    if "norm" in fields:
+        fields["norm"] = NormSpec.parse(fields["norm"])
+    return continue_run(with_model(start_defaults(tiny_plan(data, **changes), source), **fields), source)
 
 
 def last_model(run: Path) -> dict[str, torch.Tensor]:
@@ -66,19 +71,15 @@ def last_loss(run: Path) -> float:
 class Killed(Exception): ...
 
 
-class Killer:
-    """An observer that ends the process, as far as a test can, once a record was written."""
+class Killer(Instrument):
+    """Ends the process, as far as a test can, once a record was written."""
 
     def __init__(self, **moment: Any) -> None:
         self.moment = moment
 
-    def recorded(self, record: dict[str, Any]) -> None:
+    def on_record(self, loop: TrainingLoop, record: dict[str, Any]) -> None:
         if self.moment.items() <= record.items():
             raise Killed
-
-    def started(self, *_: Any) -> None: ...
-    def told(self, *_: Any) -> None: ...
-    def ended(self, *_: Any) -> None: ...
 
 
 # --- configuration and identity
@@ -86,30 +87,30 @@ class Killer:
 
 def test_a_run_from_scratch_is_what_it_was(data: Path) -> None:
     config = tiny_run(data)
-    assert "start" not in config.to_json()
+    assert config.to_json()["warm_start"] is None
     assert RunConfig.from_json(config.to_json()).identity == config.identity
 
 
 def test_a_start_counts_by_its_run_and_not_by_its_path(data: Path, source: Path, tmp_path: Path) -> None:
     config = continued(data, source)
     moved = shutil.copytree(source, tmp_path / "moved")
-    assert config.start is not None and config.start.run == RunDirectory(source).read_config().identity
+    assert config.warm_start is not None and config.warm_start.run == RunDirectory(source).read_config().identity
     assert continued(data, moved).identity == config.identity
     assert RunConfig.from_json(config.to_json()) == config
     others = [
-        dataclasses.replace(config, start=None),
-        dataclasses.replace(config, start=dataclasses.replace(config.start, run="0" * 64)),
-        dataclasses.replace(config, start=dataclasses.replace(config.start, position=0)),
+        dataclasses.replace(config, warm_start=None),
+        dataclasses.replace(config, warm_start=dataclasses.replace(config.warm_start, run="0" * 64)),
+        dataclasses.replace(config, warm_start=dataclasses.replace(config.warm_start, position=0)),
     ]
     assert len({config.identity, *(other.identity for other in others)}) == 4
 
 
 def test_the_model_is_that_of_the_source(data: Path, source: Path) -> None:
-    old, new = RunDirectory(source).read_config().model, continued(data, source, EXACT).model
+    old, new = RunDirectory(source).read_config().task.model, continued(data, source, EXACT).task.model
     assert new.topology.gated_opening and not new.topology.normalized_input
     assert dataclasses.replace(new, topology=old.topology) == old
-    assert continued(data, source, "pre", model={"norm": "seednorm"}).model.norm.name == "seednorm"
-    assert continued(data, source, model={"dropout": 0.1, "context": 8}).model.context == 8
+    assert continued(data, source, "pre", model={"norm": "seednorm"}).task.model.norm.name == "seednorm"
+    assert continued(data, source, model={"dropout": 0.1, "context": 8}).task.model.context == 8
 
 
 # --- training
@@ -134,31 +135,31 @@ def test_it_begins_where_the_source_ended(
     assert first["step"] == 0
     assert abs(first["loss"] - last_loss(source)) <= near
     (told,) = [record["start"] for record in records(tmp_path / "run", "model")]
-    assert told["run"] == config.start.run and (not told["differences"]) == (near == 0)
+    assert told["run"] == config.warm_start.run and (not told["differences"]) == (near == 0)
 
 
 def test_the_data_go_on_behind_the_source(data: Path, source: Path, tmp_path: Path) -> None:
     """The first loss is that of the source's model on the samples after those it has seen."""
     train(continued(data, source, EXACT, steps=2), tmp_path / "run")
     config = RunDirectory(source).read_config()
-    model = LanguageModel(config.model)
+    model = LanguageModel(config.task.model)
     model.load_state_dict(last_model(source))
-    samples = TokenSamples(PreparedData.open(data), "train", config.model.context, config.seed)
+    samples = TokenSamples(PreparedData.open(data), "train", config.task.model.context, config.seed)
     batch = torch.from_numpy(samples.batch(SOURCE_STEPS * SAMPLES, SAMPLES))
     loss = F.cross_entropy(model(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())
     assert records(tmp_path / "run", "train")[0]["loss"] == pytest.approx(loss.item(), abs=1e-6)
 
 
 def test_another_order_of_the_data_begins_at_its_front(data: Path, source: Path) -> None:
-    assert continued(data, source).start.position == SOURCE_STEPS * SAMPLES
-    assert continued(data, source, seed=1).start.position == 0
-    assert continued(data, source, model={"context": 8}).start.position == 0
+    assert continued(data, source).warm_start.position == SOURCE_STEPS * SAMPLES
+    assert continued(data, source, seed=1).warm_start.position == 0
+    assert continued(data, source, model={"context": 8}).warm_start.position == 0
 
 
 def test_a_chain_of_runs_passes_over_all_of_their_samples(data: Path, source: Path, tmp_path: Path) -> None:
     train(continued(data, source, EXACT, steps=5), tmp_path / "second")
     third = continued(data, tmp_path / "second", f"{EXACT},gated_opening=true")
-    assert third.start.position == (SOURCE_STEPS + 5) * SAMPLES
+    assert third.warm_start.position == (SOURCE_STEPS + 5) * SAMPLES
     train(dataclasses.replace(third, steps=5), tmp_path / "third")
     assert records(tmp_path / "third", "validation")[0]["loss"] == last_loss(tmp_path / "second")
 
@@ -172,9 +173,9 @@ def test_interrupted_it_ends_with_the_same_bits_and_needs_its_source_no_more(
     train(config, tmp_path / "whole")
     for moment in ({"kind": "model"}, {"kind": "validation", "step": 0}, {"kind": "train", "step": 3}):
         with pytest.raises(Killed):
-            train(config, tmp_path / "killed", observers=(Killer(**moment),))
+            train(config, tmp_path / "killed", instruments=(Killer(**moment),))
     with pytest.raises(Killed):
-        train(config, tmp_path / "killed", observers=(Killer(kind="train", step=6),))
+        train(config, tmp_path / "killed", instruments=(Killer(kind="train", step=6),))
     shutil.rmtree(tmp_path / "source")
     train(config, tmp_path / "killed")
     assert records(tmp_path / "killed") == records(tmp_path / "whole")
@@ -193,10 +194,9 @@ def refused(config: RunConfig, out: Path) -> str:
 def test_sources_that_are_none(data: Path, source: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(source, tmp_path / "source")
     config = continued(data, copied)
-    assert config.start is not None
-    model = dataclasses.replace(config.model, depth=3)
-    assert "depth of a model" in refused(dataclasses.replace(config, model=model), tmp_path / "out")
-    other = dataclasses.replace(config, start=dataclasses.replace(config.start, run="0" * 64))
+    assert config.warm_start is not None
+    assert "depth of a model" in refused(with_model(config, depth=3), tmp_path / "out")
+    other = dataclasses.replace(config, warm_start=dataclasses.replace(config.warm_start, run="0" * 64))
     assert "restore that run" in refused(other, tmp_path / "out")
     (copied / "verdict.json").unlink()
     assert "is not finished" in refused(config, tmp_path / "out")
@@ -211,9 +211,13 @@ def test_sources_that_are_none(data: Path, source: Path, tmp_path: Path) -> None
 
 def test_a_source_that_gave_up_early_has_no_last_weights(data: Path, source: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(source, tmp_path / "source")
-    shutil.rmtree(max((copied / "checkpoints").iterdir()))
-    with pytest.raises(UserError, match="step 10 as its last checkpoint, not its last step 20"):
-        train(continued(data, copied), tmp_path / "out")
+    config = continued(data, copied)
+    (checkpoint,) = (copied / "checkpoints").iterdir()
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    edit_json(checkpoint / "manifest.json", **{**manifest, "step": 10})
+    checkpoint.rename(checkpoint.with_name("step-00000010"))
+    with pytest.raises(UserError, match="step 10"):
+        train(config, tmp_path / "out")
 
 
 # --- the command line
@@ -222,14 +226,14 @@ def test_a_source_that_gave_up_early_has_no_last_weights(data: Path, source: Pat
 def test_a_run_is_started_from_another_on_the_command_line(
     data: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--data", data, "--start", source, "--steps", 3, "--batch-tokens", 64, "--optimizer.warmup-steps", 1]
+    arguments = ["--data", data, "--start", source, "--steps", 3, "--batch", 4, "--optimizer.warmup-steps", 1]
     command = ["train", "mini", *map(str, arguments), "--validation-tokens", "128", "--execution.threads", "1"]
     assert main([*command, "--model.topology", EXACT, "--out", str(tmp_path / "run")]) == 0
     assert records(tmp_path / "run", "validation")[0]["loss"] == last_loss(source)
     for options, told in (
         (["--model.topology", "siamese"], "use siamese-post-pre"),
-        (["--model.topology", "pre", "--model.dim", "32"], "dim 32: it belongs to the weights"),
-        (["--model.topology", "pre", "--model.attention-norm", "none"], "has 'qk'"),
+        (["--model.topology", "pre", "--model.dim", "32"], "dim of a model"),
+        (["--model.topology", "pre", "--model.attention-norm", "none"], "attention_norm of a model"),
         (["--model.topology", "post"], "cannot keep the function"),
     ):
         capsys.readouterr()
@@ -306,7 +310,7 @@ def test_a_pair_shares_base_seed_rate_and_every_batch(experiment: Any) -> None:
     for name, part in plan["runs"].items():
         if part["arm"]:
             config = configs[name]
-            key = (part["base"], config["seed"], config["optimizer"]["learning_rate"], json.dumps(config["start"]))
+            key = (part["base"], config["seed"], config["optimizer"]["learning_rate"], json.dumps(config["warm_start"]))
             pairs.setdefault(key, []).append(name)
     assert len(pairs) == 4
     for (base, seed, _, start), (unchanged, converted) in pairs.items():
@@ -315,7 +319,7 @@ def test_a_pair_shares_base_seed_rate_and_every_batch(experiment: Any) -> None:
         (source,) = [n for n, c in configs.items() if json.loads(start)["path"].endswith(n)]
         assert plan["runs"][source] == {"base": base, "arm": None} and configs[source]["seed"] == seed
         different = {key for key in configs[unchanged] if configs[unchanged][key] != configs[converted][key]}
-        assert different == {"model"}
+        assert different == {"task"}
         models = [configs[name]["model"] for name in (unchanged, converted)]
         assert {key for key in models[0] if models[0][key] != models[1][key]} == {"topology"}
 

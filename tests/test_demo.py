@@ -10,7 +10,7 @@ import pytest
 from siamesenorm.cli import demo
 from siamesenorm.comparison.grid import Grid
 from siamesenorm.data import PreparedData
-from siamesenorm.training.plan import RunPlan
+from siamesenorm.training.config import RunConfig
 
 
 def test_the_demo_compares_the_story_s_topologies_on_the_builtin_corpus(
@@ -18,17 +18,20 @@ def test_the_demo_compares_the_story_s_topologies_on_the_builtin_corpus(
 ) -> None:
     asked: dict[str, Any] = {}
 
-    def run_sweep(grid: Grid, plan: RunPlan, out: Path, jobs: int, *, report: Path, command: str) -> None:
+    def run_sweep(grid: Grid, plan: RunConfig, out: Path, jobs: int, *, report: Path, command: str) -> None:
         asked.update(grid=grid, plan=plan, out=out, jobs=jobs, report=report, command=command)
 
     monkeypatch.setattr(demo, "run_sweep", run_sweep)
     demo.run(demo.Arguments(out=tmp_path, jobs=2))
 
-    template = asked["plan"].resolve()
+    template = asked["plan"].resolved()
     runs = list(asked["grid"].selection_runs(template))
-    labels = {run.model.label for run in runs}
+    labels = {run.label for run in runs}
     assert {"pre", "post", "hybridnorm", "siamese-post-pre", "siamese", "pre + qkv"} == labels
     assert len({run.optimizer.learning_rate for run in runs}) >= 2 and len({run.identity for run in runs}) == len(runs)
-    assert PreparedData.open(tmp_path / "data").digest == template.data_digest
-    assert template.steps * template.batch_tokens < PreparedData.open(tmp_path / "data").split("train").tokens
+    assert PreparedData.open(tmp_path / "data").digest == template.task.digest
+    assert (
+        template.steps * template.batch * template.task.model.context
+        < PreparedData.open(tmp_path / "data").split("train").tokens
+    )
     assert asked["jobs"] == 2 and asked["report"] == tmp_path / "report"

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from siamesenorm import build_language_model, build_topology, rewire, swap_norms
 from siamesenorm.errors import UserError
 from siamesenorm.models.conversion import convert, converted_config, require_convertible
-from siamesenorm.models.language import LanguageModel
-from siamesenorm.models.language_config import LanguageModelConfig
+from siamesenorm.models.language import LanguageModel, LanguageModelConfig
 from siamesenorm.norms import NormSpec, declared_parameters
 from siamesenorm.topologies import TOPOLOGIES, topology_name
 from siamesenorm.training.optimizer import decayed_parameters

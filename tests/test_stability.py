@@ -14,7 +14,7 @@ import pytest
 from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json, encode_json
 from siamesenorm.training.curves import LossCurve
-from siamesenorm.training.stability import learning_rate_sensitivity, still_falls
+from siamesenorm.training.stability import centred_medians, learning_rate_sensitivity, still_falls
 from siamesenorm.training.verdict import (
     DEFAULT_THRESHOLDS,
     Reason,
@@ -221,6 +221,13 @@ def test_a_steep_fall_is_no_spike():
     assert verdict_on(stairs).reasons == ()
 
 
+def test_a_centred_median_follows_a_fall_and_never_leads_it():
+    falling = [9.0, 7.0, 4.0, 2.0, 1.0]
+    assert centred_medians(falling, 1) == [9.0, 7.0, 4.0, 2.0, 2.0], "at the end the upper middle"
+    assert centred_medians([3.0, 3.0, 1.0, 1.0], 25) == [3.0, 3.0, 3.0, 3.0]
+    assert centred_medians([], 25) == []
+
+
 @pytest.mark.parametrize("height", [0.0, 3.0, 20.0])
 @pytest.mark.parametrize(
     ("steps", "places"), [(60, range(1, 61)), (100, range(1, 101)), (400, [1, 2, 3, 10, 19, 20, 200, 399, 400])]
@@ -247,6 +254,12 @@ def test_a_loss_that_is_high_in_part_of_its_steps_is_spiked(part):
     assert 0.7 * high[40:].mean() < verdict.high_part <= high[40:].mean()
     few = [loss + 1.5 * (step % 25 == 0) for step, loss in enumerate(healthy())]
     assert verdict_on(few, warmup_steps=40, floor=FLOOR).label == "stable", "4 % of single steps"
+
+
+def test_what_is_high_in_the_warmup_does_not_count():
+    level = [2.0 + 0.01 * (-1) ** step + 1.5 * (step < 40 and step % 3 == 0) for step in range(400)]
+    assert verdict_on(level, warmup_steps=40, floor=FLOOR).high_part == 0.0
+    assert verdict_on(level, floor=FLOOR).high_part > 0
 
 
 def test_the_best_is_that_of_whole_windows():
@@ -368,6 +381,12 @@ def test_thresholds_are_in_units_of_the_scale(scale):
             plain.spikes,
             plain.divergence_step,
         )
+
+
+def test_a_fall_counts_in_units_of_the_scale():
+    slow = (4.0 - np.linspace(0, 0.2, 400)).tolist()
+    assert verdict_on(slow, floor=3.9).label == "stable", "0.05 from quarter to quarter"
+    assert verdict_on(slow, floor=3.9, scale=50.0).label == "not learned"
 
 
 def test_losses_may_be_negative():

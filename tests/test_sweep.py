@@ -25,15 +25,16 @@ from siamesenorm import build_language_model
 from siamesenorm.cli import main
 from siamesenorm.comparison import sweep as sweep_module
 from siamesenorm.comparison.console import SweepConsole
-from siamesenorm.comparison.grid import Grid, read_method
+from siamesenorm.comparison.grid import Grid
 from siamesenorm.comparison.sweep import Job, SweepRun, shared_gpus
 from siamesenorm.errors import UserError
 from siamesenorm.files import StoppedError, exclusive
+from siamesenorm.models.config import read_method
 from siamesenorm.sublayers.projection import Projection
+from siamesenorm.tasks.language import LanguageTask
 from siamesenorm.topologies import build_topology
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.curves import LossCurve
-from siamesenorm.training.language import LanguageTask
 from siamesenorm.training.metrics import MetricsLog
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.verdict import judge
@@ -42,7 +43,7 @@ from training_runs import records, tiny_run, write_data
 RATES = (2e-3, 8e-3)
 TINY_OPTIONS = {
     "--model.size": "nano", "--model.depth": 1, "--model.dim": 8, "--model.heads": 2, "--model.hidden": 8,
-    "--model.context": 16, "--steps": 6, "--batch-tokens": 32, "--optimizer.warmup-steps": 1,
+    "--model.context": 16, "--steps": 6, "--batch": 2, "--optimizer.warmup-steps": 1,
     "--validation-every": 3, "--validation-tokens": 64,
 }  # fmt: skip
 
@@ -134,12 +135,12 @@ def test_a_table_with_qkv_norm_has_its_control_row(methods: tuple[str, ...], wit
 def test_a_run_of_a_grid_differs_from_its_template_by_method_rate_and_seed_alone(template: RunConfig) -> None:
     grid = Grid(methods=("pre", "siamese + layernorm"), learning_rates=(8e-3, 2e-3), selection_seed=3)
     runs = list(grid.selection_runs(template))
-    found = [(run.model.label, run.optimizer.learning_rate, run.seed) for run in runs]
+    found = [(run.label, run.optimizer.learning_rate, run.seed) for run in runs]
     methods = ("pre", "pre + qkv + layernorm", "siamese + layernorm")
     assert found == [(method, rate, 3) for rate in RATES for method in methods], "the safest rate comes first"
     for run in runs:
         model = dataclasses.replace(
-            run.model, topology=template.model.topology, norm=template.model.norm, attention_norm="auto"
+            run.task.model, topology=template.task.model.topology, norm=template.task.model.norm, attention_norm="auto"
         )
         assert dataclasses.replace(run, model=model, optimizer=template.optimizer, seed=0) == template
 
@@ -153,14 +154,14 @@ def test_every_method_sees_the_same_batches_and_starts_from_the_same_weights(tem
     other = LanguageTask(dataclasses.replace(template, seed=3)).train.batch(12, 8)
     assert (other != batches[0]).any()
 
-    models = [build_language_model(run.model, seed=run.seed) for run in runs]
+    models = [build_language_model(run.task.model, seed=run.seed) for run in runs]
     reference = {name: module for name, module in models[0].named_modules() if isinstance(module, Projection)}
     assert len(reference) == 2 * 7 + 1
     for run, model in zip(runs, models, strict=True):
         torch.testing.assert_close(model.embedding.weight, models[0].embedding.weight, rtol=0, atol=0)
         for name, projection in reference.items():
             ours = model.get_submodule(name)
-            factor = run.model.topology.initial_factor(projection.role, run.model.depth)
+            factor = run.task.model.topology.initial_factor(projection.role, run.task.model.depth)
             torch.testing.assert_close(ours.weight, factor * projection.weight, rtol=1e-6, atol=0)
 
 
@@ -182,7 +183,7 @@ class Workers:
     def start(self, job: Job, place: int) -> StandIn:
         assert place not in self.running.values(), "another worker has this place"
         config = job.config
-        self.started.append((config.model.label, config.optimizer.learning_rate, config.seed))
+        self.started.append((config.label, config.optimizer.learning_rate, config.seed))
         self.running[job.directory] = place
         self.most_running = max(self.most_running, len(self.running))
         return StandIn(self, job)
@@ -232,7 +233,7 @@ def write_finished(job: Job, held_out: float) -> None:
     curve = [final + 0.5 / step for step in range(1, config.steps + 1)]
     numbers = {"steps": config.steps, "warmup_steps": 1, "floor": 2.8}
     with run.claimed(config), MetricsLog(run.metrics_file) as log:
-        log.append({"kind": "model", "label": config.model.label, "attention_norm": "qk", "parameters": 1, **numbers})
+        log.append({"kind": "model", "label": config.label, "attention_norm": "qk", "parameters": 1, **numbers})
         for step, loss in enumerate(curve, start=1):
             log.append({"kind": "train", "step": step, "loss": loss, "gradient_norm": 1.0, "step_seconds": 0.1})
         log.append({"kind": "validation", "step": config.steps, "loss": final})
@@ -243,7 +244,7 @@ def write_finished(job: Job, held_out: float) -> None:
 
 def held_out(config: RunConfig) -> float:
     """Return a loss with its optimum at another rate for each method on seed 0, and on other seeds the reverse."""
-    best = {"pre": 2e-3, "post": 8e-3}[config.model.label]
+    best = {"pre": 2e-3, "post": 8e-3}[config.label]
     good = (config.optimizer.learning_rate == best) == (config.seed == 0)
     return 1.5 if good else 2.0
 
@@ -290,7 +291,7 @@ def test_the_rate_is_chosen_on_one_seed_and_reported_on_the_others(
     assert run.observer.said == ["planned 4", *["ok"] * 4, "planned 4", *["ok"] * 4]
     plan = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
     assert plan["schema"] == 1
-    assert plan["data"]["digest"] == template.data_digest
+    assert plan["data"]["digest"] == template.task.digest
     assert plan["data"]["tokenizer"]["vocabulary"] == 17
     assert plan["grid"]["seeds"] == [0, 1, 2]
     assert plan["runs"] == [f"runs/{job.config.identity[:12]}" for job in run.planned]
@@ -372,7 +373,7 @@ def test_a_rate_that_failed_does_not_keep_a_method_from_further_seeds(
 def test_a_method_that_diverged_everywhere_is_not_reported(
     tmp_path: Path, template: RunConfig, workers: Workers
 ) -> None:
-    workers.outcome_of = lambda config: 9.0 if config.model.label == "post" else 1.5
+    workers.outcome_of = lambda config: 9.0 if config.label == "post" else 1.5
     run = sweep(tmp_path / "sweep", template, seeds=(1,))
     run.run()
     assert [name for name, _, seed in workers.started if seed == 1] == ["pre"]
@@ -416,7 +417,7 @@ def test_an_interruption_ends_the_workers(tmp_path: Path, template: RunConfig, w
     def interrupt(config: RunConfig) -> float:
         raise KeyboardInterrupt
 
-    workers.outcome_of, workers.polls_of = interrupt, lambda config: 1 if config.model.label == "post" else 9
+    workers.outcome_of, workers.polls_of = interrupt, lambda config: 1 if config.label == "post" else 9
     with pytest.raises(KeyboardInterrupt):
         sweep(tmp_path / "sweep", template).run()
     assert not workers.running

@@ -8,8 +8,10 @@ from pathlib import Path
 from siamesenorm.cli.sweep import run_sweep
 from siamesenorm.comparison.grid import Grid
 from siamesenorm.data import PrepareConfig, prepare, show_progress
-from siamesenorm.training.config import Execution, OptimizerConfig
-from siamesenorm.training.plan import ModelPlan, RunPlan
+from siamesenorm.models.language import language_model_config
+from siamesenorm.tasks.language import LanguageTaskConfig
+from siamesenorm.training.config import Execution, RunConfig
+from siamesenorm.training.optimizer import OptimizerConfig
 
 GRID = Grid(
     methods=("pre", "post", "hybridnorm", "siamese-post-pre", "siamese"),
@@ -36,15 +38,14 @@ def run(arguments: Arguments) -> None:
     data = arguments.out / "data"
     with show_progress() as report:
         prepare(PrepareConfig(source="builtin", out=data), report)
-    plan = RunPlan(
-        data=data,
-        model=ModelPlan(size="mini", dim=96, hidden=256),
+    model = language_model_config("mini", topology="pre", dim=96, hidden=256, vocabulary=0)
+    template = RunConfig(
+        task=LanguageTaskConfig(data=data, model=model, validation_tokens=16_384),
         optimizer=OptimizerConfig(warmup_steps=40),
         steps=220,
-        batch_tokens=1024,
+        batch=8,
         validation_every=110,
-        validation_tokens=16_384,
         execution=Execution(threads=1),
     )
     sweep, page = arguments.out / "sweep", arguments.out / "report"
-    run_sweep(GRID, plan, sweep, arguments.jobs, report=page, command="siamesenorm demo")
+    run_sweep(GRID, template, sweep, arguments.jobs, report=page, command="siamesenorm demo")

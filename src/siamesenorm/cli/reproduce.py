@@ -16,9 +16,11 @@ from siamesenorm.cli.sweep import jobs_at_hand
 from siamesenorm.comparison.console import SweepConsole
 from siamesenorm.comparison.renderings import for_terminal
 from siamesenorm.errors import UserError
+from siamesenorm.models.language import LanguageModelConfig, language_model_config
 from siamesenorm.recipes.continued import Experiment, find, gaps, read_results, train_experiment, write_report
-from siamesenorm.training.config import Execution, OptimizerConfig, RunConfig
-from siamesenorm.training.plan import ModelPlan, RunPlan
+from siamesenorm.tasks.language import LanguageTaskConfig
+from siamesenorm.training.config import Execution, RunConfig
+from siamesenorm.training.optimizer import OptimizerConfig
 
 EXPERIMENT = Experiment()
 
@@ -34,7 +36,7 @@ class Arguments:
     """The experiment."""
     data: Path | None = None
     """Directory of prepared data; without it nothing is trained."""
-    model: ModelPlan = ModelPlan(dim=64, hidden=176, topology="pre")
+    model: LanguageModelConfig = language_model_config("mini", dim=64, hidden=176, topology="pre", vocabulary=0)
     """The model, whatever its residual path."""
     seeds: tuple[int, ...] = EXPERIMENT.seeds
     """Seeds, each of a base and of everything that goes on from it."""
@@ -46,8 +48,8 @@ class Arguments:
     """Steps of a base."""
     steps: int = EXPERIMENT.steps
     """Steps of a continuation."""
-    batch_tokens: int = 2048
-    """Tokens of an optimizer step."""
+    batch: int = 16
+    """Samples of an optimizer step."""
     jobs: int = 0
     """Runs at a time; as many as cores (or GPUs) if 0."""
     out: Path = Path("runs/continued")
@@ -92,13 +94,12 @@ def _template(arguments: Arguments, data: Path) -> RunConfig:
     for name in ("topology", "norm", "attention_norm"):
         if (given := getattr(arguments.model, name)) != getattr(usual, name):
             raise UserError(f"{name} {given!r} for all models: the recipe names them")
-    execution = dataclasses.replace(arguments.execution, threads=arguments.execution.threads or 1)
-    return RunPlan(
-        data=data,
-        model=arguments.model,
+    # dozens of short runs, each in a process of its own
+    execution = dataclasses.replace(arguments.execution, threads=arguments.execution.threads or 1, compile="off")
+    return RunConfig(
+        task=LanguageTaskConfig(data=data, model=arguments.model),
         optimizer=OptimizerConfig(),  # the experiment sets rate and warm-up
-        batch_tokens=arguments.batch_tokens,
+        batch=arguments.batch,
         steps=arguments.base_steps,
-        compile="off",  # dozens of short runs, each in a process of its own
         execution=execution,
-    ).resolve()
+    ).resolved()

@@ -13,7 +13,6 @@ from rich.table import Table
 
 from siamesenorm.errors import UserError
 from siamesenorm.files import encode_json
-from siamesenorm.topologies import topology_name
 from siamesenorm.training.metrics import read_metrics
 from siamesenorm.training.run_directory import RunDirectory
 
@@ -64,7 +63,7 @@ def describe(path: Path) -> dict[str, Any]:
         directory = RunDirectory(path)
         config = directory.read_config()
         row |= {
-            "method": topology_name(config.model.topology),
+            "method": config.label,
             "learning_rate": config.optimizer.learning_rate,
             "seed": config.seed,
         }

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from typing_extensions import Doc
 
-from siamesenorm.cli.recipes import recipe_arguments
+from siamesenorm.cli.recipes import RunArguments, RunCommand
 from siamesenorm.cli.report import show_report
 from siamesenorm.comparison.console import SweepConsole
 from siamesenorm.comparison.grid import Grid
@@ -20,7 +20,6 @@ from siamesenorm.comparison.sweep import SweepRun, shared_gpus
 from siamesenorm.errors import UserError
 from siamesenorm.topologies import available_topologies
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.plan import ModelPlan, RunPlan
 
 Methods = Annotated[
     tuple[str, ...],
@@ -29,7 +28,7 @@ Methods = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepArguments(RunPlan):
+class SweepArguments(RunCommand):
     """Train a grid of methods x learning rates x seeds, several at a time; repeat the command to go on.
 
     A method is a topology, and what differs after plus signs: "siamese", "pre + qkv", "dhc-2:streams=4 + seednorm".
@@ -50,7 +49,7 @@ class SweepArguments(RunPlan):
     """Directory of the sweep."""
 
 
-Arguments = recipe_arguments(SweepArguments)
+Arguments = RunArguments(SweepArguments)
 
 
 def run(arguments: SweepArguments) -> None:
@@ -58,21 +57,21 @@ def run(arguments: SweepArguments) -> None:
     grid = Grid(
         methods=arguments.methods,
         learning_rates=arguments.learning_rates,
-        selection_seed=arguments.seed,
+        selection_seed=arguments.run.seed,
         seeds=arguments.seeds,
         reported=arguments.reported,
         control=arguments.control,
     )
     command = shlex.join(["siamesenorm", *sys.argv[1:]])
-    run_sweep(grid, arguments, arguments.out, arguments.jobs, report=arguments.out / "report", command=command)
+    run_sweep(grid, arguments.run, arguments.out, arguments.jobs, report=arguments.out / "report", command=command)
 
 
-def run_sweep(grid: Grid, plan: RunPlan, out: Path, jobs: int, *, report: Path, command: str) -> None:
-    """Train a grid from a plan and show its report; raises UserError at the end when runs have failed."""
+def run_sweep(grid: Grid, run: RunConfig, out: Path, jobs: int, *, report: Path, command: str) -> None:
+    """Train a grid from a run and show its report; raises UserError at the end when runs have failed."""
     if jobs < 0:
         raise UserError(f"jobs is {jobs}: choose at least 1, or 0 for one a core")
-    template = _template(plan)
-    jobs = jobs or jobs_at_hand(plan.execution.device, template.execution.threads)
+    template = _template(run)
+    jobs = jobs or jobs_at_hand(template.execution.device, template.execution.threads)
     with SweepConsole(out) as console:
         sweep = SweepRun(grid=grid, template=template, directory=out, jobs=jobs, observer=console, command=command)
         sweep.run()
@@ -83,16 +82,13 @@ def run_sweep(grid: Grid, plan: RunPlan, out: Path, jobs: int, *, report: Path, 
         raise UserError(f"{len(sweep.failures)} of {len(sweep.planned)} runs failed, such as {name}: {error}")
 
 
-def _template(plan: RunPlan) -> RunConfig:
+def _template(run: RunConfig) -> RunConfig:
     """Return the run that all runs of a grid are made from; raises UserError for options that methods have."""
-    if plan.model.attention_norm != "auto":
-        value = plan.model.attention_norm
+    if run.task.model.attention_norm != "auto":
+        value = run.task.model.attention_norm
         raise UserError(f"attention norm {value!r} for all methods: write it in the methods, as in 'pre + {value}'")
-    if plan.model.topology != ModelPlan().topology:
-        raise UserError(f"topology {plan.model.topology!r} for all methods: name topologies with --methods")
-    execution = dataclasses.replace(plan.execution, threads=plan.execution.threads or 1)
-    model = dataclasses.replace(plan.model, topology="pre")
-    return dataclasses.replace(plan, model=model, execution=execution).resolve()
+    execution = dataclasses.replace(run.execution, threads=run.execution.threads or 1)
+    return dataclasses.replace(run, execution=execution).with_method("pre").resolved()
 
 
 def jobs_at_hand(device: str, threads: int) -> int:

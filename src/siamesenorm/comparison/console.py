@@ -79,7 +79,7 @@ class SweepConsole:
 
     def _measure(self) -> int:
         """Count the tokens of all runs, and return those that are done."""
-        batch = self.jobs[0].config.batch_tokens
+        batch = self.jobs[0].config.batch
         done = batch * sum(map(self._steps_done, self.jobs))
         measured = batch * sum(self.progress[job].step - self.first_steps[job] for job in self.jobs)
         self.display.measure(done, batch * sum(job.config.steps for job in self.jobs), done - measured)
@@ -108,13 +108,13 @@ class SweepConsole:
         table.add_column("method")
         for rate in rates:
             table.add_column(f"lr {rate:g}", justify="right", min_width=16)
-        for method in dict.fromkeys(job.config.model.label for job in self.jobs):
+        for method in dict.fromkeys(job.config.label for job in self.jobs):
             cells = []
             for rate in rates:
                 here = [
                     job
                     for job in self.jobs
-                    if job.config.model.label == method and job.config.optimizer.learning_rate == rate
+                    if job.config.label == method and job.config.optimizer.learning_rate == rate
                 ]
                 cells.append(self._cell(here))
             table.add_row(method, *cells)

@@ -12,34 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.models.language_config import LanguageModelConfig
-from siamesenorm.norms import NormSpec, available_norms
-from siamesenorm.sublayers.attention import ATTENTION_NORMS
-from siamesenorm.topologies import available_topologies, build_topology
+from siamesenorm.models.config import read_method
+from siamesenorm.topologies import available_topologies
 from siamesenorm.training.config import RunConfig
 
 CONTROL = "pre + qkv"
-
-
-def read_method(text: str) -> dict[str, Any]:
-    """Return the fields of a model that a method sets: topology, and norm or attention norm where it names them.
-
-    Raises UserError naming the nearest topology, norm or attention norm, and for two of a kind.
-    """
-    topology, *others = (part.strip() for part in text.split("+"))
-    fields: dict[str, Any] = {"topology": build_topology(topology)}
-    for part in others:
-        field: dict[str, Any]
-        if part.partition(":")[0] in available_norms():
-            field = {"norm": NormSpec.parse(part)}
-        elif part in (*ATTENTION_NORMS, "qkv"):
-            field = {"attention_norm": "qkv-head" if part == "qkv" else part}
-        else:
-            raise unknown("norm or attention norm", part, [*available_norms(), *ATTENTION_NORMS, "qkv"])
-        if fields.keys() & field.keys():
-            raise UserError(f"method {text!r} has two of a kind: write one norm and one attention norm at most")
-        fields |= field
-    return fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +97,5 @@ def _normalises_values(fields: dict[str, Any]) -> bool:
 
 def configure(template: RunConfig, method: str, rate: float, seed: int) -> RunConfig:
     """Return the template with a method, a learning rate and a seed."""
-    model: LanguageModelConfig = dataclasses.replace(
-        template.model, **{"attention_norm": "auto", **read_method(method)}
-    )
     optimizer = dataclasses.replace(template.optimizer, learning_rate=rate)
-    return dataclasses.replace(template, model=model, optimizer=optimizer, seed=seed)
+    return dataclasses.replace(template.with_method(method), optimizer=optimizer, seed=seed)

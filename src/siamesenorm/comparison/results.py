@@ -238,10 +238,10 @@ def _run_result(
         held_out_step=_integer(validation.get("step")),
         steps=steps,
         steps_done=len(train),
-        batch_tokens=_integer(model.get("batch_tokens", config.get("batch_tokens"))),
-        train_tokens_available=_integer(model.get("train_tokens_available")),
+        batch_tokens=_product(config["batch"], model.get("items_per_sample")),
+        train_tokens_available=_integer(model.get("train_items")),
         parameters=_integer(model.get("parameters")),
-        flops_per_token=_number(model.get("flops_per_token")),
+        flops_per_token=_ratio(model.get("flops_per_sample"), model.get("items_per_sample")),
         step_seconds=undisturbed_step_seconds([float(record["step_seconds"]) for record in train]),
         peak_memory_bytes=_integer(end.get("peak_memory_bytes")),
         unigram_entropy=_number(model.get("floor")),
@@ -264,7 +264,7 @@ def _verdict(file: Path, records: Sequence[Record]) -> Verdict:
 
 def _method(config: Record, model: Record) -> Method:
     """Return the method of a run: its record names it."""
-    configured = config["model"]
+    configured = config["task"]["model"]
     return Method(
         name=str(model.get("label") or configured["topology"]["name"]),
         topology=str(configured["topology"]["name"]),
@@ -343,6 +343,14 @@ def _perplexity(loss: float | None) -> float | None:
 
 def _integer(value: Any) -> int | None:
     return None if value is None else int(value)
+
+
+def _product(*values: Any) -> int | None:
+    return None if None in values else math.prod(values)
+
+
+def _ratio(value: Any, by: Any) -> float | None:
+    return None if value is None or not by else float(value) / float(by)
 
 
 def _number(value: Any) -> float | None:

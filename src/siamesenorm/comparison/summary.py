@@ -137,7 +137,7 @@ def _data_sentence(sweep: SweepResults) -> str:
 
 def _budget_sentence(sweep: SweepResults) -> str:
     run = sweep.runs[0]
-    model = run.config["model"]
+    model = run.config["task"]["model"]
     shape = [f"{model[key]} {words}" for key, words in (("depth", "blocks"), ("heads", "heads")) if key in model]
     width = f"width {model['dim']}" if "dim" in model else ""
     size = f"{quantities.count(run.parameters)} parameters" if run.parameters else ""
@@ -145,7 +145,7 @@ def _budget_sentence(sweep: SweepResults) -> str:
     batch = ""
     if run.batch_tokens:
         batch = f" of {run.batch_tokens:,} tokens ({quantities.count(run.batch_tokens * run.steps)} in all)"
-    return f"Each run trains a {model.get('family', '')} model of {described} for {run.steps:,} steps{batch}."
+    return f"Each run trains a {run.config['task'].get('tag', '')} model of {described} for {run.steps:,} steps{batch}."
 
 
 def _who_is_lowest(findings: Findings) -> list[Statement]:

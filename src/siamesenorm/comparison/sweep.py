@@ -24,9 +24,9 @@ from siamesenorm.comparison.grid import Grid
 from siamesenorm.comparison.results import read_sweep
 from siamesenorm.comparison.sweep_directory import SweepDirectory
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.language import LanguageTask
+from siamesenorm.training.environment import find_device
+from siamesenorm.training.instruments import build_trackers
 from siamesenorm.training.run_directory import RunDirectory
-from siamesenorm.training.trackers import build_trackers
 from siamesenorm.training.verdict import Verdict
 
 POLL_SECONDS = 0.2
@@ -42,7 +42,7 @@ class Job:
     @property
     def name(self) -> str:
         """Method, learning rate and seed."""
-        method = f"{self.config.model.label}{', continued' if self.config.start else ''}"
+        method = f"{self.config.label}{', continued' if self.config.warm_start else ''}"
         return f"{method} @ {self.config.optimizer.learning_rate:g}, seed {self.config.seed}"
 
     @property
@@ -87,7 +87,8 @@ class SweepRun:
         configured, and where data, device or trackers are not at hand; it has then written nothing.
         """
         selection = list(self.grid.selection_runs(self.template))
-        LanguageTask(self.template)
+        self.template.task.build(self.template.seed)
+        find_device(self.template.execution.device)
         build_trackers(self.template, self.directory)
         with SweepDirectory(self.directory).claimed(self.template):
             self._train(selection)

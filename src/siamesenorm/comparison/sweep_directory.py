@@ -74,7 +74,7 @@ class SweepDirectory:
 
     def _require_same(self, template: RunConfig) -> None:
         plan = self._read_plan()
-        record, digest = template_record(template), template.data_digest
+        record, digest = template_record(template), template.task.digest
         # A plan without a template is of an earlier version.
         if plan.get("template", record) != record or (plan.get("data") or {}).get("digest", digest) != digest:
             raise UserError(f"{self.path} holds another sweep: choose another --out")
@@ -93,15 +93,15 @@ class SweepDirectory:
 
 def template_record(template: RunConfig) -> dict[str, Any]:
     """Return what all runs made from a template have in common, as JSON values."""
-    record: dict[str, Any] = decode_json(encode_json(template.to_json()))
+    record: dict[str, Any] = decode_json(encode_json(template.resolved().to_json()))
     for name in METHOD_FIELDS:
-        del record["model"][name]
-    del record["optimizer"]["learning_rate"], record["seed"], record["execution"], record["data"]["path"]
+        del record["task"]["model"][name]
+    del record["optimizer"]["learning_rate"], record["seed"], record["execution"], record["task"]["data"]
     return record
 
 
 def _describe_data(template: RunConfig) -> dict[str, Any]:
-    manifest = PreparedData.open(template.data_path).manifest
+    manifest = PreparedData.open(template.task.data).manifest
     return {
         "digest": manifest.digest,
         "source": manifest.source,

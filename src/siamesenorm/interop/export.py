@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from siamesenorm.interop.libraries import safetensors_errors
-from siamesenorm.models.language_config import LanguageModelConfig
+from siamesenorm.models.language import LanguageModelConfig
 
 if TYPE_CHECKING:
     from siamesenorm.data.tokenizer import Tokenizer

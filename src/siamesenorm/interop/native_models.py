@@ -28,8 +28,7 @@ from siamesenorm.interop.export import (
     write_export,
 )
 from siamesenorm.interop.stored_model import StoredModel
-from siamesenorm.models.language import LanguageModel, build_language_model
-from siamesenorm.models.language_config import LanguageModelConfig
+from siamesenorm.models.language import LanguageModel, LanguageModelConfig, build_language_model
 from siamesenorm.topologies.topology import Reader
 
 if TYPE_CHECKING:
@@ -196,4 +195,4 @@ def compute_in(model: LanguageModel, dtype: torch.dtype) -> None:
 
 def for_use(config: LanguageModelConfig) -> LanguageModelConfig:
     """Return the configuration without what belongs to the execution of a run."""
-    return dataclasses.replace(config, compute_dtype="inherit", kernels="plain")
+    return dataclasses.replace(config, compute_dtype="inherit")

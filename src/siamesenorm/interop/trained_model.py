@@ -15,7 +15,7 @@ from siamesenorm.data.tokenizer import Tokenizer, load_tokenizer
 from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json
 from siamesenorm.interop.native_models import NativeModel, for_use
-from siamesenorm.models.language_config import LanguageModelConfig
+from siamesenorm.models.language import LanguageModelConfig
 from siamesenorm.topologies import topology_name
 from siamesenorm.training.checkpoint import Checkpoint, load_checkpoint, read_checkpoint
 from siamesenorm.training.config import RunConfig
@@ -81,7 +81,7 @@ class TrainedModel(NativeModel):
 
     def config(self) -> LanguageModelConfig:
         """Return the configuration, for use."""
-        return for_use(self.run_config.model)
+        return for_use(self.run_config.task.model)
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights by their native names."""
@@ -102,7 +102,7 @@ class TrainedModel(NativeModel):
 
     @property
     def _data(self) -> Path:
-        return self.data or self.run_config.data_path
+        return self.data or Path(self.run_config.task.data)
 
     def _manifest(self) -> Manifest:
         """Return the manifest of the run's data; their tokens need not be there any more."""
@@ -112,10 +112,10 @@ class TrainedModel(NativeModel):
                 f"{self._data}: the run's data with its tokenizer are not there: name their place with --data"
             )
         manifest = read_manifest(file)
-        if manifest.digest != self.run_config.data_digest:
+        if manifest.digest != self.run_config.task.digest:
             raise UserError(
                 f"{self._data} holds other data than the run was trained on (digest {manifest.digest[:12]}, not "
-                f"{self.run_config.data_digest[:12]}): name their place with --data"
+                f"{self.run_config.task.digest[:12]}): name their place with --data"
             )
         return manifest
 
@@ -126,12 +126,12 @@ def model_card(run: RunDirectory, config: RunConfig, step: int, manifest: Manife
     introduction = next((record for record in records if record["kind"] == "model"), None)
     if introduction is None:
         raise UserError(f"{run.metrics_file} has no record of the model: restore the run's record")
-    name = topology_name(config.model.topology)
+    name = topology_name(config.task.model.topology)
     parts = [
         f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- siamesenorm\n- {name}\n---",
         f"# {introduction['label']}, {_count(introduction['parameters'])} parameters",
-        f"A decoder-only language model with the residual topology `{name}` ({config.model.topology.heading}, "
-        f"{config.model.topology.paper}) and the norm `{config.model.norm}`. This card was written by "
+        f"A decoder-only language model with the residual topology `{name}` ({config.task.model.topology.heading}, "
+        f"{config.task.model.topology.paper}) and the norm `{config.task.model.norm}`. This card was written by "
         "`siamesenorm export` from the record of the run.",
         "## Model",
         _table(_model_facts(config, introduction)),
@@ -147,7 +147,7 @@ def model_card(run: RunDirectory, config: RunConfig, step: int, manifest: Manife
 
 
 def _model_facts(config: RunConfig, introduction: dict[str, Any]) -> dict[str, str]:
-    model = config.model
+    model = config.task.model
     return {
         "Topology": f"`{topology_name(model.topology)}`, streams: {', '.join(model.topology.stream_names)}",
         "Norm": f"`{model.norm}`; attention norm `{introduction['attention_norm']}`",
@@ -161,16 +161,16 @@ def _model_facts(config: RunConfig, introduction: dict[str, Any]) -> dict[str, s
 
 
 def _training_facts(run: RunDirectory, config: RunConfig, step: int, manifest: Manifest) -> dict[str, str]:
-    split, optimizer, seen = manifest.splits["train"], config.optimizer, step * config.batch_tokens
+    split, optimizer, seen = manifest.splits["train"], config.optimizer, step * config.batch * config.task.model.context
     return {
         "Data": f"{Path(manifest.source).name}, {split.tokens:,} tokens in {split.documents:,} documents, "
         f"digest `{manifest.digest[:12]}`",
         "Tokenizer": f"{manifest.tokenizer.name}, {manifest.tokenizer.vocabulary:,} ids",
         "Tokens seen": f"{seen:,}, {seen / split.tokens:.2f} times the data",
-        "Steps": f"{step:,} of {config.steps:,}, {config.batch_tokens:,} tokens each",
+        "Steps": f"{step:,} of {config.steps:,}, {config.batch * config.task.model.context:,} tokens each",
         "Optimizer": f"AdamW, peak learning rate {optimizer.learning_rate:g}, {optimizer.shape} after "
         f"{optimizer.warmup_steps:,} steps of warm-up, weight decay {optimizer.weight_decay:g}",
-        "Precision": f"{config.precision}, streams in {config.model.residual_dtype}",
+        "Precision": f"{config.precision}, streams in {config.task.model.residual_dtype}",
         "Seed": str(config.seed),
         **_origin(config),
         "Run": f"`{config.identity[:12]}`{_environment(run)}",
@@ -178,9 +178,9 @@ def _training_facts(run: RunDirectory, config: RunConfig, step: int, manifest: M
 
 
 def _origin(config: RunConfig) -> dict[str, str]:
-    if config.start is None:
+    if config.warm_start is None:
         return {}
-    return {"Started from": f"the weights of run `{config.start.run[:12]}`; what that one has seen is not counted here"}
+    return {"Started from": f"the weights of run `{config.warm_start.run[:12]}`; its tokens are not counted here"}
 
 
 def _environment(run: RunDirectory) -> str:
@@ -202,7 +202,7 @@ def _result_facts(run: RunDirectory, config: RunConfig, step: int, records: list
         newest = held_out[-1]
         facts["Held-out loss"] = (
             f"{newest['loss']:.4f} nats a token (perplexity {_perplexity(newest['loss'])}), step {newest['step']:,}, "
-            f"over {newest['tokens']:,} tokens"
+            f"over {newest['items']:,} tokens"
         )
     verdict = run.read_verdict()
     facts["Verdict"] = "none: the run is not finished" if verdict is None else verdict.sentence()
@@ -212,10 +212,10 @@ def _result_facts(run: RunDirectory, config: RunConfig, step: int, records: list
 
 
 def _limits(config: RunConfig, manifest: Manifest) -> str:
-    alone = "nothing else" if config.start is None else "what the run it started from has seen"
+    alone = "nothing else" if config.warm_start is None else "what the run it started from has seen"
     lines = [
         "* A base model: it continues text, follows no instructions, and was neither filtered nor aligned.",
-        f"* It has seen {Path(manifest.source).name} and {alone}, {config.model.context} tokens at a time.",
+        f"* It has seen {Path(manifest.source).name} and {alone}, {config.task.model.context} tokens at a time.",
         "* Its code is the package siamesenorm: engines that serve models by code of their own cannot run it.",
         "* Attention is PyTorch's scaled_dot_product_attention; attention weights cannot be put out.",
     ]

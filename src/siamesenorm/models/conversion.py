@@ -15,13 +15,13 @@ from torch import nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.models.block import TransformerBlock
-from siamesenorm.models.language import LanguageModel
-from siamesenorm.models.language_config import LanguageModelConfig
+from siamesenorm.models.config import inherited_operator
+from siamesenorm.models.language import LanguageModel, LanguageModelConfig
 from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec
-from siamesenorm.topologies import Topology, build_topology, topology_name, transformer_places
+from siamesenorm.topologies import Kernels, Topology, build_topology, topology_name, transformer_places
 from siamesenorm.topologies.pre_norm import PreNorm
 
-FREE = ("context", "dropout", "document_mask", "residual_dtype", "compute_dtype", "kernels")
+FREE = ("context", "dropout", "document_mask", "residual_dtype", "compute_dtype")
 """Fields of a configuration that change neither the weights nor, but for rounding, what they compute on a token."""
 PATH = ("topology", "norm")
 """Fields of the residual path, which a conversion exchanges."""
@@ -79,7 +79,7 @@ def convert(model: LanguageModel, target: LanguageModelConfig) -> tuple[Inexact,
     if all(getattr(source, name) == getattr(target, name) for name in (*PATH, *FREE)):
         model.config = target
         return ()
-    path = ResidualPath.build(target, model.embedding.weight)
+    path = ResidualPath.build(target, model.embedding.weight, model.kernels)
     if all(getattr(source, name) == getattr(target, name) for name in PATH):
         path.load(model)
         differences: dict[Inexact, None] = {}
@@ -102,9 +102,9 @@ class ResidualPath:
     closing: nn.Module
 
     @classmethod
-    def build(cls, config: LanguageModelConfig, like: torch.Tensor) -> ResidualPath:
+    def build(cls, config: LanguageModelConfig, like: torch.Tensor, kernels: Kernels) -> ResidualPath:
         """Build a fresh path with the device and the dtype of a weight of the model."""
-        spec, places = config.residual_spec(), transformer_places(config.depth)
+        spec, places = config.residual_spec(kernels), transformer_places(config.depth)
         path = cls(
             opening=config.topology.opening(spec),
             connections=tuple(
@@ -162,14 +162,6 @@ def _norm_of(part: nn.Module) -> NormFunction:
     """Return the function of the one norm of a Pre-Norm connection or closing."""
     assert isinstance(part.norm, Norm)
     return part.norm.function()
-
-
-def inherited_operator(own: NormSpec, chosen: str | NormSpec) -> NormSpec:
-    """Return the chosen operator with the eps and the offset of the model's own, unless it has some of its own."""
-    spec = NormSpec.parse(chosen) if isinstance(chosen, str) else chosen
-    named, known = dict(spec.options), spec.to_json()
-    of_own = {name: value for name, value in own.to_json().items() if name in ("eps", "offset")}
-    return spec.with_options(**{name: value for name, value in of_own.items() if name in known and name not in named})
 
 
 def _refuse_source(source: LanguageModelConfig) -> None:

@@ -194,6 +194,8 @@ class Topology:
     `explain` prints.
     """
 
+    revision: ClassVar[int] = 0
+    """Raised when a mended defect changes numbers: runs of an earlier revision are then other runs."""
     title: ClassVar[str]
     paper: ClassVar[str]
     formula: ClassVar[str]

@@ -107,7 +107,7 @@ def excursions(values: Sequence[float], rule: ExcursionRule, *, after: int = 0) 
     residuals = [value - middle for value, middle in zip(x, centred_medians(x, rule.window // 2), strict=True)]
     out = [not math.isfinite(value) for value in values]
     for position in range(rule.history, len(x)):
-        if residuals[position] > rule.rise and finite[position] >= after:
+        if residuals[position] > rule.rise:
             around = residuals[max(0, position - rule.window) : position + rule.window + 1]
             out[finite[position]] = residuals[position] > rule.sigmas * robust_sigma(around)
     starts, length = [], 0

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 from transformers import PreTrainedConfig
 
 from siamesenorm.interop.export import AUTO_MAP, DIGEST, MODEL_TYPE, REMOTE_CODE, REMOTE_CODE_FILE
-from siamesenorm.models.language_config import LanguageModelConfig
+from siamesenorm.models.language import LanguageModelConfig
 from siamesenorm.norms import NormSpec
 from siamesenorm.topologies import build_topology, topology_from_json
 

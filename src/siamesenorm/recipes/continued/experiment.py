@@ -16,7 +16,7 @@ from siamesenorm.comparison.grid import configure
 from siamesenorm.errors import UserError
 from siamesenorm.models.conversion import converted_config
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.start import start_behind
+from siamesenorm.training.warm_start import start_after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class Experiment:
     def base_run(self, template: RunConfig, base: str, seed: int) -> RunConfig:
         """Return the run of a base."""
         run = configure(self._of_length(template, self.base_steps), base, self.base_learning_rate, seed)
-        return dataclasses.replace(run, start=None)
+        return dataclasses.replace(run, warm_start=None)
 
     def base_runs(self, template: RunConfig) -> Iterator[RunConfig]:
         """Yield the runs of the bases, all bases of a seed together."""
@@ -92,13 +92,10 @@ class Experiment:
     def continued_run(self, source: RunConfig, directory: Path, arm: Arm, rate: float) -> RunConfig:
         """Return the run of an arm from the base run of `source` in `directory`: the same data, behind what it saw."""
         run = self._of_length(source, self.steps)
-        order: dict[str, Any] = {"data_digest": source.data_digest, "seed": source.seed}
-        return dataclasses.replace(
-            run,
-            model=converted_config(source.model, arm.topology, arm.norm),
-            optimizer=dataclasses.replace(run.optimizer, learning_rate=rate),
-            start=start_behind(source, directory, context=source.model.context, **order),
-        )
+        model = converted_config(source.task.model, arm.topology, arm.norm)
+        task = dataclasses.replace(source.task, model=model)
+        optimizer = dataclasses.replace(run.optimizer, learning_rate=rate)
+        return start_after(source, directory, dataclasses.replace(run, task=task, optimizer=optimizer))
 
     def _of_length(self, run: RunConfig, steps: int) -> RunConfig:
         """Return a run of so many steps, with its part of warm-up, evaluated at its end."""

@@ -123,7 +123,7 @@ def _write_plan(
     directory: Path, experiment: Experiment, template: RunConfig, planned: list[Planned], command: str | None
 ) -> None:
     """Write what is compared; runs listed before stay listed."""
-    path, manifest = directory / PLAN_FILE, PreparedData.open(template.data_path).manifest
+    path, manifest = directory / PLAN_FILE, PreparedData.open(template.task.data).manifest
     earlier = read_plan(path)["runs"] if path.is_file() else {}
     runs = {
         each.job.directory.name: {"base": each.base, "arm": each.arm and dataclasses.asdict(each.arm)}
