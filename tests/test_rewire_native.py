@@ -153,7 +153,7 @@ def test_fused_kernels_read_the_same_function() -> None:
     model = trained(kernels="fused")
     before = logits(model)
     rewire(model, "siamese-post-pre:normalized_input=false")
-    assert model.config.kernels == "fused"
+    assert model.kernels == "fused"
     assert (logits(model) - before).abs().max() < EXACT
 
 
@@ -241,7 +241,7 @@ def test_a_model_may_stay_what_it_is() -> None:
     for topology in ("post", "siamese", "dhc-2"):
         model = build_language_model("nano", topology=topology, norm="seednorm", **SHAPE)
         before = logits(model)
-        target = converted_config(model.config, dropout=0.5, kernels="plain")
+        target = converted_config(model.config, dropout=0.5)
         assert convert(model, target) == () and model.config.dropout == 0.5
         assert model.blocks[0].dropout.p == 0.5
         assert torch.equal(logits(model.eval()), before)
