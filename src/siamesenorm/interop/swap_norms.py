@@ -18,7 +18,7 @@ from siamesenorm.interop.rewire.native import on_the_residual_path, refuse_nativ
 from siamesenorm.interop.surgery import record_step, refuse_unsavable
 from siamesenorm.models.language import LanguageModel
 from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec
-from siamesenorm.topologies.fused import FusedConnection
+from siamesenorm.topologies.boundary import BoundaryConnection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +196,7 @@ def _refuse_place(name: str, parent: nn.Module) -> None:
         raise Unreadable("the model itself is a norm: use build_norm")
     if isinstance(parent, nn.TransformerEncoderLayer):
         raise Unreadable("torch's TransformerEncoderLayer computes its norms itself on its fast path")
-    if isinstance(parent, FusedConnection):
+    if isinstance(parent, BoundaryConnection) and parent.previous is not None:
         raise Unreadable("a fused connection computes its norms itself: build the model with kernels='plain'")
 
 

@@ -1,7 +1,7 @@
 """Normalisation operators: one file an operator, one contract, one registry."""
 
 from siamesenorm.norms.conditioned import AdaLN, AdaSeeDNorm, Modulation, modulate
-from siamesenorm.norms.declared import Declared, declared_parameters
+from siamesenorm.norms.declared import Declared, assign, declared_parameters
 from siamesenorm.norms.dyt import DyT
 from siamesenorm.norms.function import Inexact, InexactKind, NormFunction
 from siamesenorm.norms.layer_norm import LayerNorm
@@ -28,6 +28,7 @@ __all__ = [
     "Role",
     "ScaleNorm",
     "SeeDNorm",
+    "assign",
     "available_norms",
     "build_norm",
     "declared_parameters",

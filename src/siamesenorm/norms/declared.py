@@ -41,10 +41,17 @@ class Declared(nn.Module):
         self.register_parameter(name, nn.Parameter(torch.empty(shape)))
         self._reset_parameter(name)
 
-    def constant(self, name: str, value: float) -> None:
-        """Register `value` as a 0-d buffer that is not saved: it follows from the configuration."""
+    def constant(self, name: str, value: float | None) -> None:
+        """Register `value` as a 0-d buffer that is not saved, for it follows from the configuration; or None."""
+        if value is None:
+            self.register_buffer(name, None)
+            return
         self._constants[name] = value
         self.register_buffer(name, torch.tensor(value), persistent=False)
+
+    def constant_value(self, name: str) -> float:
+        """Return a constant unrounded; 1 for None."""
+        return self._constants.get(name, 1.0)
 
     def reset_parameters(self) -> None:
         """Put declared parameters at their initial values and refill the constants (after meta-device construction)."""

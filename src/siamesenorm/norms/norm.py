@@ -41,6 +41,8 @@ class Norm(Declared):
 
     statistic: ClassVar[str] = "unknown"
     """Registered name of the operator whose formula this one follows once gain and bias are taken out."""
+    eps_in_mean_square: ClassVar[bool] = False
+    """Whether the formula divides by sqrt(m + eps), m the mean square or the variance."""
     scale_invariant: bool
     """Whether N(c x) = N(x) for c > 0, up to eps, at the initial parameters and at any other."""
     idempotent: bool
