@@ -36,6 +36,19 @@ def test_batches_of_any_size_read_the_same_order() -> None:
     assert order.indices(12, 0).shape == (0,)
 
 
+@pytest.mark.parametrize(
+    ("samples", "seed", "start", "expected"),
+    [
+        (1000, 3, 5, [425, 615, 234, 725, 140, 71]),
+        (1797, 0, 3590, [1646, 1454, 1590, 363, 9, 339]),
+        (10**9, 2**40, 10**12, [145158903, 858794072, 323853402, 977219527, 472061041, 918213622]),
+    ],
+)
+def test_the_order_never_changes(samples: int, seed: int, start: int, expected: list[int]) -> None:
+    """Committed runs were trained in this order."""
+    assert SampleOrder(samples, seed).indices(start, 6).tolist() == expected
+
+
 def test_far_positions_cost_no_more_than_near_ones() -> None:
     far = SampleOrder(1000, seed=0).indices(10**15 * 1000, 1000)
     assert np.array_equal(np.sort(far), np.arange(1000))

@@ -6,9 +6,11 @@ import errno
 import gzip
 import json
 import os
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from siamesenorm.data import (
@@ -16,11 +18,14 @@ from siamesenorm.data import (
     PreparedData,
     PrepareProgress,
     StoppedError,
-    encoding,
+    builtin,
     load_tokenizer,
     preparation,
     prepare,
+    shards,
 )
+from siamesenorm.data.holdout import hash_document
+from siamesenorm.data.sources import open_source
 from siamesenorm.data.tokenizer import train_bpe
 from siamesenorm.errors import UserError
 
@@ -44,9 +49,15 @@ def contents(path: Path) -> dict[str, bytes]:
     return {file.relative_to(path).as_posix(): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
+def verified(path: Path) -> PreparedData:
+    data = PreparedData.open(path)
+    data.verify()
+    return data
+
+
 def decoded(data: PreparedData, split: str) -> list[str]:
     """Return the documents of a split, from its ids."""
-    ids, end = data.tokens(split).tolist(), data.end_of_text
+    ids, end = data.tokens(split)[:].tolist(), data.end_of_text
     assert ids[-1] == end
     documents: list[list[int]] = [[]]
     for index in ids[:-1]:
@@ -62,7 +73,8 @@ def test_every_document_stands_in_one_split_in_order(source: Path, tokenizer: st
     assert train == [text for text in texts(400) if text in set(train)]
     assert 20 < len(validation) < 60
     assert sorted(contents(data.path)) == sorted(
-        ["manifest.json", "train.bin", "validation.bin"] + (["tokenizer.json"] if tokenizer != "bytes" else [])
+        ["manifest.json", "shards/train-00000.bin", "shards/validation-00000.bin"]
+        + (["shards/tokenizer.json"] if tokenizer != "bytes" else [])
     )
     assert data.split("train").bytes == sum(len(text.encode()) for text in train)
 
@@ -97,18 +109,18 @@ def test_the_tokenizer_of_other_prepared_data(source: Path) -> None:
 
 def test_a_trained_bpe_may_name_its_end_of_text(source: Path) -> None:
     data = prepare(config(source, tokenizer="bpe:300", end_of_text="<stop>"))
-    assert '"<stop>"' in (data.path / "tokenizer.json").read_text()
-    assert data.tokenizer.end_of_text == data.end_of_text == data.tokens("train")[-1]
+    assert '"<stop>"' in (data.path / "shards/tokenizer.json").read_text()
+    assert data.tokenizer.end_of_text == data.end_of_text == data.tokens("train")[-1:]
 
 
 def test_large_vocabularies_take_four_bytes(source: Path, tmp_path: Path) -> None:
     prepare(config(source, out="small", tokenizer="bpe:300"))
-    tokenizer = json.loads((tmp_path / "small" / "tokenizer.json").read_text())
+    tokenizer = json.loads((tmp_path / "small/shards/tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["rare"] = 2**16
     (tmp_path / "large.json").write_text(json.dumps(tokenizer))
     data = prepare(config(source, tokenizer=str(tmp_path / "large.json")))
     assert (data.manifest.dtype, data.vocabulary, data.manifest.tokenizer.name) == ("uint32", 2**16 + 1, "large")
-    assert data.tokens("train").tolist() == PreparedData.open(tmp_path / "small").tokens("train").tolist()
+    assert np.array_equal(data.tokens("train"), PreparedData.open(tmp_path / "small").tokens("train"))
     assert load_tokenizer(data.path).vocabulary == 2**16 + 1
 
 
@@ -146,7 +158,8 @@ def test_other_settings_are_refused_unless_restarted(source: Path, change: dict[
         prepare(config(source, **change))
     assert contents(source.parent / "data") == before
     data = prepare(config(source, **change, restart=True))
-    assert contents(data.path) == contents(prepare(config(source, out="fresh", **change)).path)
+    assert sorted(os.listdir(data.path)) == ["manifest.json", "shards-2"]
+    assert verified(data.path).digest == prepare(config(source, out="fresh", **change)).digest
 
 
 @pytest.mark.parametrize(
@@ -154,7 +167,6 @@ def test_other_settings_are_refused_unless_restarted(source: Path, change: dict[
     [
         ({"tokenizer": "bpe:abc"}, "the size must be a whole number"),
         ({"source": "nowhere.txt"}, "no such file"),
-        ({"validation_fraction": 1e-9}, "fell into the validation split"),
         ({"text_field": "body"}, "body"),
     ],
 )
@@ -164,7 +176,7 @@ def test_a_restart_that_fails_leaves_the_finished_data(source: Path, change: dic
     with pytest.raises(UserError, match=message):
         prepare(config(source, **{"tokenizer": "bpe:300", "restart": True, **change}))
     assert contents(data.path) == before
-    assert PreparedData.open(data.path, verify="full").digest == data.digest
+    assert verified(data.path).digest == data.digest
 
 
 def test_a_restart_that_was_stopped_goes_on_beside_the_finished_data(
@@ -172,6 +184,7 @@ def test_a_restart_that_was_stopped_goes_on_beside_the_finished_data(
 ) -> None:
     data = prepare(config(source))
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 1500)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 2000)
 
     def stop(progress: PrepareProgress) -> None:
         if progress.documents > 100:
@@ -179,14 +192,14 @@ def test_a_restart_that_was_stopped_goes_on_beside_the_finished_data(
 
     with pytest.raises(KeyboardInterrupt):
         prepare(config(source, tokenizer="bpe:300", restart=True), stop)
-    assert PreparedData.open(data.path, verify="full").digest == data.digest
+    assert verified(data.path).digest == data.digest
     assert prepare(config(source)).digest == data.digest
     with pytest.raises(KeyboardInterrupt):
         prepare(config(source, tokenizer="bpe:300", restart=True), stop)
     seen: list[PrepareProgress] = []
     prepare(config(source, tokenizer="bpe:300"), seen.append)
     assert seen[0].stage == "resumed"
-    assert contents(data.path) == contents(prepare(config(source, out="fresh", tokenizer="bpe:300")).path)
+    assert verified(data.path).digest == prepare(config(source, out="fresh", tokenizer="bpe:300")).digest
 
 
 def test_a_restart_under_way_is_not_disturbed(source: Path) -> None:
@@ -196,17 +209,18 @@ def test_a_restart_under_way_is_not_disturbed(source: Path) -> None:
         assert prepare(config(source)).digest == data.digest
 
     prepare(config(source, restart=True), second)
-    assert sorted(contents(data.path)) == ["manifest.json", "train.bin", "validation.bin"]
+    assert sorted(os.listdir(data.path)) == ["manifest.json", "shards-2"]
 
 
 def test_files_of_another_origin_are_never_touched(source: Path) -> None:
     out = source.parent / "data"
     out.mkdir()
-    (out / "train.bin").write_bytes(b"precious")
+    (out / "shards").mkdir()
+    (out / "shards/mine.txt").write_bytes(b"precious")
     for restart in (False, True):
-        with pytest.raises(UserError, match="holds a train.bin of another origin"):
+        with pytest.raises(UserError, match="holds a shards of another origin"):
             prepare(config(source, restart=restart))
-    assert contents(out) == {"train.bin": b"precious"}
+    assert contents(out) == {"shards/mine.txt": b"precious"}
 
 
 def test_bad_input_leaves_nothing_behind(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,55 +240,184 @@ def test_bad_settings_leave_nothing_behind(source: Path, tmp_path_factory: pytes
         ({"tokenizer": "bpe:12"}, "at least 257"),
         ({"tokenizer": str(words), "end_of_text": "<stop>"}, "no token '<stop>'"),
         ({"validation": "nowhere.txt", "validation_fraction": None}, "no such file"),
-        ({"validation_fraction": 1e-9}, "none of its 400 documents fell into the validation split: try"),
+        ({"end_of_text": "<stop>"}, "has its own"),
     ]:
         with pytest.raises(UserError, match=message):
             prepare(config(source, **options))
         assert os.listdir(source.parent) == [source.name]
 
 
-@pytest.mark.parametrize(
-    ("documents", "options", "remedies"),
-    [
-        (["one"] * 9, {}, "9 documents (1 distinct, and copies of a document fall into one split) fell into the "
-         "validation split: try --documents paragraphs, or a source of its own with --validation"),
-        (["one", "two"] * 3, {"documents": "paragraphs"}, "6 documents (2 distinct, and copies of a document fall into "
-         "one split) fell into the validation split: try --validation-fraction 0.5, or a source of its own with "
-         "--validation"),
-        (texts(100), {"validation_fraction": 1e-9}, "100 documents fell into the validation split: try "
-         "--validation-fraction 0.03, or --documents paragraphs, or a source of its own with --validation"),
-        (texts(1500), {"validation_fraction": 2e-6}, "1,500 documents fell into the validation split: try "
-         "--validation-fraction 0.02, or --documents paragraphs, or a source of its own with --validation"),
-        (["one"], {"validation_fraction": 0.1, "documents": "paragraphs"}, "1 documents fell into the validation "
-         "split: try a source of its own with --validation"),
-        (texts(3), {"validation_fraction": 0.01, "documents": "paragraphs"}, "3 documents fell into the validation "
-         "split: try --validation-fraction 0.5, or a source of its own with --validation"),
-    ],
-)  # fmt: skip
-def test_the_remedies_for_an_empty_validation_split_can_work(
-    tmp_path: Path, documents: list[str], options: dict[str, Any], remedies: str
-) -> None:
-    path = tmp_path / "few.jsonl"
+def write_lines(path: Path, documents: list[str]) -> Path:
     path.write_text("\n".join(json.dumps({"text": text}) for text in documents))
-    with pytest.raises(UserError) as caught:
-        prepare(config(path, **{"validation_fraction": 0.01, **options}))
-    assert str(caught.value) == f"source {str(path)!r}: none of its {remedies}"
+    return path
 
 
-def test_a_larger_fraction_than_given_is_suggested(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "is_validation", lambda text, fraction: False)
-    with pytest.raises(UserError, match="try --validation-fraction 0.4, or"):
-        prepare(config(source, validation_fraction=0.2))
-    with pytest.raises(UserError, match="split: try --documents paragraphs, or"):
-        prepare(config(source, validation_fraction=0.5))
+def test_one_text_of_a_megabyte_works_with_defaults(tmp_path: Path) -> None:
+    """Its 37 passages are too few for a hundredth of them: the passage of the lowest hash is held out."""
+    text = "\n\n".join(
+        f"Paragraph {i} of a novel says {i * i} times that numbers are words.\n" * 8 for i in range(2000)
+    )
+    path = tmp_path / "novel.txt"
+    path.write_text(text[:1_100_000])
+    seen: list[PrepareProgress] = []
+    data = prepare(PrepareConfig(source=str(path), out=tmp_path / "data"), seen.append)
+    passages = list(open_source(str(path)).documents())
+    assert [split.documents for split in data.manifest.splits.values()] == [len(passages) - 1, 1]
+    assert decoded(data, "validation") == [min(passages, key=lambda passage: sha256(passage.encode()).digest())]
+    assert decoded(data, "train") == [passage for passage in passages if passage != decoded(data, "validation")[0]]
+    assert "one is held out" in seen[0].stage
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.5, 0.99])
+@pytest.mark.parametrize("count", [1, 2, 5, 9])
+def test_of_few_documents_the_last_part_is_held_out(tmp_path: Path, count: int, fraction: float) -> None:
+    documents = [f"Document {i}:\n" + "".join(f"line {i} {j}\n" for j in range(100)) for i in range(count)]
+    path = write_lines(tmp_path / "few.jsonl", documents)
+    data = prepare(config(path, validation_fraction=fraction))
+    train, validation = decoded(data, "train"), decoded(data, "validation")
+    if validation[-1] in documents and train[-1] in documents:
+        return  # the fraction divided them
+    text = "".join(documents)
+    assert "".join(train + validation) == text
+    assert len("".join(validation)) == pytest.approx(max(fraction, 0.1) * len(text), abs=20)
+    assert train[-1][-1] in "\n "
+
+
+def test_of_ten_documents_one_is_held_out_or_kept(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "ten.jsonl", texts(10))
+    for fraction, documents in ((1e-9, [9, 1]), (1 - 1e-9, [1, 9])):
+        data = prepare(config(path, out=f"{fraction}", validation_fraction=fraction))
+        assert [split.documents for split in data.manifest.splits.values()] == documents
+        assert sorted(decoded(data, "train") + decoded(data, "validation")) == sorted(texts(10))
+
+
+def test_copies_stay_in_one_split_when_there_are_few(tmp_path: Path) -> None:
+    data = prepare(config(write_lines(tmp_path / "a.jsonl", ["one", "two"] * 3), validation_fraction=1e-9))
+    assert sorted(decoded(data, "train") + decoded(data, "validation")) == ["one"] * 3 + ["two"] * 3
+    assert len(set(decoded(data, "validation"))) == 1
+
+
+@pytest.mark.parametrize("documents", [["one"] * 9, ["a"]])
+def test_what_cannot_be_divided_is_refused(tmp_path: Path, documents: list[str]) -> None:
+    path = write_lines(tmp_path / "a.jsonl", documents)
+    with pytest.raises(UserError, match="a.jsonl"):
+        prepare(config(path, validation_fraction=1e-9))
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+def test_a_cut_text_resumes_with_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_lines(tmp_path / "few.jsonl", [f"Document {i} " * 500 for i in range(8)])
+    options = {"validation_fraction": 1e-9}
+    monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 1500)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 2000)
+    whole = contents(prepare(config(path, out="whole", **options)).path)
+
+    def stop(progress: PrepareProgress) -> None:
+        if progress.documents > 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config(path, **options), stop)
+    assert contents(prepare(config(path, **options)).path) == whole
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_a_source_is_not_its_own_validation(source: Path, tokenizer: str) -> None:
+    options = {"validation_fraction": None, "tokenizer": tokenizer}
+    (source.parent / "copy").mkdir()
+    copy = source.parent / "copy/of-it.jsonl.gz"
+    copy.write_bytes(source.read_bytes())
+    # The same documents in another form, and some of them.
+    lines = write_lines(source.parent / "lines.jsonl", texts(400))
+    some = write_lines(source.parent / "some.jsonl", texts(40))
+    for validation in (source, copy, lines, some):
+        with pytest.raises(UserError, match=f"validation {str(validation)!r}"):
+            prepare(config(source, validation=str(validation), **options))
+        assert not (source.parent / "data").exists()
+    with pytest.raises(UserError, match="validation 'builtin'"):
+        prepare(PrepareConfig(source="builtin", validation="builtin", out=source.parent / "data"))
+    more = write_lines(source.parent / "more.jsonl", ["another", *texts(40)])
+    assert prepare(config(source, validation=str(more), **options)).split("validation").documents == 41
+
+
+def test_bytes_have_no_other_end_of_text(source: Path) -> None:
+    first = prepare(config(source, out="first"))
+    for tokenizer in ("bytes", str(first.path)):
+        with pytest.raises(UserError, match="'<stop>'"):
+            prepare(config(source, tokenizer=tokenizer, end_of_text="<stop>"))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_bpe_is_trained_on_the_train_split_alone(tmp_path: Path, own: bool) -> None:
+    """A word that only held-out documents repeat is not in its vocabulary."""
+    documents = [f"{i} is a number" for i in range(300)]
+    held_out = [text for text in documents if hash_document(text) < 0.1 * 2**64]
+    assert 10 < len(held_out) < 60
+    if own:
+        held_out = [f"held out {i}: " + "zyxwvu " * 50 for i in range(20)]
+        validation = write_lines(tmp_path / "validation.jsonl", held_out)
+        options = {"validation": str(validation), "validation_fraction": None}
+    else:
+        # Held out by their hash, whatever they repeat: numbers are tried until the hash is low.
+        marked = (f"{i} zyxwvu zyxwvu zyxwvu zyxwvu" for i in range(10_000))
+        documents += [text for text in marked if hash_document(text) < 0.1 * 2**64][:100]
+        options = {}
+    path = write_lines(tmp_path / "source.jsonl", documents)
+    data = prepare(config(path, tokenizer="bpe:400", **options))
+    assert sum("zyxwvu" in text for text in decoded(data, "validation")) >= 20
+    (ids,) = data.tokenizer.encode_batch(["zyxwvu"])
+    assert len(ids) == 6
+
+
+def test_a_smaller_vocabulary_than_asked_for_is_reported(source: Path) -> None:
+    seen: list[PrepareProgress] = []
+    data = prepare(config(source, tokenizer="bpe:99999999"), seen.append)
+    assert data.manifest.tokenizer.name == f"bpe:{data.vocabulary}"
+    assert data.vocabulary < 5000
+    stages = list(dict.fromkeys(progress.stage for progress in seen))
+    assert [f"{data.vocabulary:,}" in stage and "99,999,999" in stage for stage in stages] == [False, True, False]
+    seen.clear()
+    prepare(config(source, out="enough", tokenizer="bpe:300"), seen.append)
+    assert list(dict.fromkeys(progress.stage for progress in seen)) == ["training the tokenizer", "tokens"]
+
+
+DIGESTS = [
+    ({"validation_fraction": 0.1}, "119d769385f69b0a09b2765e861f89961586d358ee0568347d7d734cbe2552fd"),
+    ({"tokenizer": "bpe:300", "validation_fraction": None},
+     "438be45c8eb72ae071b249a4796b46cedb011cc7342243b87eb7d4a786c0a737"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "digest"), DIGESTS)
+@pytest.mark.parametrize("shard_bytes", [1000, 2**24])
+def test_digests_are_those_of_committed_runs(
+    source: Path, options: dict[str, Any], digest: str, shard_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digest is part of a run's identity: it depends on the tokens alone, not on how they are stored."""
+    monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 1500)
+    monkeypatch.setattr(shards, "SHARD_BYTES", shard_bytes)
+    data = prepare(config(source, **options))
+    assert (len(data.split("train").shards) > 5) == (shard_bytes == 1000)
+    assert verified(data.path).digest == digest
+
+
+def test_the_digest_of_text_like_the_builtin_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtin, "builtin_documents", builtin._arithmetic_documents)
+    data = prepare(PrepareConfig(source="builtin", out=tmp_path / "data"))
+    assert data.digest == "0cf20407b02e7c7f45d7206744e411ec76479537555641ed451554b847079abf"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"validation_fraction": 0.0}, "validation fraction 0.0: must lie between 0 and 1"),
+        ({"validation_fraction": 0.0}, "validation fraction 0.0: must be between 0 and 1"),
         ({"validation_fraction": float("nan")}, "validation fraction nan"),
         ({"validation": "a.txt"}, "give one of the two"),
+        ({"source": ""}, "source ''"),
+        ({"source": " "}, "source ' '"),
+        ({"validation": "", "validation_fraction": None}, "validation ''"),
+        ({"tokenizer": ""}, "tokenizer ''"),
+        ({"end_of_text": ""}, "end of text ''"),
         ({"workers": 0}, "workers 0: must be at least 1"),
         ({"max_documents": -1}, "max documents -1: must be at least 1"),
     ],
@@ -282,6 +425,7 @@ def test_a_larger_fraction_than_given_is_suggested(source: Path, monkeypatch: py
 def test_numbers_that_make_no_sense(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         config(tmp_path / "any.txt", **options)
+    assert os.listdir(tmp_path) == []
 
 
 def test_out_must_be_a_directory(source: Path) -> None:
@@ -296,8 +440,9 @@ def test_at_most_so_many_documents(source: Path) -> None:
 
 def test_full_disk_is_one_line_and_goes_on(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is full at each moment at which data is made durable, one after another."""
-    expected = contents(prepare(config(source, out="expected")).path)
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 6000)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 20_000)
+    expected = contents(prepare(config(source, out="expected")).path)
     failures = 0
     while True:
         left = failures
@@ -318,7 +463,7 @@ def test_full_disk_is_one_line_and_goes_on(source: Path, monkeypatch: pytest.Mon
                 assert "no room left" in str(error)
                 assert "\n" not in str(error)
         if (source.parent / out / "manifest.json").exists():
-            PreparedData.open(source.parent / out, verify="full")
+            verified(source.parent / out)
         assert contents(prepare(config(source, out=out)).path) == expected
         failures += 1
     assert failures > 15
@@ -335,8 +480,8 @@ def test_unwritable_directory_is_one_line(source: Path, monkeypatch: pytest.Monk
 
 def test_a_second_process_is_kept_out(source: Path) -> None:
     def second(progress: PrepareProgress) -> None:
-        with pytest.raises(StoppedError, match="another process is at work here"):
+        with pytest.raises(StoppedError, match="another process"):
             prepare(config(source))
 
     data = prepare(config(source), second)
-    assert PreparedData.open(data.path, verify="full").digest == data.digest
+    assert verified(data.path).digest == data.digest

@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from siamesenorm.data import PrepareConfig, PreparedData, TokenSamples, document_ids, prepare, tokens
+from siamesenorm.data import (
+    PrepareConfig,
+    PreparedData,
+    TokenSamples,
+    TokenSequence,
+    document_ids,
+    preparation,
+    prepare,
+    shards,
+)
 from siamesenorm.errors import UserError
 
 WORDS = ["alpha beta", "gamma", "delta epsilon zeta", "eta theta", "iota", "kappa lambda"]
+HELD_OUT = ["alpha bets", *WORDS[1:]]
+
+
+def sources(path: Path) -> dict[str, str]:
+    return {name: str(path / f"{file}.jsonl") for name, file in (("source", "train"), ("validation", "validation"))}
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A directory of prepared bytes: 60 documents of train, 6 of validation."""
-    for name, texts in (("train", WORDS * 10), ("validation", WORDS)):
+    for name, texts in (("train", WORDS * 10), ("validation", HELD_OUT)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    source, validation = str(tmp_path / "train.jsonl"), str(tmp_path / "validation.jsonl")
-    prepare(PrepareConfig(source=source, validation=validation, out=tmp_path / "data"))
+    prepare(PrepareConfig(**sources(tmp_path), out=tmp_path / "data"))
     return tmp_path / "data"
 
 
@@ -42,7 +56,10 @@ def resign(path: Path) -> None:
     record = json.loads(file.read_text())
     tokenizer = {"sha256": None, **record["tokenizer"]}
     del tokenizer["name"]
-    identity = {"schema": 1, "tokenizer": tokenizer, "dtype": record["dtype"], "splits": record["splits"]}
+    splits = {name: {"file": f"{name}.bin", **split} for name, split in record["splits"].items()}
+    for split in splits.values():
+        del split["shards"]
+    identity = {"schema": 1, "tokenizer": tokenizer, "dtype": record["dtype"], "splits": splits}
     canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
     record["digest"] = hashlib.sha256(canonical.encode()).hexdigest()
     file.write_text(json.dumps(record))
@@ -50,12 +67,12 @@ def resign(path: Path) -> None:
 
 def test_ids_are_the_documents_joined_by_the_end_of_text(path: Path) -> None:
     data = PreparedData.open(path)
-    expected = [index for text in WORDS for index in (*text.encode(), 256)]
-    assert data.tokens("validation").tolist() == expected
+    held_out, expected = ([i for text in texts for i in (*text.encode(), 256)] for texts in (HELD_OUT, WORDS))
+    assert data.tokens("validation")[:].tolist() == held_out
     assert data.tokens("validation").dtype == np.uint16
-    assert data.tokens("train").tolist() == expected * 10
+    assert np.asarray(data.tokens("train")).tolist() == expected * 10
     assert (data.vocabulary, data.end_of_text, data.tokenizer.name) == (257, 256, "bytes")
-    assert not data.tokens("train").flags.writeable
+    assert not data.tokens("train")[:].flags.writeable
 
 
 def test_unigram_entropy_is_that_of_the_train_split(path: Path) -> None:
@@ -67,48 +84,77 @@ def test_unigram_entropy_is_that_of_the_train_split(path: Path) -> None:
 
 def test_manifest_is_the_contract(path: Path) -> None:
     record = json.loads((path / "manifest.json").read_text())
-    assert record["schema"] == 1
+    assert (record["schema"], record["directory"]) == (2, "shards")
     assert record["tokenizer"] == {"kind": "bytes", "name": "bytes", "vocabulary": 257, "end_of_text": 256}
     train = record["splits"]["train"]
     size = sum(map(len, WORDS)) * 10
-    assert (train["file"], train["documents"], train["bytes"], train["tokens"]) == ("train.bin", 60, size, size + 60)
+    assert (train["documents"], train["bytes"], train["tokens"]) == (60, size, size + 60)
+    assert train["shards"] == [size + 60]
     before = record["digest"]
     resign(path)
     assert json.loads((path / "manifest.json").read_text())["digest"] == before
     assert PreparedData.open(path).digest == before
 
 
-@pytest.mark.parametrize("verify", ["quick", "full"])
-@pytest.mark.parametrize("quick_bytes", [tokens.QUICK_BYTES, 0])
-def test_whole_data_is_accepted(path: Path, monkeypatch: pytest.MonkeyPatch, verify: Any, quick_bytes: int) -> None:
-    monkeypatch.setattr(tokens, "QUICK_BYTES", quick_bytes)
-    monkeypatch.setattr(tokens, "BLOCK_IDS", 10)
-    assert PreparedData.open(path, verify).split("train").tokens == len(PreparedData.open(path).tokens("train"))
-
-
-def test_a_flipped_bit_is_seen(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = path / "train.bin"
+def test_a_flipped_bit_is_seen_on_request(path: Path) -> None:
+    data = PreparedData.open(path)
+    data.verify()
+    file = path / "shards/train-00000.bin"
     content = bytearray(file.read_bytes())
     content[0] ^= 1
     file.write_bytes(content)
-    with pytest.raises(UserError, match=r"train.bin: its checksum is not the manifest's: prepare the data again"):
-        PreparedData.open(path)
-    # A large file is read whole only when asked: the flipped bit is still a valid id.
-    monkeypatch.setattr(tokens, "QUICK_BYTES", 0)
-    monkeypatch.setattr(tokens, "BLOCK_IDS", 10)
-    PreparedData.open(path)
-    with pytest.raises(UserError, match="checksum"):
-        PreparedData.open(path, verify="full")
+    # Opening reads no tokens: sizes and the manifest are right.
+    data = PreparedData.open(path)
+    with pytest.raises(UserError, match="checksum of the train split"):
+        data.verify()
 
 
-@pytest.mark.parametrize("quick_bytes", [tokens.QUICK_BYTES, 0])
-def test_ids_outside_the_vocabulary_are_seen(path: Path, monkeypatch: pytest.MonkeyPatch, quick_bytes: int) -> None:
-    monkeypatch.setattr(tokens, "QUICK_BYTES", quick_bytes)
-    monkeypatch.setattr(tokens, "BLOCK_IDS", 10)
+def test_ids_outside_the_vocabulary_are_seen_on_request(path: Path) -> None:
     edit_manifest(path, tokenizer={"vocabulary": 120})
     resign(path)
-    with pytest.raises(UserError, match="train.bin: holds the id 256, but the manifest's vocabulary has 120"):
-        PreparedData.open(path)
+    data = PreparedData.open(path)
+    with pytest.raises(UserError, match="id 256, .* 120"):
+        data.verify()
+
+
+def test_a_changed_tokenizer_is_seen(path: Path) -> None:
+    data = prepare(PrepareConfig(source="builtin", out=path / "bpe", tokenizer="bpe:300", max_documents=50))
+    file = data.path / "shards/tokenizer.json"
+    file.write_bytes(file.read_bytes() + b" ")
+    with pytest.raises(UserError, match="tokenizer.json"):
+        PreparedData.open(data.path)
+    file.unlink()
+    with pytest.raises(UserError, match="tokenizer.json"):
+        PreparedData.open(data.path)
+
+
+@pytest.mark.parametrize("lengths", [[7], [1, 1, 5], [3, 4], [2, 2, 2, 1]])
+def test_shards_are_read_as_one_sequence(lengths: list[int]) -> None:
+    ids = np.arange(7, dtype=np.uint16)
+    shards = np.split(ids, np.cumsum(lengths)[:-1])
+    tokens = TokenSequence(shards)
+    assert (len(tokens), tokens.dtype) == (7, np.uint16)
+    for start in range(-8, 9):
+        for stop in range(-8, 9):
+            assert tokens[start:stop].tolist() == ids[start:stop].tolist()
+            assert tokens[start:stop].dtype == np.uint16
+    assert np.array_equal(tokens, ids)
+    assert np.shares_memory(tokens[:1], shards[0])
+    with pytest.raises(ValueError, match="step 2"):
+        tokens[::2]
+
+
+def test_samples_across_the_edges_of_shards_are_exact(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = PreparedData.open(path)
+    monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 30)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 50)
+    pieces = prepare(PrepareConfig(**sources(path.parent), out=path.parent / "pieces"))
+    assert len(pieces.split("train").shards) > 10
+    assert pieces.digest == whole.digest
+    for context in (5, 100):
+        expected = TokenSamples(whole, "train", context, seed=1)
+        samples = TokenSamples(pieces, "train", context, seed=1)
+        assert np.array_equal(samples.batch(0, samples.samples), expected.batch(0, expected.samples))
 
 
 def test_a_model_too_small_for_the_data(path: Path) -> None:
@@ -119,19 +165,14 @@ def test_a_model_too_small_for_the_data(path: Path) -> None:
 
 
 def test_damaged_directories(path: Path) -> None:
-    file = path / "train.bin"
+    file = path / "shards/train-00000.bin"
     content = file.read_bytes()
-    cases = {
-        "truncated, 99 bytes where": content[:99],
-        "too long": content + b"\0\0",
-        "an empty token file": b"",
-    }
-    for message, damaged in cases.items():
+    for damaged in (content[:99], content + b"\0\0", b""):
         file.write_bytes(damaged)
-        with pytest.raises(UserError, match=f"train.bin: {message}"):
+        with pytest.raises(UserError, match="train-00000.bin"):
             PreparedData.open(path)
     file.unlink()
-    with pytest.raises(UserError, match="train.bin: missing: prepare the data again"):
+    with pytest.raises(UserError, match="train-00000.bin"):
         PreparedData.open(path)
 
 
@@ -140,9 +181,13 @@ def test_damaged_manifests(path: Path) -> None:
     whole = file.read_text()
     cases = {
         "not a manifest of prepared data": ["", "{", "[]", "{}", whole[:-10], whole.replace('"dtype"', '"kind"')],
-        "schema 2, this version reads 1": [whole.replace('"schema": 1', '"schema": 2')],
+        "schema 1, this version reads 2": [whole.replace('"schema": 2', '"schema": 1')],
         "dtype 'uint64' is not one of": [whole.replace('"uint16"', '"uint64"')],
-        "do not give its digest": [whole.replace('"documents": 60', '"documents": 61')],
+        "contradict each other": [
+            whole.replace('"documents": 60', '"documents": 61'),
+            whole.replace('"directory": "shards"', '"directory": "/etc"'),
+            re.sub(r'("shards": \[\s+)(\d+)', r"\g<1>5, \2", whole, count=1),
+        ],
     }
     for message, contents in cases.items():
         for content in contents:

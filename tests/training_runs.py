@@ -31,15 +31,15 @@ def structured_tokens(count: int, seed: int) -> np.ndarray:
 
 def write_data(path: Path, *, train: int = 4000, validation: int = 500, seed: int = 0) -> Path:
     """Write prepared data as the contract says; the manifest comes from counting, not from the preparation."""
-    path.mkdir(parents=True)
+    (path / "shards").mkdir(parents=True)
     splits = {}
     for name, count in (("train", train), ("validation", validation)):
         ids = structured_tokens(count, seed + len(name))
-        (path / f"{name}.bin").write_bytes(ids.tobytes())
+        (path / "shards" / f"{name}-00000.bin").write_bytes(ids.tobytes())
         documents = int((ids == END_OF_TEXT).sum())
         splits[name] = Split(
-            file=f"{name}.bin", tokens=count, documents=documents, bytes=count - documents,
-            sha256=hashlib.sha256(ids.tobytes()).hexdigest(),
+            tokens=count, documents=documents, bytes=count - documents,
+            sha256=hashlib.sha256(ids.tobytes()).hexdigest(), shards=(count,),
         )  # fmt: skip
     shares = np.bincount(structured_tokens(train, seed + len("train"))) / train
     manifest = Manifest(

@@ -23,7 +23,7 @@ NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class StoppedError(UserError):
-    """Work stopped for a reason outside its input: what was written is whole, repeating the command goes on."""
+    """Work stopped for a reason outside its input: what was written is whole, and the same command resumes."""
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def disk_errors(directory: Path) -> Iterator[None]:
         if error.errno in NO_ROOM:
             raise StoppedError(
                 f"{directory}: no room left to write ({reason}): free some space and repeat the command, "
-                "it goes on where it stopped"
+                "it resumes where it stopped"
             ) from error
         raise UserError(f"{error.filename or directory}: {reason}: choose another path or its permissions") from error
 
@@ -89,7 +89,7 @@ def exclusive(lock: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise StoppedError(f"{lock.parent}: another process is at work here: wait for its end") from error
+            raise StoppedError(f"{lock.parent}: another process is writing here: wait for its end") from error
         yield
 
 

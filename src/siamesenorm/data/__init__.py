@@ -1,13 +1,11 @@
 """Text to tokens to samples: preparing, checking, and reading data in a stateless order."""
 
-from siamesenorm.data.config import PrepareConfig
 from siamesenorm.data.manifest import Manifest, Split, TokenizerEntry
 from siamesenorm.data.order import SampleOrder
-from siamesenorm.data.preparation import prepare
+from siamesenorm.data.preparation import PrepareConfig, prepare
+from siamesenorm.data.prepared import PreparedData, TokenSamples, TokenSequence, document_ids
 from siamesenorm.data.progress import PrepareProgress, Report, show_progress
-from siamesenorm.data.samples import TokenSamples, document_ids
 from siamesenorm.data.tokenizer import ByteTokenizer, LibraryTokenizer, Tokenizer, load_tokenizer
-from siamesenorm.data.tokens import PreparedData
 from siamesenorm.files import StoppedError
 
 __all__ = [
@@ -22,6 +20,7 @@ __all__ = [
     "Split",
     "StoppedError",
     "TokenSamples",
+    "TokenSequence",
     "Tokenizer",
     "TokenizerEntry",
     "document_ids",

@@ -58,7 +58,7 @@ def _module_documents() -> Iterator[str]:
     root = Path(sysconfig.get_paths()["stdlib"])
     seen: set[str] = set()
     for path in sorted(_source_files(root)):
-        # A docstring may stand twice in one module: dict.fromkeys keeps the first, in order.
+        # A docstring may occur twice in a module: dict.fromkeys keeps the first, in order.
         docstrings = [text for text in dict.fromkeys(_docstrings(path)) if text not in seen]
         seen.update(docstrings)
         if docstrings:
@@ -73,7 +73,7 @@ def _source_files(root: Path) -> Iterator[Path]:
 
 
 def _cut(paragraphs: list[str]) -> Iterator[str]:
-    """Yield paragraphs joined to documents of at least `DOCUMENT_CHARACTERS`, but for the last."""
+    """Yield paragraphs joined to documents of at least `DOCUMENT_CHARACTERS`; the last may be shorter."""
     document = ""
     for paragraph in paragraphs:
         document = f"{document}\n\n{paragraph}" if document else paragraph
@@ -138,7 +138,7 @@ def _equation(generator: random.Random) -> str:
     operator = generator.choices("-+/*", weights=(914, 783, 652, 651))[0]
     left, right = (generator.randrange(10 ** generator.choice((1, 2, 2, 3))) for _ in range(2))
     if operator == "/":
-        # Made backwards, from a whole quotient and a divisor that is not zero.
+        # Computed backwards, from a whole quotient and a divisor that is not zero.
         return f"Calculate {left * (right + 1)} / {right + 1} = {left}"
     result = {"-": left - right, "+": left + right, "*": left * right}[operator]
     return f"Calculate {left} {operator} {right} = {result}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import os
 import signal
@@ -14,20 +13,19 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.connection import wait
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from siamesenorm.data.holdout import Holdout, Role
 from siamesenorm.data.tokenizer import Tokenizer
 from siamesenorm.files import StoppedError
-
-Role = Literal["train", "validation", "mixed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some consecutive documents of one source; of a mixed one the hash of each tells the split."""
+    """Some consecutive documents of one role; of mixed ones the hash of each decides the split."""
 
     role: Role
     texts: list[str]
@@ -37,7 +35,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class EncodedSplit:
-    """The part of a chunk that goes to one split: its ids with the ends of text, and what it was made of."""
+    """The part of a chunk that belongs to one split: its ids with the ends of text, and the size of its text."""
 
     ids: NDArray[Any]
     documents: int
@@ -55,11 +53,11 @@ class EncodedChunk:
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """What a worker needs to turn a chunk into ids."""
+    """What a worker needs to encode a chunk."""
 
     tokenizer: Tokenizer
     dtype: str
-    validation_fraction: float
+    holdout: Holdout
 
     def encode(self, chunk: Chunk) -> EncodedChunk:
         """Return the ids of a chunk, every document closed by the end of text."""
@@ -71,7 +69,7 @@ class Encoder:
 
     def _split(self, role: Role, text: str) -> str:
         if role == "mixed":
-            return "validation" if is_validation(text, self.validation_fraction) else "train"
+            return "validation" if self.holdout.includes(text) else "train"
         return role
 
     def _encode_split(self, texts: list[str]) -> EncodedSplit:
@@ -79,12 +77,6 @@ class Encoder:
         parts = [part for ids in self.tokenizer.encode_batch(texts) for part in (ids, end)]
         size = sum(len(text.encode("utf-8")) for text in texts)
         return EncodedSplit(np.concatenate(parts).astype(self.dtype), len(texts), size)
-
-
-def is_validation(text: str, fraction: float) -> bool:
-    """Return whether a document falls into the validation split: by its hash, so that copies fall together."""
-    draw = int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big")
-    return draw < fraction * 2**64
 
 
 def encode_chunks(chunks: Iterable[Chunk], encoder: Encoder, workers: int) -> Generator[EncodedChunk, None, None]:
@@ -100,8 +92,8 @@ def encode_chunks(chunks: Iterable[Chunk], encoder: Encoder, workers: int) -> Ge
         yield from _encode_in_pool(pool, iter(chunks), ahead=2 * workers)
     except BrokenProcessPool as error:
         raise StoppedError(
-            f"one of {workers} worker processes died, for want of memory or of a script's `if __name__ == '__main__'`: "
-            "repeat with fewer --workers, it goes on where it stopped"
+            f"one of {workers} worker processes died: memory ran out, or a script lacks `if __name__ == '__main__'`: "
+            "repeat with fewer --workers, it resumes where it stopped"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -116,7 +108,7 @@ def _encode_in_pool(pool: ProcessPoolExecutor, chunks: Iterator[Chunk], ahead: i
 
 
 def _start_context() -> Any:
-    """Return a way to start processes that never forks this one: its threads would be lost and its locks held."""
+    """Return a way to start processes that does not fork this one: a fork loses its threads and keeps its locks."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -129,18 +121,18 @@ _encoder: Encoder | None = None
 
 
 def _start_worker(encoder: Encoder) -> None:
-    """Prepare a worker: one thread each, deaf to Ctrl-C (the parent decides), gone when the parent is."""
+    """Set up a worker: one thread, no reaction to Ctrl-C (the parent decides), an exit when the parent ends."""
     global _encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None:
-        threading.Thread(target=_follow, args=(parent.sentinel,), daemon=True).start()
+        threading.Thread(target=_exit_with, args=(parent.sentinel,), daemon=True).start()
     _encoder = encoder
 
 
-def _follow(sentinel: int) -> None:
-    """Leave when the parent process ends: a killed parent cannot tell its workers to."""
+def _exit_with(sentinel: int) -> None:
+    """Exit when the parent process ends: a killed parent cannot stop its workers."""
     wait([sentinel])
     os._exit(1)
 

@@ -1,7 +1,7 @@
 """Readers of one file of documents: plain text, JSON lines, parquet; the first two also gzipped.
 
 Each reader yields `(document, position)`: the text of a document, and how many bytes of the file were read so far.
-Whatever is wrong with a file raises a `UserError` that names the file, the line and the remedy.
+Bad content raises a `UserError` that names the file, the line and the remedy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KNOWN_SUFFIXES = (*PLAIN_SUFFIXES, *(suffix + ".gz" for suffix in PLAIN_SUFFIXES
 
 
 def is_readable(path: Path) -> bool:
-    """Return whether the name of a file says that it holds documents."""
+    """Return whether a file has a suffix that can be read."""
     return path.name.lower().endswith(KNOWN_SUFFIXES)
 
 
@@ -140,7 +140,7 @@ def _raw_pieces(path: Path, limit: int = -1) -> Iterator[tuple[int, bytes, int]]
 
 
 def _read_line(path: Path, number: int, stream: BinaryIO | gzip.GzipFile, limit: int) -> bytes:
-    """Read a line, or say that the gzip stream is damaged."""
+    """Read a line; raises `UserError` for a damaged gzip stream."""
     try:
         return stream.readline(limit)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -150,7 +150,7 @@ def _read_line(path: Path, number: int, stream: BinaryIO | gzip.GzipFile, limit:
 
 
 def _decode(path: Path, number: int, piece: bytes, decode: Callable[[bytes], str]) -> str:
-    """Decode bytes of a line, or say that they are no UTF-8."""
+    """Decode bytes of a line; raises `UserError` where they are not UTF-8."""
     try:
         return decode(piece)
     except UnicodeDecodeError as error:

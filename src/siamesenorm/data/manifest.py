@@ -14,23 +14,29 @@ from typing import Any
 
 from siamesenorm.errors import UserError
 
-SCHEMA = 1
+SCHEMA = 2
+# The digest is part of a run's identity: it does not depend on how tokens are stored.
+DIGEST_SCHEMA = 1
 MANIFEST_FILE = "manifest.json"
 # Dtype names are little-endian on disk whatever the machine.
 STORAGE = {"uint16": "<u2", "uint32": "<u4"}
+# Two names, so that new data replace old data in one step: the replacement of the manifest.
+DIRECTORIES = ("shards", "shards-2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """One file of tokens: its name, its counts, its checksum."""
+    """The tokens of a split: counts, checksum, and the shards that hold them."""
 
-    file: str
     tokens: int
-    """Ids in the file, ends of text included."""
+    """Number of ids, ends of text included."""
     documents: int
     bytes: int
     """UTF-8 bytes of the text, without ends of text."""
     sha256: str
+    """Checksum of the ids of all shards, one after another."""
+    shards: tuple[int, ...]
+    """Number of ids in each shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +59,20 @@ class Manifest:
     tokenizer: TokenizerEntry
     dtype: str
     splits: Mapping[str, Split]
+    directory: str = DIRECTORIES[0]
+    """Directory of the shards and of the tokenizer's file."""
     unigram_entropy: float
-    """Entropy of the ids of the train split, in nats per token: the loss of a model that knows only frequencies."""
+    """Entropy of the ids of the train split, in nats per token: the loss of a model of their frequencies alone."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What the data was prepared from and how: preparing again with the same settings does nothing."""
+    """Sources and settings of the preparation: preparing again with the same settings does nothing."""
 
     @property
     def digest(self) -> str:
         """Identity of the data: sha256 of what defines the content; names and places do not."""
         tokenizer = asdict(self.tokenizer)
         del tokenizer["name"]
-        splits = {name: asdict(split) for name, split in self.splits.items()}
-        identity = {"schema": SCHEMA, "tokenizer": tokenizer, "dtype": self.dtype, "splits": splits}
+        splits = {name: _identity(name, split) for name, split in self.splits.items()}
+        identity = {"schema": DIGEST_SCHEMA, "tokenizer": tokenizer, "dtype": self.dtype, "splits": splits}
         return hashlib.sha256(canonical_json(identity)).hexdigest()
 
     def to_json(self) -> bytes:
@@ -75,6 +83,7 @@ class Manifest:
         record = {
             "schema": SCHEMA,
             "source": self.source,
+            "directory": self.directory,
             "tokenizer": tokenizer,
             "dtype": self.dtype,
             "splits": {name: asdict(split) for name, split in self.splits.items()},
@@ -85,25 +94,42 @@ class Manifest:
         return (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
 
 
+def _identity(name: str, split: Split) -> dict[str, Any]:
+    """Return what the digest contains of a split; the name of a file is a frozen part of it."""
+    fields = asdict(split)
+    del fields["shards"]
+    return {"file": f"{name}.bin", **fields}
+
+
+def shard_file(split: str, number: int) -> str:
+    """Return the name of a shard."""
+    return f"{split}-{number:05d}.bin"
+
+
 def canonical_json(value: object) -> bytes:
-    """Return the one JSON text of a value: sorted keys, no blanks."""
+    """Return the JSON text of a value with sorted keys and no blanks."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
 
 
 def read_manifest(path: Path) -> Manifest:
     """Read `manifest.json`.
 
-    Raises `UserError` if it is no manifest of this schema, or if its fields do not give its digest.
+    Raises `UserError` if it is no manifest of this schema, or if its fields contradict each other.
     """
     try:
         record = json.loads(path.read_bytes())
         if record["schema"] != SCHEMA:
-            raise UserError(f"{path}: schema {record['schema']!r}, this version reads {SCHEMA}: prepare the data again")
+            raise UserError(
+                f"{path}: schema {record['schema']!r}, this version reads {SCHEMA}: prepare again with --restart"
+            )
         manifest = Manifest(
             source=record["source"],
+            directory=record["directory"],
             tokenizer=TokenizerEntry(**record["tokenizer"]),
             dtype=record["dtype"],
-            splits={name: Split(**split) for name, split in record["splits"].items()},
+            splits={
+                name: Split(**{**split, "shards": tuple(split["shards"])}) for name, split in record["splits"].items()
+            },
             unigram_entropy=float(record["unigram_entropy"]),
             settings=record.get("settings", {}),
         )
@@ -114,6 +140,7 @@ def read_manifest(path: Path) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{path}: not a manifest of prepared data ({reason}): prepare the data again") from error
-    if record.get("digest") != manifest.digest:
-        raise UserError(f"{path}: its fields do not give its digest: it was edited or damaged, prepare again")
+    whole = all(sum(split.shards) == split.tokens for split in manifest.splits.values())
+    if record.get("digest") != manifest.digest or manifest.directory not in DIRECTORIES or not whole:
+        raise UserError(f"{path}: its fields contradict each other: it was edited or damaged, prepare again")
     return manifest

@@ -1,7 +1,7 @@
-"""Text to prepared data: documents are read, encoded in parallel, and appended to token files chunk by chunk.
+"""Text to prepared data: documents are read, encoded in parallel, and written in shards.
 
-A preparation may be killed at any moment: repeated, it goes on after the last whole chunk and ends with the same
-bytes. The corpus is never in memory, only the chunks under way and the sample that a BPE is trained on.
+A preparation may be killed at any moment: repeated, it resumes after the last whole shard and ends with the same
+bytes. The corpus is never in memory, only some chunks, a shard, and the sample that a BPE is trained on.
 """
 
 from __future__ import annotations
@@ -11,25 +11,30 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from siamesenorm.data.config import PrepareConfig
-from siamesenorm.data.encoding import Chunk, Encoder, Role, encode_chunks, is_validation
+from siamesenorm.data.encoding import Chunk, Encoder, encode_chunks
+from siamesenorm.data.formats import Cut
+from siamesenorm.data.holdout import Holdout, Role, choose_holdout
 from siamesenorm.data.manifest import MANIFEST_FILE, canonical_json, read_manifest
-from siamesenorm.data.partial import (
+from siamesenorm.data.prepared import PreparedData
+from siamesenorm.data.progress import PrepareProgress, Report
+from siamesenorm.data.shards import (
     LOCK_FILE,
     PARTIAL_DIRECTORY,
-    PROGRESS_FILE,
     SETTINGS_FILE,
-    PartialData,
+    SHARD_DIRECTORY,
+    ShardWriter,
     discard,
+    free_directory,
+    has_shards,
     publish,
     remove_remains,
     require_ours,
 )
-from siamesenorm.data.progress import PrepareProgress, Report
 from siamesenorm.data.sources import BuiltinSource, Source, open_source
 from siamesenorm.data.tokenizer import (
     TOKENIZER_FILE,
@@ -40,27 +45,80 @@ from siamesenorm.data.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
-from siamesenorm.data.tokens import PreparedData
 from siamesenorm.errors import UserError
 from siamesenorm.files import StoppedError, disk_errors, exclusive, write_atomically
 
-# Raised by hand whenever the same settings would give other bytes.
+# To be raised whenever the same settings give other bytes.
 PROCEDURE = 1
-# A chunk is large enough that writing it durably costs nothing, and small enough to lose.
+# What a worker encodes at a time.
 CHUNK_CHARACTERS = 2_000_000
 BPE_SAMPLE_CHARACTERS = 64_000_000
-# Enough to tell a text of a few documents, or of copies, from one whose fraction is too small.
-DISTINCT_SAMPLE = 1000
-LARGEST_FRACTION = 0.5
 # Below it, one process has finished before others have started.
 SMALL_SOURCE_BYTES = 4_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareConfig:
+    """What to prepare, and where to."""
+
+    source: str
+    """Text: `builtin`, a .txt, .jsonl or .parquet file (.gz too), a directory or a glob of them, or a dataset on the
+    Hugging Face Hub as `hf:OWNER/NAME?name=CONFIG&split=train`."""
+
+    out: Path
+    """Directory to write."""
+
+    tokenizer: str = "bytes"
+    """`bytes`, `bpe:4096` (trained on the text), a tokenizer JSON file, or a name on the Hugging Face Hub."""
+
+    validation: str | None = None
+    """Source of the validation split; without it, a fraction of the documents."""
+
+    validation_fraction: float | None = None
+    """Fraction of the documents that become the validation split, chosen by their hash: 0.01 if not given (0.04 of the
+    small builtin corpus). At least one document is held out, of few documents the last part of the text."""
+
+    text_field: str = "text"
+    """Field (or column) that holds the text."""
+
+    documents: Cut = "passages"
+    """Documents of a plain text file: passages of about 30,000 characters, or its paragraphs."""
+
+    end_of_text: str | None = None
+    """Token that closes a document; found by its usual names if not given. Bytes have an id of their own for it."""
+
+    max_documents: int | None = None
+    """Read at most so many documents of the source."""
+
+    workers: int | None = None
+    """Processes that encode; chosen by the size of the source if not given."""
+
+    restart: bool = False
+    """Start again: discard an unfinished preparation; finished data are replaced when the new data are whole."""
+
+    def __post_init__(self) -> None:
+        """Raise `UserError` for settings that make no sense, before anything is read or written."""
+        fraction = self.validation_fraction
+        if fraction is not None and not 0 < fraction < 1:
+            raise UserError(f"validation fraction {fraction}: must be between 0 and 1, as in 0.01")
+        if fraction is not None and self.validation is not None:
+            raise UserError(f"validation fraction {fraction} and validation {self.validation!r}: give one of the two")
+        texts = {"source": self.source, "validation": self.validation, "tokenizer": self.tokenizer}
+        for what, text in {**texts, "text field": self.text_field, "end of text": self.end_of_text}.items():
+            if text is not None and not text.strip():
+                raise UserError(f"{what} {text!r}: is empty: name one or leave the option out")
+        for what, number in (("workers", self.workers), ("max documents", self.max_documents)):
+            if number is not None and number < 1:
+                raise UserError(f"{what} {number}: must be at least 1")
+        if self.out.exists() and not self.out.is_dir():
+            raise UserError(f"{self.out}: is a file: give a directory to write to")
 
 
 def prepare(config: PrepareConfig, report: Report | None = None) -> PreparedData:
     """Prepare a source and return the data; already prepared with the same settings, it is returned at once.
 
     Raises `UserError` for bad settings and bad input, leaving nothing behind, and `StoppedError` (a full disk, a
-    lost worker, a broken connection) after which the same call goes on where it stopped.
+    lost worker, a broken connection) after which the same call resumes where it stopped.
     """
     out = config.out
     with disk_errors(out):
@@ -71,7 +129,7 @@ def prepare(config: PrepareConfig, report: Report | None = None) -> PreparedData
             job.run()
         else:
             _require_same(out, finished.settings, job.settings)
-            remove_remains(out / PARTIAL_DIRECTORY)
+            remove_remains(out, finished.directory)
         return PreparedData.open(out)
 
 
@@ -86,13 +144,14 @@ class _Job:
         default = 0.04 if config.source == "builtin" else 0.01
         self.fraction = default if config.validation_fraction is None else config.validation_fraction
         self.bpe_size = bpe_size(config.tokenizer)
-        # One that lies here is read at once; one to be trained or fetched waits until it is sure to be needed.
-        here = config.tokenizer == "bytes" or Path(config.tokenizer).exists()
-        self.tokenizer = load_tokenizer(config.tokenizer, config.end_of_text) if here else None
+        # A file is read at once; a tokenizer to be trained or fetched waits until it is needed.
+        local = config.tokenizer == "bytes" or Path(config.tokenizer).exists()
+        self.tokenizer = load_tokenizer(config.tokenizer, config.end_of_text) if local else None
         self.settings = self._settings()
+        self._require_different_sources()
 
     def _settings(self) -> dict[str, Any]:
-        """Return everything that the bytes of the result depend on; what lies here by content, not by place."""
+        """Return everything that the bytes of the result depend on; local files by content, not by place."""
         config = self.config
         tokenizer: object = config.tokenizer
         if self.tokenizer is not None and config.tokenizer != "bytes":
@@ -107,7 +166,7 @@ class _Job:
         }
 
     def is_under_way(self) -> bool:
-        """Whether an earlier process began this very preparation and was kept from its end."""
+        """Return whether an earlier process started the same preparation and did not finish it."""
         settings = self.config.out / PARTIAL_DIRECTORY / SETTINGS_FILE
         return settings.exists() and bool(json.loads(settings.read_bytes()) == self.settings)
 
@@ -131,23 +190,34 @@ class _Job:
 
     def _encode(self, partial: Path) -> None:
         """Encode all that is not encoded yet, and write the manifest beside it."""
+        self.holdout = self._choose_holdout()
         tokenizer = self._tokenizer(partial)
         dtype = "uint16" if tokenizer.vocabulary <= 2**16 else "uint32"
-        data = PartialData(partial, tokenizer, dtype)
-        try:
-            if data.documents:
-                self._report("resumed", data, 0)
-            chunks = self._chunks(skip=data.documents)
-            encoder = Encoder(tokenizer, dtype, self.fraction)
-            with closing(encode_chunks(chunks, encoder, self._workers(tokenizer))) as encoded:
-                for chunk in encoded:
-                    data.append(chunk)
-                    self._report("tokens", data, chunk.position)
-            self._require_documents(data)
-            manifest = data.describe(self.source.name, self.settings)
-        finally:
-            data.close()
+        writer = ShardWriter(partial, tokenizer, dtype)
+        if writer.documents:
+            self._report("resumed", writer, 0)
+        chunks = self._chunks(skip=writer.documents)
+        encoder = Encoder(tokenizer, dtype, self.holdout)
+        with closing(encode_chunks(chunks, encoder, self._workers(tokenizer))) as encoded:
+            for chunk in encoded:
+                writer.append(chunk)
+                self._report("tokens", writer, chunk.position)
+        manifest = writer.finish(self.source.name, self.settings, free_directory(self.config.out))
+        for name, split in manifest.splits.items():
+            if split.documents == 0:
+                option = name if name == "validation" and self.validation is not None else "source"
+                spec = getattr(self.config, option)
+                raise UserError(f"{option} {spec!r}: no document for the {name} split: give more text")
         write_atomically(partial / MANIFEST_FILE, manifest.to_json())
+
+    def _choose_holdout(self) -> Holdout:
+        """Return what is held out of the source: nothing where validation has a source of its own."""
+        if self.validation is not None:
+            return Holdout(threshold=0)
+        holdout = choose_holdout(f"source {self.config.source!r}", self._source_documents(), self.fraction)
+        if holdout.note:
+            self.report(PrepareProgress(stage=holdout.note))
+        return holdout
 
     def _chunks(self, skip: int) -> Iterator[Chunk]:
         """Yield the documents in chunks of one role and a certain length, without the first `skip` documents."""
@@ -165,21 +235,57 @@ class _Job:
             yield Chunk(current, texts, position)
 
     def _streams(self) -> Iterator[tuple[Role, str]]:
-        """Yield every document with its role: first a validation source, then the source itself."""
-        if self.validation is not None:
-            yield from (("validation", text) for text in self.validation.documents())
-        role: Role = "mixed" if self.validation is None else "train"
-        yield from ((role, text) for text in islice(self.source.documents(), self.config.max_documents))
+        """Yield every document with its role: first a validation source, then the source itself.
+
+        Raises `UserError` if the source contains every document of the validation source.
+        """
+        if self.validation is None:
+            yield from self.holdout.split(self._source_documents())
+            return
+        unseen = set()
+        for text in self.validation.documents():
+            unseen.add(hash(text))
+            yield "validation", text
+        for text in self._source_documents():
+            if unseen:
+                unseen.discard(hash(text))
+                if not unseen:
+                    raise self._same_text()
+            yield "train", text
+
+    def _source_documents(self) -> Iterator[str]:
+        return islice(self.source.documents(), self.config.max_documents)
+
+    def _require_different_sources(self) -> None:
+        """Raise `UserError` if a file, or a dataset, is source and validation at once."""
+        if self.validation is None:
+            return
+        train, validation = self.settings["source"], self.settings["validation"]
+        # Of a file: its name, size and checksum.
+        contents = [{(size, checksum) for _, size, checksum in each.get("files", ())} for each in (train, validation)]
+        if contents[0] & contents[1] or train == validation:
+            raise self._same_text()
+
+    def _same_text(self) -> UserError:
+        return UserError(
+            f"validation {self.config.validation!r}: its text is in source {self.config.source!r}, too: give another "
+            "source, or leave --validation out"
+        )
 
     def _tokenizer(self, partial: Path) -> Tokenizer:
-        """Return the tokenizer; its file is kept, so that a BPE is trained, and the Hub asked, only once."""
-        config, kept = self.config, partial / TOKENIZER_FILE
+        """Return the tokenizer; its file is kept, so that a BPE is trained, or one is downloaded, only once."""
+        config, kept = self.config, partial / SHARD_DIRECTORY / TOKENIZER_FILE
+        kept.parent.mkdir(exist_ok=True)
         tokenizer = self.tokenizer
         if tokenizer is None and kept.exists():
-            tokenizer = LibraryTokenizer(config.tokenizer, kept.read_bytes(), config.end_of_text)
+            name = config.tokenizer if self.bpe_size is None else None
+            tokenizer = LibraryTokenizer(name, kept.read_bytes(), config.end_of_text)
         elif self.bpe_size is not None:
             self.report(PrepareProgress(stage="training the tokenizer"))
             tokenizer = train_bpe(self._training_sample(), self.bpe_size, config.end_of_text)
+            if tokenizer.vocabulary != self.bpe_size:
+                given = f"the text is enough for a vocabulary of {tokenizer.vocabulary:,}"
+                self.report(PrepareProgress(stage=f"{given}, not of {self.bpe_size:,}"))
         elif tokenizer is None:
             tokenizer = load_tokenizer(config.tokenizer, config.end_of_text)
         content = tokenizer.to_json()
@@ -191,7 +297,7 @@ class _Job:
         """Yield the first documents of the train split, as many as a BPE is trained on."""
         characters = 0
         for role, text in self._streams():
-            if role == "train" or (role == "mixed" and not is_validation(text, self.fraction)):
+            if role == "train" or (role == "mixed" and not self.holdout.includes(text)):
                 yield text
                 characters += len(text)
                 if characters >= BPE_SAMPLE_CHARACTERS:
@@ -211,42 +317,16 @@ class _Job:
     def _sources(self) -> list[Source]:
         return [source for source in (self.validation, self.source) if source is not None]
 
-    def _report(self, stage: str, data: PartialData, position: int) -> None:
+    def _report(self, stage: str, writer: ShardWriter, position: int) -> None:
         sizes = [source.size for source in self._sources() if source.size is not None]
         self.report(
             PrepareProgress(
                 stage=stage,
-                documents=data.documents,
-                tokens=sum(split.tokens for split in data.splits.values()),
+                documents=writer.documents_read,
+                tokens=writer.tokens,
                 position=position,
                 size=sum(sizes) if len(sizes) == len(self._sources()) else None,
             )
-        )
-
-    def _require_documents(self, data: PartialData) -> None:
-        """Raise `UserError` if a split got no document."""
-        if data.splits["train"].documents == 0:
-            raise UserError(f"source {self.config.source!r}: no document for the train split: give more text")
-        if data.splits["validation"].documents == 0:
-            if self.validation is not None:
-                raise UserError(f"validation {self.config.validation!r}: holds no document: give more text")
-            raise self._no_validation_document(data.documents)
-
-    def _no_validation_document(self, documents: int) -> UserError:
-        """Return the error for a validation split that got nothing, with the remedies that can work here."""
-        distinct = len(dict.fromkeys(text for _, text in islice(self._streams(), DISTINCT_SAMPLE)))
-        copies = distinct < min(documents, DISTINCT_SAMPLE)
-        remedies = []
-        fraction = min(LARGEST_FRACTION, max(0.02, 3 / distinct, 2 * self.fraction))
-        if distinct > 1 and fraction > self.fraction:
-            remedies.append(f"--validation-fraction {fraction:.2g}")
-        if self.config.documents != "paragraphs":
-            remedies.append("--documents paragraphs")
-        remedies.append("a source of its own with --validation")
-        told = f" ({distinct:,} distinct, and copies of a document fall into one split)" if copies else ""
-        return UserError(
-            f"source {self.config.source!r}: none of its {documents:,} documents{told} fell into the validation "
-            f"split: try {', or '.join(remedies)}"
         )
 
 
@@ -267,14 +347,14 @@ def _require_same(out: Path, before: Any, now: dict[str, Any]) -> None:
 
 @contextmanager
 def _removed_unless_useful(partial: Path, made: list[Path]) -> Iterator[None]:
-    """Remove a partial preparation that failed, and the directories made for it, if nobody can go on with it.
+    """Remove a partial preparation that failed, and the directories made for it, if it cannot be resumed.
 
-    It is of use only after a `StoppedError`: bad input is cured by another input, whose preparation starts anew.
+    It can be resumed only after a `StoppedError`: bad input needs another input, whose preparation starts again.
     """
     try:
         yield
     except UserError as error:
-        if not isinstance(error, StoppedError) or not (partial / PROGRESS_FILE).exists():
+        if not isinstance(error, StoppedError) or not has_shards(partial):
             shutil.rmtree(partial)
             with suppress(OSError):  # another process may have put something there
                 for directory in made:

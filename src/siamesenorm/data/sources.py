@@ -1,7 +1,7 @@
 """Where documents come from: files, directories and globs, a Hugging Face dataset, or the built-in corpus.
 
 A source is named by one string (`open_source`), streams its documents in an order that never changes, and has a
-fingerprint, by which an interrupted preparation knows that its input is still the same.
+fingerprint, by which an interrupted preparation recognises the same input.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Source(Protocol):
 
     @property
     def size(self) -> int | None:
-        """Bytes to read, None where that is not known."""
+        """Bytes to read, None where that is unknown."""
 
     @property
     def position(self) -> int:
@@ -73,7 +73,7 @@ def _find_files(spec: str) -> list[Path]:
         files = sorted(Path(match) for match in glob.glob(spec, recursive=True) if os.path.isfile(match))
     if not files:
         what = "no .txt, .jsonl or .parquet file in it" if path.is_dir() else "no such file, directory or glob"
-        raise UserError(f"source {spec!r}: {what}: give 'builtin', 'hf:OWNER/NAME', or where your text lies")
+        raise UserError(f"source {spec!r}: {what}: give 'builtin', 'hf:OWNER/NAME', or the path of your text")
     for file in files:
         if file.is_file() and file.stat().st_size == 0:
             raise UserError(f"{file}: an empty file: remove it or write it again")
@@ -152,7 +152,7 @@ class HubSource:
             except Exception as error:  # the network raises anything
                 raise StoppedError(
                     f"source {self.name!r}: no more after row {number - 1} ({_first_line(error)}): repeat the command, "
-                    "it goes on where it stopped"
+                    "it resumes where it stopped"
                 ) from error
             text = text_of(f"source {self.name!r}: row {number}", row, self.text_field)
             if text.strip():
@@ -191,7 +191,7 @@ class BuiltinSource:
         return {"kind": "builtin", "python": platform.python_version(), "revision": builtin.REVISION}
 
     def documents(self) -> Iterator[str]:
-        """Yield the documents; they are collected once, for a BPE reads them twice and collecting takes seconds."""
+        """Yield the documents; they are collected once, for they are read more than once."""
         if not self._documents:
             self._documents = list(builtin.builtin_documents())
         return iter(self._documents)

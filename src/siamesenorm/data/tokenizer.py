@@ -19,7 +19,7 @@ from siamesenorm.errors import UserError
 
 Ids = NDArray[np.int64]
 
-# The names under which tokenizers in use keep their end of text, the commonest first.
+# Names of the end of text in common tokenizers, the commonest first.
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -79,18 +79,21 @@ class ByteTokenizer:
 class LibraryTokenizer:
     """A tokenizer of the `tokenizers` library, held as the content of its JSON file.
 
-    `end_of_text` is the token's text, or its id; without it the usual names are looked up.
+    `end_of_text` is the token's text, or its id; without it the usual names are looked up. Without a name it is called
+    `bpe:SIZE` by its vocabulary.
     Raises `UserError` if the content is no tokenizer, or holds no end-of-text token.
     """
 
-    def __init__(self, name: str, content: bytes, end_of_text: str | int | None = None) -> None:
-        self.name = name
+    def __init__(self, name: str | None, content: bytes, end_of_text: str | int | None = None) -> None:
         self.content = content
-        self._backend = _parse(name, content)
+        self._backend = _parse(name or "bpe", content)
         ids: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         # Not the number of entries: numbering may have gaps, and an embedding needs a row for the highest id.
         self.vocabulary = max(ids.values(), default=-1) + 1
-        self.end_of_text = end_of_text if isinstance(end_of_text, int) else _find_end_of_text(name, ids, end_of_text)
+        self.name = name or f"bpe:{self.vocabulary}"
+        self.end_of_text = (
+            end_of_text if isinstance(end_of_text, int) else _find_end_of_text(self.name, ids, end_of_text)
+        )
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text, without special tokens."""
@@ -117,7 +120,7 @@ class LibraryTokenizer:
         }
 
     def __reduce__(self) -> tuple[type[LibraryTokenizer], tuple[str, bytes, int]]:
-        """Travel to another process as the file's content: the state of the library does not."""
+        """Pickle the content of the file: the state of the library cannot be pickled."""
         return LibraryTokenizer, (self.name, self.content, self.end_of_text)
 
 
@@ -164,10 +167,13 @@ def load_tokenizer(spec: str | Path, end_of_text: str | None = None) -> Tokenize
 
     Raises `UserError` if there is none, if it cannot be read, or if it has no end-of-text token.
     """
+    path = Path(spec)
+    prepared = str(spec) == "bytes" or (path / MANIFEST_FILE).is_file()
+    if prepared and end_of_text is not None:
+        raise UserError(f"end of text {end_of_text!r}: tokenizer {str(spec)!r} has its own: leave --end-of-text out")
     if str(spec) == "bytes":
         return ByteTokenizer()
-    path = Path(spec)
-    if (path / MANIFEST_FILE).is_file():
+    if prepared:
         return _load_prepared(path)
     if path.is_dir():
         path = path / TOKENIZER_FILE
@@ -180,10 +186,11 @@ def load_tokenizer(spec: str | Path, end_of_text: str | None = None) -> Tokenize
 
 def _load_prepared(directory: Path) -> Tokenizer:
     """Return the tokenizer of prepared data, with the end of text that was chosen for it."""
-    entry = read_manifest(directory / MANIFEST_FILE).tokenizer
+    manifest = read_manifest(directory / MANIFEST_FILE)
+    entry = manifest.tokenizer
     if entry.kind == "bytes":
         return ByteTokenizer()
-    file = directory / TOKENIZER_FILE
+    file = directory / manifest.directory / TOKENIZER_FILE
     if not file.is_file():
         raise UserError(f"{file}: missing: prepare the data again with --restart")
     return LibraryTokenizer(entry.name, file.read_bytes(), entry.end_of_text)
@@ -205,7 +212,7 @@ def _from_hub(name: str) -> bytes:
 
 
 def bpe_size(spec: str) -> int | None:
-    """Return the vocabulary that a spec like `bpe:4096` asks for, None for any other spec.
+    """Return the vocabulary in a spec like `bpe:4096`, None for any other spec.
 
     Raises `UserError` if the size is not a whole number of at least 257: the bytes and the end of text.
     """
@@ -218,10 +225,10 @@ def bpe_size(spec: str) -> int | None:
 
 
 def train_bpe(texts: Iterable[str], vocabulary: int, end_of_text: str | None = None) -> LibraryTokenizer:
-    """Train a byte-level BPE (arXiv:1508.07909 on bytes) with at most `vocabulary` ids; it gives any text back.
+    """Train a byte-level BPE (arXiv:1508.07909 on bytes) with at most `vocabulary` ids; it restores any text.
 
     The end of text is a token named `end_of_text`, `<|endoftext|>` if not given. A small text may hold fewer merges
-    than asked for: the tokenizer then has a smaller vocabulary.
+    than that: the tokenizer then has a smaller vocabulary, and is named by it.
     """
     end_of_text = end_of_text or END_OF_TEXT_NAMES[0]
     library = _library()
@@ -235,4 +242,4 @@ def train_bpe(texts: Iterable[str], vocabulary: int, end_of_text: str | None = N
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer=trainer)
-    return LibraryTokenizer(f"bpe:{vocabulary}", backend.to_str().encode("utf-8"), end_of_text)
+    return LibraryTokenizer(None, backend.to_str().encode("utf-8"), end_of_text)

@@ -1,0 +1,254 @@
+"""Prepared data as training and evaluation read it: memory-mapped tokens, and samples of a fixed length.
+
+Documents follow each other without a gap and samples cut across them; `document_ids` separates them for a masked
+attention.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from siamesenorm.data.manifest import MANIFEST_FILE, STORAGE, Manifest, Split, read_manifest, shard_file
+from siamesenorm.data.order import SampleOrder
+from siamesenorm.data.shards import PARTIAL_DIRECTORY
+from siamesenorm.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from siamesenorm.errors import UserError
+
+BLOCK_IDS = 2**20
+REMEDY = "prepare the data again with --restart"
+
+
+class TokenSequence:
+    """The ids of a split: the arrays of its shards, read as one."""
+
+    def __init__(self, shards: Sequence[NDArray[Any]]) -> None:
+        self._shards = shards
+        self._ends = list(accumulate(map(len, shards)))
+        self.dtype = shards[0].dtype
+
+    def __len__(self) -> int:
+        """Return the number of ids."""
+        return self._ends[-1]
+
+    def __getitem__(self, part: slice) -> NDArray[Any]:
+        """Return consecutive ids: a view within a shard, a copy across the edge of one."""
+        start, stop, step = part.indices(len(self))
+        if step != 1:
+            raise ValueError(f"step {step}: only consecutive ids can be read")
+        number = min(bisect_right(self._ends, start), len(self._shards) - 1)
+        pieces = []
+        while True:
+            shard, end = self._shards[number], self._ends[number]
+            first = end - len(shard)
+            pieces.append(shard[start - first : max(stop, start) - first])
+            if stop <= end:
+                return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+            start, number = end, number + 1
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """Return all ids as one array."""
+        return np.asarray(self[:], dtype=dtype)
+
+
+class PreparedData:
+    """A directory of prepared data, opened for reading: `manifest.json`, the tokenizer and the shards of the splits."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+
+    @classmethod
+    def open(cls, path: str | Path) -> PreparedData:
+        """Open prepared data and check the manifest, the tokenizer, and the sizes of all files; see also `verify`.
+
+        Raises `UserError` for a directory that is missing or unfinished, for a file that is missing or has another
+        size, and for a tokenizer or a manifest that was changed.
+        """
+        path = Path(path)
+        _require_finished(path)
+        data = cls(path, read_manifest(path / MANIFEST_FILE))
+        data._check_tokenizer_file()
+        for name, split in data.manifest.splits.items():
+            data._check_sizes(name, split)
+        return data
+
+    @property
+    def digest(self) -> str:
+        """Identity of the data (64 hex digits)."""
+        return self.manifest.digest
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of ids."""
+        return self.manifest.tokenizer.vocabulary
+
+    @property
+    def end_of_text(self) -> int:
+        """Id that closes every document."""
+        return self.manifest.tokenizer.end_of_text
+
+    @property
+    def unigram_entropy(self) -> float:
+        """Entropy of the ids of the train split, nats per token."""
+        return self.manifest.unigram_entropy
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the ids, which also decodes them."""
+        return load_tokenizer(self.path)
+
+    def split(self, name: str) -> Split:
+        """Return the entry of a split; raises `UserError` if there is none of that name."""
+        splits = self.manifest.splits
+        if name not in splits:
+            raise UserError(f"{self.path}: no split {name!r}: choose from {', '.join(splits)}")
+        return splits[name]
+
+    def tokens(self, split: str) -> TokenSequence:
+        """Return the ids of a split, uint16 or uint32, memory-mapped and read-only."""
+        storage = np.dtype(STORAGE[self.manifest.dtype])
+        # As plain arrays: slices of a memmap cost more than the copies made of them.
+        files = self._shard_files(split)
+        return TokenSequence([np.memmap(file, dtype=storage, mode="r").view(np.ndarray) for file in files])
+
+    def require_vocabulary(self, vocabulary: int) -> None:
+        """Raise `UserError` if a model with this vocabulary is too small for the data."""
+        if vocabulary < self.vocabulary:
+            raise UserError(
+                f"{self.path}: its ids need a vocabulary of {self.vocabulary:,}, the model has {vocabulary:,}: "
+                "build the model with the vocabulary of the data"
+            )
+
+    def describe(self) -> str:
+        """Return a line for people about each split, and one about the tokenizer."""
+        lines = [
+            f"{name}: {split.tokens:,} tokens, {split.documents:,} documents, {split.bytes / 1e6:,.2f} MB of text, "
+            f"{split.bytes / split.tokens:.2f} bytes a token"
+            for name, split in self.manifest.splits.items()
+        ]
+        tokenizer = self.manifest.tokenizer
+        lines.append(
+            f"tokenizer: {tokenizer.name}, vocabulary {tokenizer.vocabulary:,}, end of text {tokenizer.end_of_text}, "
+            f"unigram entropy {self.unigram_entropy:.3f} nats a token"
+        )
+        return "\n".join(lines)
+
+    def verify(self) -> None:
+        """Read everything: raise `UserError` where an id or a checksum is not that of the manifest."""
+        for name, split in self.manifest.splits.items():
+            tokens = self.tokens(name)
+            checksum = hashlib.sha256()
+            for start in range(0, len(tokens), BLOCK_IDS):
+                block = tokens[start : start + BLOCK_IDS]
+                highest = int(block.max())
+                if highest >= self.vocabulary:
+                    raise UserError(
+                        f"{self.path}: the {name} split holds the id {highest}, but the manifest's vocabulary has "
+                        f"{self.vocabulary}: {REMEDY}"
+                    )
+                checksum.update(block.tobytes())
+            if checksum.hexdigest() != split.sha256:
+                raise UserError(f"{self.path}: the checksum of the {name} split is not the manifest's: {REMEDY}")
+
+    def _shard_files(self, name: str) -> list[Path]:
+        directory = self.path / self.manifest.directory
+        return [directory / shard_file(name, number) for number in range(len(self.split(name).shards))]
+
+    def _check_tokenizer_file(self) -> None:
+        expected = self.manifest.tokenizer.sha256
+        file = self.path / self.manifest.directory / TOKENIZER_FILE
+        if expected is None:
+            return
+        if not file.is_file():
+            raise UserError(f"{file}: missing: {REMEDY}")
+        if hashlib.sha256(file.read_bytes()).hexdigest() != expected:
+            raise UserError(f"{file}: its checksum is not the manifest's: {REMEDY}")
+
+    def _check_sizes(self, name: str, split: Split) -> None:
+        if split.tokens == 0:
+            raise UserError(f"{self.path}: the {name} split is empty: {REMEDY}")
+        for file, ids in zip(self._shard_files(name), split.shards, strict=True):
+            if not file.is_file():
+                raise UserError(f"{file}: missing: {REMEDY}")
+            size, expected = file.stat().st_size, ids * np.dtype(STORAGE[self.manifest.dtype]).itemsize
+            if size != expected:
+                what = "truncated" if size < expected else "too long"
+                raise UserError(f"{file}: {what}, {size:,} bytes where the manifest says {expected:,}: {REMEDY}")
+
+
+def _require_finished(path: Path) -> None:
+    """Raise `UserError` unless there is a manifest."""
+    if (path / MANIFEST_FILE).is_file():
+        return
+    if (path / PARTIAL_DIRECTORY).is_dir():
+        raise UserError(f"{path}: its preparation was not finished: repeat the prepare command, it resumes")
+    what = "no manifest.json in it" if path.is_dir() else "no such directory"
+    raise UserError(f"{path}: no prepared data ({what}): make it with `siamesenorm prepare`")
+
+
+class TokenSamples:
+    """A split as samples of `context` inputs and as many targets, in the stateless order of a seed.
+
+    Sample i is `tokens[i * context : i * context + context + 1]`, so every id but the first is a target once an
+    epoch; an incomplete last sample is dropped.
+    Raises `UserError` if the split has too few tokens for one sample.
+    """
+
+    def __init__(self, data: PreparedData, split: str, context: int, seed: int = 0) -> None:
+        if context < 1:
+            raise UserError(f"context {context}: a sample needs at least one token")
+        self._tokens = data.tokens(split)
+        self.context = context
+        self.samples = (len(self._tokens) - 1) // context
+        if self.samples < 1:
+            raise UserError(
+                f"{data.path}: the {split} split has {len(self._tokens):,} tokens, one sample of context {context} "
+                f"needs {context + 1:,}: prepare more text or choose a shorter context"
+            )
+        self.order = SampleOrder(self.samples, seed)
+
+    @property
+    def targets(self) -> int:
+        """Number of targets in an epoch."""
+        return self.samples * self.context
+
+    def batch(self, position: int, count: int) -> NDArray[np.int64]:
+        """Return the samples at `count` positions of the order, [count, context + 1] int64."""
+        return self._read(self.order.indices(position, count))
+
+    def windows(self, count: int, limit: int | None = None) -> Iterator[NDArray[np.int64]]:
+        """Yield the samples once, in the order of the text, up to `count` at a time, [<= count, context + 1] int64.
+
+        At most `limit` targets are read, rounded up to a whole sample, all of them without a limit.
+        Raises `UserError` if a number is not positive.
+        """
+        if count < 1 or (limit is not None and limit < 1):
+            raise UserError(f"windows of count {count}, limit {limit}: give whole numbers of at least 1")
+        samples = self.samples if limit is None else min(self.samples, -(-limit // self.context))
+        for start in range(0, samples, count):
+            yield self._read(np.arange(start, min(start + count, samples)))
+
+    def _read(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        batch = np.empty((len(indices), self.context + 1), dtype=np.int64)
+        for row, index in zip(batch, indices.tolist(), strict=True):
+            row[:] = self._tokens[index * self.context : index * self.context + self.context + 1]
+        return batch
+
+
+def document_ids(tokens: NDArray[Any], end_of_text: int) -> NDArray[np.int64]:
+    """Return the document that each position belongs to, counted from 0 in each row: [..., T] -> [..., T] int64.
+
+    The end of text belongs to the document that it closes; the position after it starts the next one.
+    """
+    starts = np.zeros(tokens.shape, dtype=np.int64)
+    starts[..., 1:] = tokens[..., :-1] == end_of_text
+    return np.cumsum(starts, axis=-1)
