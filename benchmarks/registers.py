@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from siamesenorm.benchmark.results import Results, Row
-from siamesenorm.kernels.boundary_plain import Recompute, Constants, Gains
+from siamesenorm.kernels.boundary_plain import Constants, Gains, Recompute
 from siamesenorm.kernels.launch import H200, Launch
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

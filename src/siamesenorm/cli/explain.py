@@ -68,7 +68,8 @@ def describe(topology: Topology) -> dict[str, Any]:
         "options": {field.name: getattr(topology, field.name) for field in dataclasses.fields(topology)},
         "streams": list(topology.stream_names),
         "attention_norm": topology.attention_norm,
-        "boundary": {
+        "boundary": cost
+        and {
             "forward_passes": cost.forward,
             "backward_passes": cost.backward,
             "saved_tensors": cost.saved,
@@ -91,7 +92,6 @@ def extra_parameters(topology: Topology) -> dict[str, dict[str, float]]:
 
 def text(facts: dict[str, Any]) -> str:
     """Return the explanation as plain text."""
-    boundary = facts["boundary"]
     options = ", ".join(f"{key}={value}" for key, value in facts["options"].items()) or "none"
     norm = "whole-width QK-norm unless chosen" if facts["attention_norm"] == "auto" else facts["attention_norm"]
     extra = [
@@ -112,9 +112,7 @@ def text(facts: dict[str, Any]) -> str:
             _entry("options", [options]),
             _entry("streams", [", ".join(facts["streams"])]),
             _entry("attention norm", [norm]),
-            f"fused boundary   {boundary['forward_passes']:g} passes of a stream forward, "
-            f"{boundary['backward_passes']:g} backward, {boundary['saved_tensors']:g} kept",
-            f"                 = {boundary['bytes_a_token']:,} bytes a token at dim {EXAMPLE_DIM} in bf16",
+            _entry("fused boundary", _boundary(facts["boundary"])),
             _entry("AdaLN sublayers", [facts["conditioned_sublayers"]]),
             _entry("special cases", facts["special_cases"] or ["none"]),
             "parameters beyond Pre-Norm with QK-norm, by size",
@@ -126,6 +124,16 @@ def text(facts: dict[str, Any]) -> str:
 def _entry(name: str, values: list[str]) -> str:
     lines = [line for value in values for line in textwrap.wrap(value, 95, subsequent_indent="  ")]
     return textwrap.indent("\n".join(lines), 17 * " ").replace(17 * " ", f"{name:<17}", 1)
+
+
+def _boundary(cost: dict[str, Any] | None) -> list[str]:
+    if cost is None:
+        return ["not declared"]
+    return [
+        f"{cost['forward_passes']:g} passes of a stream forward, {cost['backward_passes']:g} backward, "
+        f"{cost['saved_tensors']:g} kept",
+        f"= {cost['bytes_a_token']:,} bytes a token at dim {EXAMPLE_DIM} in bf16",
+    ]
 
 
 def markdown() -> str:
@@ -142,7 +150,7 @@ def markdown() -> str:
     topologies = {name: build_topology(name) for name in available_topologies()}
     for name, topology in topologies.items():
         composes = "no" if topology.modulation_refusal else "yes"
-        cost = f"{topology.cost.forward:g} + {topology.cost.backward:g}"
+        cost = f"{topology.cost.forward:g} + {topology.cost.backward:g}" if topology.cost else "not declared"
         sections.append(
             f"| [`{name}`](#{name}) | {topology.heading} | {', '.join(topology.stream_names)} | {cost} | {composes} |"
         )

@@ -244,7 +244,8 @@ def _store_projections(projections, norm, along, sums, row, rows, DIM: tl.conste
 
 @triton.jit
 def _rebuild_part(
-    kept, identity, difference, next_scale, statistics, post_norm_gain, post_norm_bias, gate, identity_gain, identity_bias,
+    kept, identity, difference, next_scale, statistics,
+    post_norm_gain, post_norm_bias, gate, identity_gain, identity_bias,
     column, row, rows, DIM: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
     """Return Z, x^ and y^ of a part of the rows; the gains are pointers."""

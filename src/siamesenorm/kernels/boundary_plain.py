@@ -218,7 +218,7 @@ def backward(
         identity = recompute.identity(bounded_next)
         updated = kept.to(wide)
         difference = identity - (updated if constants.scale is None else updated / constants.scale.to(wide))
-    if identity is not None and gains.identity_gain is not None:
+    if isinstance(identity, Tensor) and gains.identity_gain is not None:
         y_hat, y_inverse = row.normalise(identity.to(wide))
         y_hat = recompute.verify(y_hat, y_inverse) if isinstance(recompute, Recompute) else y_hat
         total = total + affine(y_hat, gains.identity_gain, gains.identity_bias)

@@ -21,7 +21,7 @@ from siamesenorm.errors import UserError
 from siamesenorm.models.block import TransformerBlock, add_losses
 from siamesenorm.models.initialisation import initialise
 from siamesenorm.models.language_config import LanguageModelConfig, language_model_config
-from siamesenorm.norms import NORMS, Declared
+from siamesenorm.norms import NORMS, DeclaredModule
 from siamesenorm.sublayers.attention import Attention
 from siamesenorm.sublayers.cache import AttentionCache
 from siamesenorm.sublayers.mlp import build_mlp
@@ -157,7 +157,7 @@ class LanguageModel(nn.Module):
             yield tokens
 
 
-class EmbeddingScale(Declared):
+class EmbeddingScale(DeclaredModule):
     """A learned scalar of initial value sqrt(d) on the embedding (DyT's recipe for language models)."""
 
     scale: Tensor

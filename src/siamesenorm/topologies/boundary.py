@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from siamesenorm.errors import UserError
 from siamesenorm.kernels.boundary import boundary, has_kernels_for, start_recomputation
 from siamesenorm.kernels.launch import refuse_transformations, suits_operator
-from siamesenorm.norms import Declared, Inexact, LayerNorm, Norm, NormFunction, RMSNorm
+from siamesenorm.norms import DeclaredModule, Inexact, LayerNorm, Norm, NormFunction, RMSNorm
 from siamesenorm.topologies.topology import Closing, Connection, Gate, Place, ResidualSpec, Streams, Topology
 
 DepthScale = Literal["code", "paper_block", "paper_sublayer", "none"]
@@ -64,7 +64,7 @@ class BoundaryTopology(Topology):
         return spec.kernels != "plain" and self.has_fused_kernels
 
 
-class ScalarGate(Declared):
+class ScalarGate(DeclaredModule):
     """One learned number, alpha x, without weight decay; its shape is [1], because FSDP shards no 0-d parameters."""
 
     gain: Tensor
@@ -78,7 +78,7 @@ class ScalarGate(Declared):
         return x * self.gain.to(x.dtype)
 
 
-class Addition(Declared):
+class Addition(DeclaredModule):
     """The write X <- a X + s O, Y <- Y + c O, in the dtype of the streams."""
 
     skip: Tensor | None
@@ -116,8 +116,7 @@ class FusedNorms:
         """Return them; raises UserError for norms that the operator does not support."""
         found = set()
         for norm in norms:
-            supported = isinstance(norm, (RMSNorm, LayerNorm)) and norm.axis == -1 and getattr(norm, "offset", 0) == 0
-            if not supported:
+            if not isinstance(norm, (RMSNorm, LayerNorm)) or norm.axis != -1 or getattr(norm, "offset", 0) != 0:
                 raise UserError(
                     f"the fused boundary supports RMSNorm and LayerNorm, channels last, not {norm}: use plain kernels"
                 )
@@ -345,18 +344,19 @@ def copy_function(
     Return the differences: none where the function is the same up to rounding.
     """
     if source is None:
-        eps = getattr(inner, "eps", None)
-        found = [] if inner is None else [Inexact.norm_of_norm(eps, eps)]
+        only = getattr(inner, "eps", None)
+        found = [] if inner is None else [Inexact.norm_of_norm(only, only)]
         return found if multiple == 1.0 else [*found, Inexact.norm_of_multiple(multiple)]
     if not isinstance(outer, Norm):
         inner, outer = None, inner  # type: ignore[assignment]
     assert isinstance(outer, Norm)
-    eps, inner_eps = getattr(outer, "eps", None), getattr(inner, "eps", None)
-    comparable = outer.eps_in_mean_square and source.eps is not None
-    effective = 0.0 if not comparable else eps / multiple**2 if inner is None else inner_eps * eps / (1 + eps)
-    if comparable and math.isclose(effective, source.eps, rel_tol=1e-9):
-        gain_scale = scale if inner is None else scale / math.sqrt(1 + eps)
-        return outer.copy_from(replace(source.divided(gain_scale, scale), eps=eps))
+    eps: float = getattr(outer, "eps", 0.0)
+    inner_eps: float = getattr(inner, "eps", 0.0)
+    if outer.eps_in_mean_square and source.eps is not None:
+        effective = eps / multiple**2 if inner is None else inner_eps * eps / (1 + eps)
+        if math.isclose(effective, source.eps, rel_tol=1e-9):
+            gain_scale = scale if inner is None else scale / math.sqrt(1 + eps)
+            return outer.copy_from(replace(source.divided(gain_scale, scale), eps=eps))
     found = outer.copy_from(source.divided(scale, scale))
     if inner is not None:
         found.append(Inexact.norm_of_norm(inner_eps, eps))

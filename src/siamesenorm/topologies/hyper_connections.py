@@ -102,7 +102,8 @@ class HyperConnections(MultiStream):
         write   H <- H~ + B O
         close   N_f(H_1 + ... + H_n)
         static  A_m = one-hot(k mod n), A_r = I, B = 1 at the start
-        dynamic A_m + s tanh(norm(H) W_m), A_r + s tanh(norm(H) W_r), B + s' tanh(norm(H) w_B)"""
+        dynamic A_m + s tanh(norm(H) W_m), A_r + s tanh(norm(H) W_r), B + s' tanh(norm(H) w_B)
+        exact_eps: the eps of N_f times n^2"""
     diagram: ClassVar[str] = """\
         H_1 ──┬─▶ A_r ─▶ + B_1·O ──▶ H_1
          ⋮    │    ⋮         ⋮        ⋮

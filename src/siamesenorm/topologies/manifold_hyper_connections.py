@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from siamesenorm.errors import UserError
-from siamesenorm.norms import Declared, Inexact, NormFunction
+from siamesenorm.norms import DeclaredModule, Inexact, NormFunction
 from siamesenorm.norms.rms_norm import RMSNorm
 from siamesenorm.topologies.boundary import copy_function
 from siamesenorm.topologies.hyper_connections import MixingConnection, MultiStream, mix_streams, without_autocast
@@ -50,7 +50,8 @@ class ManifoldHyperConnections(MultiStream):
         read    m = W RMS(vec H),  pre = sigma(a_0 m_pre + b_pre) + eps,  post = 2 sigma(a_1 m_post + b_post),
                 comb = Sinkhorn(a_2 m_res + b_res),  h = N_k(sum_i pre_i H_i)
         write   H_i <- sum_j comb_ij H_j + post_i O
-        close   N_f(H_1 + ... + H_n)   (readout=learned: N_f(sum_i (sigma(a m_i + b_i) + eps) H_i))"""
+        close   N_f(H_1 + ... + H_n)   (readout=learned: N_f(sum_i (sigma(a m_i + b_i) + eps) H_i))
+        exact_eps: the eps of N_k and N_f times the square of the weights' sum at the start"""
     diagram: ClassVar[str] = """\
         H_1 ──┬─▶ comb ─▶ + post_1·O ──▶ H_1
          ⋮    │    ⋮            ⋮         ⋮
@@ -129,7 +130,7 @@ def sinkhorn_kernel(logits: Tensor, *, dims: Sequence[int], eps: float) -> Tenso
     return matrix
 
 
-class Logits(Declared):
+class Logits(DeclaredModule):
     """Static logits: one learned vector, `bias`, in groups."""
 
     bias: Tensor

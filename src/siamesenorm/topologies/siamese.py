@@ -120,7 +120,8 @@ class SiamesePostPre(Siamese):
         read    h = N^in_k(X + N^Y_k(Y))                  (normalized_input=False: no N^in)
         write   X <- N^X_k(X + s O),  Y <- Y + O
         close   X + N_f(Y)             (readout=code: N_out(X + N_f(Y)))
-        scale   s = 1/sqrt(2(l+1))     (depth_scale=none: s = 1)"""
+        scale   s = 1/sqrt(2(l+1))     (depth_scale=none: s = 1)
+        exact_eps: N_out(N(x)) and N^in(N(x)) equal one N(x), eps included"""
     diagram: ClassVar[str] = """\
         X ──┬───────────────────────── + s·O ─▶ N^X ──▶ X
             + ─▶ N^in ─▶ F ─▶ O ───────┤
@@ -168,9 +169,9 @@ class SiamesePostPre(Siamese):
 class SiameseHybridPre(Siamese):
     """SiameseNorm Hybrid-Pre, the paper's main form: HybridNorm and Pre-Norm share every sublayer.
 
-    Attention reads gamma X + N^Y(Y) and normalises its own queries, keys and values; the MLP normalises X first and reads
-    through N^in. Three final norms. `normalized_input=False` drops the MLP's N^in and keeps QKV-norm (what the paper's
-    ablation row removed is not published).
+    Attention reads gamma X + N^Y(Y) and normalises its own queries, keys and values; the MLP normalises X first and
+    reads through N^in. Three final norms. `normalized_input=False` drops the MLP's N^in and keeps QKV-norm (what the
+    paper's ablation row removed is not published).
     """
 
     title: ClassVar[str] = "SiameseNorm Hybrid-Pre"
@@ -180,7 +181,8 @@ class SiameseHybridPre(Siamese):
         MLP         read   X <- N^X_l(X),  h = N^in_l(X + N^Y_k(Y))
         write   X <- X + s O,  Y <- Y + O
         close   N_out(N^X_f(X) + N^Y_f(Y))
-        scale   s = 1/sqrt(2(l+1))     (depth_scale=none: s = 1)"""
+        scale   s = 1/sqrt(2(l+1))     (depth_scale=none: s = 1)
+        exact_eps: N_out(N(x)) and N^in(N(x)) equal one N(x), eps included"""
     diagram: ClassVar[str] = """\
         X ──┬──────────────────────── + s·O ─▶ N^X ─┬─────────────────────── + s·O ──▶ X
             γ                         │             │                        │

@@ -58,7 +58,7 @@ class SpanNorm(BoundaryTopology):
         return BoundaryCost(forward=4, backward=4.5, saved=1) if self.reading == "A" else BoundaryCost(4.5, 4, 1)
 
     def connection(self, place: Place, spec: ResidualSpec) -> Connection:
-        """Return the half of the block: the first has the previous block's norm, in A the second has the attention's."""
+        """Return a half of the block: the first has the previous block's norm, in A the second the attention's."""
         post_norm = spec.build_post_norm(place) if place.kind == "attention" else None
         if self.reading == "B":
             return BoundaryConnection(self, place, spec, post_norm=post_norm, input_norm=spec.build_input_norm(place))

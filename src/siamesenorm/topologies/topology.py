@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.norms import NORMS, Declared, Inexact, Norm, NormFunction, NormSpec, Role, assign
+from siamesenorm.norms import NORMS, DeclaredModule, Inexact, Norm, NormFunction, NormSpec, Role, assign
 from siamesenorm.options import Scalar, check_option
 
 Streams = tuple[Tensor, ...]
@@ -136,7 +136,7 @@ class ResidualSpec:
         return self.build_norm("final") if self.final_norm else nn.Identity()
 
 
-class Gate(Declared):
+class Gate(DeclaredModule):
     """A learned factor per channel, gamma x, without weight decay."""
 
     gain: Tensor
@@ -155,7 +155,7 @@ class Gate(Declared):
         assign(self.gain, torch.zeros_like(self.gain))
 
 
-class Reader(Declared):
+class Reader(DeclaredModule):
     """A module that reads streams and returns the compute dtype."""
 
     has_kernels: ClassVar[bool] = False
@@ -172,7 +172,7 @@ class Reader(Declared):
         return h if self.compute_dtype is None else h.to(self.compute_dtype)
 
 
-class Opening(Declared):
+class Opening(DeclaredModule):
     """Turn the embedding e [..., dim] into `count` streams in the residual dtype: X = gate norm(e), Y = scale norm(e).
 
     Without norm, gate and scale every stream is a copy of the embedding.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from siamesenorm.norms import Declared, declared_parameters
+from siamesenorm.norms import DeclaredModule, declared_parameters
 from siamesenorm.training.config import OptimizerConfig
 
 
@@ -29,7 +29,7 @@ def decayed_parameters(model: nn.Module, rule: str) -> dict[str, bool]:
                 decisions[name] = False
             elif rule == "all-but-embeddings":
                 decisions[name] = True
-            elif isinstance(module, Declared):
+            elif isinstance(module, DeclaredModule):
                 decisions[name] = declared[id(parameter)]
             else:
                 decisions[name] = parameter.ndim >= 2

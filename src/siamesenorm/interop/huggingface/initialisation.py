@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from siamesenorm.norms import Declared
+from siamesenorm.norms import DeclaredModule
 
 
 def mark_initialised(model: nn.Module) -> None:
@@ -21,5 +21,5 @@ def is_initialised(part: object) -> bool:
 def refill_constants(model: nn.Module) -> None:
     """Give the constants of a model, which no file holds, their values."""
     for module in model.modules():
-        if isinstance(module, Declared):
+        if isinstance(module, DeclaredModule):
             module.refill_constants()

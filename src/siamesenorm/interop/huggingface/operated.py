@@ -35,8 +35,8 @@ from siamesenorm.interop.rewire.block import RewiredBlock
 from siamesenorm.interop.rewire.families import FAMILIES
 from siamesenorm.interop.rewire.hidden_states import keep_recording
 from siamesenorm.interop.surgery import Step, replay_steps
-from siamesenorm.norms import Declared
-from siamesenorm.norms.declared import assign, declared_parameters
+from siamesenorm.norms import DeclaredModule
+from siamesenorm.norms.parameters import assign, declared_parameters
 
 REWIRED = "Rewired"
 """Stands before the name of a backbone inside an operated model."""
@@ -151,7 +151,7 @@ def _settle(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module._no_split_modules = {*(module._no_split_modules or ()), *rewired}
-        if isinstance(module, Declared):  # Gemma would take our RMSNorm, by its name, for its own
+        if isinstance(module, DeclaredModule):  # Gemma would take our RMSNorm, by its name, for its own
             mark_initialised(module)
     # Conversions between the names of a checkpoint and those of the host: files of this model have its own names.
     vars(model).pop("_weight_conversions", None)

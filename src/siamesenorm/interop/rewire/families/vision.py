@@ -14,7 +14,7 @@ from siamesenorm.errors import UserError
 from siamesenorm.interop.derived_class import derive
 from siamesenorm.interop.rewire.anatomy import Anatomy, Reading, Slot, qualified_name
 from siamesenorm.interop.rewire.block import RewiredBlock
-from siamesenorm.norms.declared import declared_parameters
+from siamesenorm.norms.parameters import declared_parameters
 from siamesenorm.topologies import Connection
 
 BACKBONES = ("timm.models.vision_transformer.VisionTransformer", "timm.models.deit.VisionTransformerDistilled")
