@@ -109,19 +109,22 @@ def test_the_tokenizer_of_other_prepared_data(source: Path) -> None:
 
 def test_a_trained_bpe_may_name_its_end_of_text(source: Path) -> None:
     data = prepare(config(source, tokenizer="bpe:300", end_of_text="<stop>"))
+    with pytest.raises(UserError, match="end_of_text"):
+        prepare(config(source, tokenizer="bpe:300"))
     assert '"<stop>"' in (data.path / "shards/tokenizer.json").read_text()
     assert data.tokenizer.end_of_text == data.end_of_text == data.tokens("train")[-1:]
 
 
-def test_large_vocabularies_take_four_bytes(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("highest", "dtype"), [(2**16 - 1, "uint16"), (2**16, "uint32")])
+def test_large_vocabularies_take_four_bytes(source: Path, tmp_path: Path, highest: int, dtype: str) -> None:
     prepare(config(source, out="small", tokenizer="bpe:300"))
     tokenizer = json.loads((tmp_path / "small/shards/tokenizer.json").read_text())
-    tokenizer["model"]["vocab"]["rare"] = 2**16
+    tokenizer["model"]["vocab"]["rare"] = highest
     (tmp_path / "large.json").write_text(json.dumps(tokenizer))
     data = prepare(config(source, tokenizer=str(tmp_path / "large.json")))
-    assert (data.manifest.dtype, data.vocabulary, data.manifest.tokenizer.name) == ("uint32", 2**16 + 1, "large")
+    assert (data.manifest.dtype, data.vocabulary, data.manifest.tokenizer.name) == (dtype, highest + 1, "large")
     assert np.array_equal(data.tokens("train"), PreparedData.open(tmp_path / "small").tokens("train"))
-    assert load_tokenizer(data.path).vocabulary == 2**16 + 1
+    assert load_tokenizer(data.path).vocabulary == highest + 1
 
 
 def test_chunks_and_workers_change_nothing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,14 +150,19 @@ def test_finished_data_is_not_prepared_again(source: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("change", "difference"),
-    [({"tokenizer": "bpe:300"}, "tokenizer"), ({"validation_fraction": 0.2}, "validation"), ({}, "source")],
+    [
+        ({"tokenizer": "bpe:300"}, "tokenizer"),
+        ({"validation_fraction": 0.2}, "validation"),
+        ({"max_documents": 50}, "max_documents"),
+        ({}, "source"),
+    ],
 )
 def test_other_settings_are_refused_unless_restarted(source: Path, change: dict[str, Any], difference: str) -> None:
     prepare(config(source))
     before = contents(source.parent / "data")
     if not change:
         source.write_bytes(source.read_bytes() + gzip.compress(b'\n{"text": "more"}'))
-    with pytest.raises(UserError, match=rf"\(different: {difference}\): choose another directory.*--restart"):
+    with pytest.raises(UserError, match=f"{difference}.*--restart"):
         prepare(config(source, **change))
     assert contents(source.parent / "data") == before
     data = prepare(config(source, **change, restart=True))
@@ -165,8 +173,8 @@ def test_other_settings_are_refused_unless_restarted(source: Path, change: dict[
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokenizer": "bpe:abc"}, "the size must be a whole number"),
-        ({"source": "nowhere.txt"}, "no such file"),
+        ({"tokenizer": "bpe:abc"}, "'bpe:abc'"),
+        ({"source": "nowhere.txt"}, "nowhere.txt"),
         ({"text_field": "body"}, "body"),
     ],
 )
@@ -218,7 +226,7 @@ def test_files_of_another_origin_are_never_touched(source: Path) -> None:
     (out / "shards").mkdir()
     (out / "shards/mine.txt").write_bytes(b"precious")
     for restart in (False, True):
-        with pytest.raises(UserError, match="holds a shards of another origin"):
+        with pytest.raises(UserError, match="shards"):
             prepare(config(source, restart=restart))
     assert contents(out) == {"shards/mine.txt": b"precious"}
 
@@ -226,7 +234,7 @@ def test_files_of_another_origin_are_never_touched(source: Path) -> None:
 def test_bad_input_leaves_nothing_behind(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 1500)
     source.write_bytes(source.read_bytes()[:-20])
-    with pytest.raises(UserError, match="truncated or damaged gzip"):
+    with pytest.raises(UserError, match=source.name):
         prepare(config(source, out="deep/down"))
     assert os.listdir(source.parent) == [source.name]
 
@@ -235,12 +243,12 @@ def test_bad_settings_leave_nothing_behind(source: Path, tmp_path_factory: pytes
     words = tmp_path_factory.mktemp("elsewhere") / "words.json"
     words.write_bytes(train_bpe(texts(10), 260).content)
     for options, message in [
-        ({"source": "nowhere.txt"}, "no such file"),
-        ({"tokenizer": "nowhere.json"}, "no such file"),
-        ({"tokenizer": "bpe:12"}, "at least 257"),
-        ({"tokenizer": str(words), "end_of_text": "<stop>"}, "no token '<stop>'"),
-        ({"validation": "nowhere.txt", "validation_fraction": None}, "no such file"),
-        ({"end_of_text": "<stop>"}, "has its own"),
+        ({"source": "nowhere.txt"}, "nowhere.txt"),
+        ({"tokenizer": "nowhere.json"}, "nowhere.json"),
+        ({"tokenizer": "bpe:12"}, "'bpe:12'"),
+        ({"tokenizer": str(words), "end_of_text": "<stop>"}, "'<stop>'"),
+        ({"validation": "nowhere.txt", "validation_fraction": None}, "nowhere.txt"),
+        ({"end_of_text": "<stop>"}, "'<stop>'"),
     ]:
         with pytest.raises(UserError, match=message):
             prepare(config(source, **options))
@@ -268,14 +276,14 @@ def test_one_text_of_a_megabyte_works_with_defaults(tmp_path: Path) -> None:
     assert "one is held out" in seen[0].stage
 
 
-@pytest.mark.parametrize("fraction", [0.01, 0.5, 0.99])
+@pytest.mark.parametrize("fraction", [1e-9, 0.5, 0.99])
 @pytest.mark.parametrize("count", [1, 2, 5, 9])
 def test_of_few_documents_the_last_part_is_held_out(tmp_path: Path, count: int, fraction: float) -> None:
     documents = [f"Document {i}:\n" + "".join(f"line {i} {j}\n" for j in range(100)) for i in range(count)]
     path = write_lines(tmp_path / "few.jsonl", documents)
     data = prepare(config(path, validation_fraction=fraction))
     train, validation = decoded(data, "train"), decoded(data, "validation")
-    if validation[-1] in documents and train[-1] in documents:
+    if fraction > 0.1 and validation[-1] in documents and train[-1] in documents:
         return  # the fraction divided them
     text = "".join(documents)
     assert "".join(train + validation) == text
@@ -322,7 +330,7 @@ def test_a_cut_text_resumes_with_the_same_bytes(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
-def test_a_source_is_not_its_own_validation(source: Path, tokenizer: str) -> None:
+def test_a_source_is_not_its_own_validation(source: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"validation_fraction": None, "tokenizer": tokenizer}
     (source.parent / "copy").mkdir()
     copy = source.parent / "copy/of-it.jsonl.gz"
@@ -330,12 +338,18 @@ def test_a_source_is_not_its_own_validation(source: Path, tokenizer: str) -> Non
     # The same documents in another form, and some of them.
     lines = write_lines(source.parent / "lines.jsonl", texts(400))
     some = write_lines(source.parent / "some.jsonl", texts(40))
+    with monkeypatch.context() as patch:
+        # The same files are seen before anything is encoded.
+        patch.setattr(preparation, "encode_chunks", None)
+        for validation in (source, copy):
+            with pytest.raises(UserError):
+                prepare(config(source, validation=str(validation), **options))
+        with pytest.raises(UserError, match="validation 'builtin'"):
+            prepare(PrepareConfig(source="builtin", validation="builtin", out=source.parent / "data"))
     for validation in (source, copy, lines, some):
         with pytest.raises(UserError, match=f"validation {str(validation)!r}"):
             prepare(config(source, validation=str(validation), **options))
         assert not (source.parent / "data").exists()
-    with pytest.raises(UserError, match="validation 'builtin'"):
-        prepare(PrepareConfig(source="builtin", validation="builtin", out=source.parent / "data"))
     more = write_lines(source.parent / "more.jsonl", ["another", *texts(40)])
     assert prepare(config(source, validation=str(more), **options)).split("validation").documents == 41
 
@@ -365,8 +379,18 @@ def test_a_bpe_is_trained_on_the_train_split_alone(tmp_path: Path, own: bool) ->
     path = write_lines(tmp_path / "source.jsonl", documents)
     data = prepare(config(path, tokenizer="bpe:400", **options))
     assert sum("zyxwvu" in text for text in decoded(data, "validation")) >= 20
-    (ids,) = data.tokenizer.encode_batch(["zyxwvu"])
-    assert len(ids) == 6
+    held_out_word, train_word = data.tokenizer.encode_batch(["zyxwvu", " number"])
+    assert (len(held_out_word), len(train_word)) == (6, 1)
+
+
+def test_a_bpe_is_trained_on_the_first_part_of_a_large_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_lines(tmp_path / "source.jsonl", [*texts(100), *["zyxwvu " * 50] * 20])
+    lengths = []
+    for characters in (1000, 100_000):
+        monkeypatch.setattr(preparation, "BPE_SAMPLE_CHARACTERS", characters)
+        data = prepare(config(path, out=f"{characters}", tokenizer="bpe:400"))
+        lengths += [len(ids) for ids in data.tokenizer.encode_batch(["zyxwvu"])]
+    assert lengths == [6, 1]
 
 
 def test_a_smaller_vocabulary_than_asked_for_is_reported(source: Path) -> None:
@@ -410,16 +434,16 @@ def test_the_digest_of_text_like_the_builtin_corpus(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"validation_fraction": 0.0}, "validation fraction 0.0: must be between 0 and 1"),
+        ({"validation_fraction": 0.0}, "validation fraction 0.0"),
         ({"validation_fraction": float("nan")}, "validation fraction nan"),
-        ({"validation": "a.txt"}, "give one of the two"),
+        ({"validation": "a.txt"}, "a.txt"),
         ({"source": ""}, "source ''"),
         ({"source": " "}, "source ' '"),
         ({"validation": "", "validation_fraction": None}, "validation ''"),
         ({"tokenizer": ""}, "tokenizer ''"),
         ({"end_of_text": ""}, "end of text ''"),
-        ({"workers": 0}, "workers 0: must be at least 1"),
-        ({"max_documents": -1}, "max documents -1: must be at least 1"),
+        ({"workers": 0}, "workers 0"),
+        ({"max_documents": -1}, "max documents -1"),
     ],
 )
 def test_numbers_that_make_no_sense(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -429,7 +453,7 @@ def test_numbers_that_make_no_sense(tmp_path: Path, options: dict[str, Any], mes
 
 
 def test_out_must_be_a_directory(source: Path) -> None:
-    with pytest.raises(UserError, match="is a file: give a directory"):
+    with pytest.raises(UserError, match=source.name):
         config(source, out=source.name)
 
 
@@ -460,7 +484,7 @@ def test_full_disk_is_one_line_and_goes_on(source: Path, monkeypatch: pytest.Mon
                 prepare(config(source, out=out))
                 break
             except StoppedError as error:
-                assert "no room left" in str(error)
+                assert str(error).startswith(str(source.parent / out))
                 assert "\n" not in str(error)
         if (source.parent / out / "manifest.json").exists():
             verified(source.parent / out)
@@ -474,7 +498,7 @@ def test_unwritable_directory_is_one_line(source: Path, monkeypatch: pytest.Monk
         raise PermissionError(errno.EACCES, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(UserError, match=r"data/.partial: permission denied: choose another path"):
+    with pytest.raises(UserError, match="data/.partial"):
         prepare(config(source))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import gzip
 import json
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -14,8 +16,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from siamesenorm.data.formats import PASSAGE_CHARACTERS
-from siamesenorm.data.sources import open_source
+from siamesenorm.data import sources
+from siamesenorm.data.sources import PASSAGE_CHARACTERS, open_source
 from siamesenorm.errors import UserError
 from siamesenorm.files import StoppedError
 
@@ -72,7 +74,7 @@ def test_parquet(tmp_path: Path) -> None:
     assert source.position == source.size == path.stat().st_size
 
 
-def test_directories_and_globs_in_the_order_of_names(tmp_path: Path) -> None:
+def test_directories_and_globs_in_the_order_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / ".hidden").mkdir()
     for name in ("b.txt", "sub/a.txt", "a.jsonl", ".hidden/c.txt", "notes.csv"):
@@ -80,6 +82,11 @@ def test_directories_and_globs_in_the_order_of_names(tmp_path: Path) -> None:
         written(tmp_path / name, text.encode())
     assert documents(tmp_path) == ["a.jsonl", "b.txt", "sub/a.txt"]
     assert documents(f"{tmp_path}/*.txt") == ["b.txt"]
+    found = glob.glob(f"{tmp_path}/**/*.txt", recursive=True)
+    for order in (found, found[::-1]):  # that of the file system
+        monkeypatch.setattr(glob, "glob", lambda *arguments, order=order, **options: order)
+        assert documents(f"{tmp_path}/**/*.txt") == ["b.txt", "sub/a.txt"]
+    monkeypatch.undo()
     assert documents(f"{tmp_path}/**/*.txt") == ["b.txt", "sub/a.txt"]
 
 
@@ -101,6 +108,17 @@ def test_fingerprint_tells_content_and_reading_apart(tmp_path: Path) -> None:
     assert open_source(str(path)).fingerprint() != first
 
 
+@pytest.mark.parametrize("place", [0, 99])
+def test_fingerprint_of_a_large_file_is_that_of_its_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    monkeypatch.setattr(sources, "FINGERPRINT_BYTES", 10)
+    path = written(tmp_path / "a.txt", b"a" * 100)
+    first = open_source(str(path)).fingerprint()
+    written(path, b"a" * place + b"b" + b"a" * (99 - place))
+    assert open_source(str(path)).fingerprint() != first
+
+
 def parquet_bytes(path: Path) -> bytes:
     pyarrow.parquet.write_table(pyarrow.table({"text": ["some words"] * 5000, "n": list(range(5000))}), path)
     return path.read_bytes()
@@ -113,30 +131,30 @@ def damaged_pages(path: Path) -> bytes:
 
 
 BAD_FILES: dict[str, tuple[str, bytes | Callable[[Path], bytes], str]] = {
-    "empty text": ("a.txt", b"", "a.txt: an empty file"),
-    "blank text": ("a.txt", b" \n\n \n", "a.txt: holds no text"),
-    "empty lines": ("a.jsonl", b"", "a.jsonl: an empty file"),
-    "blank lines": ("a.jsonl", b"\n\n", "a.jsonl: holds no text"),
-    "binary text": ("a.txt", b"line\nabc\0def\n", "a.txt: line 2: holds a NUL byte: a binary file"),
-    "binary lines": ("a.jsonl", LINES + b"\n\x00\x01", "a.jsonl: line 6: holds a NUL byte"),
-    "latin-1 text": ("a.txt", b"line\nna\xefve\n", "a.txt: line 2: not UTF-8"),
-    "cut UTF-8 text": ("a.txt", "line\nna\u00ef".encode()[:-1], "a.txt: line 2: not UTF-8"),
-    "latin-1 lines": ("a.jsonl", b'{"text": "na\xefve"}', "a.jsonl: line 1: not UTF-8"),
-    "torn JSON": ("a.jsonl", LINES[:-3], "a.jsonl: line 5: not JSON"),
-    "array": ("a.jsonl", b'{"text": "a"}\n["text"]', "a.jsonl: line 2: a JSON list"),
-    "missing field": ("a.jsonl", b'{"id": 1, "body": ""}', r"a.jsonl: line 1: no field 'text' \(fields: id, body\)"),
-    "number": ("a.jsonl", b'{"text": 5}', "a.jsonl: line 1: field 'text' holds int, not text"),
-    "half a pair": ("a.jsonl", b'{"text": "\\ud800"}', "a.jsonl: line 1: .* half a surrogate pair"),
-    "no gzip": ("a.txt.gz", lambda path: b"plain words", "a.txt.gz: line 1: truncated or damaged gzip"),
+    "empty text": ("a.txt", b"", "a.txt"),
+    "blank text": ("a.txt", b" \n\n \n", "a.txt"),
+    "empty lines": ("a.jsonl", b"", "a.jsonl"),
+    "blank lines": ("a.jsonl", b"\n\n", "a.jsonl"),
+    "binary text": ("a.txt", b"line\nabc\0def\n", "a.txt: line 2:"),
+    "binary lines": ("a.jsonl", LINES + b"\n\x00\x01", "a.jsonl: line 6:"),
+    "latin-1 text": ("a.txt", b"line\nna\xefve\n", "a.txt: line 2:"),
+    "cut UTF-8 text": ("a.txt", "line\nna\u00ef".encode()[:-1], "a.txt: line 2:"),
+    "latin-1 lines": ("a.jsonl", b'{"text": "na\xefve"}', "a.jsonl: line 1:"),
+    "torn JSON": ("a.jsonl", LINES[:-3], "a.jsonl: line 5:"),
+    "array": ("a.jsonl", b'{"text": "a"}\n["text"]', "a.jsonl: line 2:"),
+    "missing field": ("a.jsonl", b'{"id": 1, "body": ""}', "a.jsonl: line 1: .*'text'.* id, body"),
+    "number": ("a.jsonl", b'{"text": 5}', "a.jsonl: line 1: .*'text'.* int"),
+    "half a pair": ("a.jsonl", b'{"text": "\\ud800"}', "a.jsonl: line 1: .*'text'"),
+    "no gzip": ("a.txt.gz", lambda path: b"plain words", "a.txt.gz: line 1:"),
     "truncated gzip": (
         "a.jsonl.gz",
         lambda path: gzip.compress(b"\n".join([LINES] * 3))[:-9],
-        "a.jsonl.gz: line 1?[0-9]: truncated or damaged gzip",
+        "a.jsonl.gz: line 1?[0-9]:",
     ),
-    "no parquet": ("a.parquet", b"PAR1 is not enough", "a.parquet: truncated or damaged parquet"),
-    "truncated parquet": ("a.parquet", lambda path: parquet_bytes(path)[:-100], "truncated or damaged parquet"),
-    "damaged parquet": ("a.parquet", damaged_pages, "truncated or damaged parquet after row 0"),
-    "other suffix": ("a.csv", b"a,b", "a.csv: no reader for this kind of file: choose one of .txt"),
+    "no parquet": ("a.parquet", b"PAR1 is not enough", "a.parquet"),
+    "truncated parquet": ("a.parquet", lambda path: parquet_bytes(path)[:-100], "a.parquet"),
+    "damaged parquet": ("a.parquet", damaged_pages, "a.parquet: .* row 0"),
+    "other suffix": ("a.csv", b"a,b", "a.csv: .* .txt"),
 }
 
 
@@ -153,20 +171,20 @@ def test_bad_files_have_one_clear_line(tmp_path: Path, case: str) -> None:
 def test_parquet_without_the_column_or_with_a_null(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"body": ["a", None], "n": [1, 2]}), path)
-    with pytest.raises(UserError, match=r"no column 'text' \(columns: body, n\): name the column with --text-field"):
+    with pytest.raises(UserError, match="'text'.* body, n.*--text-field"):
         documents(path)
-    with pytest.raises(UserError, match="row 2: field 'body' holds NoneType, not text"):
+    with pytest.raises(UserError, match="row 2: .*'body'.* NoneType"):
         documents(path, text_field="body")
 
 
 @pytest.mark.parametrize("spec", ["nowhere.txt", "nowhere/*.jsonl", "hf", "build-in"])
 def test_nothing_under_the_name(spec: str) -> None:
-    with pytest.raises(UserError, match="no such file, directory or glob: give 'builtin'"):
+    with pytest.raises(UserError, match=re.escape(repr(spec))):
         open_source(spec)
 
 
 def test_a_directory_without_text(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no .txt, .jsonl or .parquet file in it"):
+    with pytest.raises(UserError, match=str(tmp_path)):
         open_source(str(tmp_path))
 
 
@@ -197,24 +215,24 @@ def test_hub_failures(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("reset by peer\nmore")
 
     hub(monkeypatch, broken)
-    with pytest.raises(StoppedError, match=r"no more after row 1 \(reset by peer\): repeat the command"):
+    with pytest.raises(StoppedError, match="row 1 .*reset by peer"):
         documents("hf:a/b")
     hub(monkeypatch, lambda: iter([{"body": "one"}]))
-    with pytest.raises(UserError, match=r"row 1: no field 'text' \(fields: body\)"):
+    with pytest.raises(UserError, match="row 1: .*'text'.* body"):
         documents("hf:a/b")
 
     def unreachable() -> Iterator[dict[str, Any]]:
         raise ConnectionError("no route")
 
     hub(monkeypatch, unreachable)
-    with pytest.raises(StoppedError, match="the dataset cannot be opened: no route"):
+    with pytest.raises(StoppedError, match="no route"):
         documents("hf:a/b")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"needs the package datasets: pip install"):
+    with pytest.raises(UserError, match="datasets.* pip install"):
         documents("hf:a/b")
 
 
 @pytest.mark.parametrize("spec", ["hf:", "hf:a/b?nmae=x"])
 def test_hub_spec_is_checked(spec: str) -> None:
-    with pytest.raises(UserError, match="write it as hf:OWNER/NAME"):
+    with pytest.raises(UserError, match=re.escape(repr(spec))):
         open_source(spec)

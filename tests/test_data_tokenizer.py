@@ -100,15 +100,15 @@ def test_size_of_a_bpe(spec: str, size: int | None) -> None:
 
 @pytest.mark.parametrize("spec", ["bpe", "bpe:", "bpe:many", "bpe:100", "bpe:-5", "bpe:4e3"])
 def test_bad_size_of_a_bpe(spec: str) -> None:
-    with pytest.raises(UserError, match="at least 257"):
+    with pytest.raises(UserError, match=repr(spec)):
         bpe_size(spec)
 
 
 def test_missing_end_of_text_names_the_option(tmp_path: Path) -> None:
     path = word_level(tmp_path / "words.json", ["<unk>", "cat"])
-    with pytest.raises(UserError, match=r"words: has none of the tokens.*--end-of-text"):
+    with pytest.raises(UserError, match="words.*--end-of-text"):
         load_tokenizer(path)
-    with pytest.raises(UserError, match="no token '<stop>'"):
+    with pytest.raises(UserError, match="'<stop>'"):
         load_tokenizer(path, end_of_text="<stop>")
 
 
@@ -116,18 +116,18 @@ def test_missing_end_of_text_names_the_option(tmp_path: Path) -> None:
 def test_files_that_are_no_tokenizers(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "broken.json"
     path.write_bytes(content)
-    with pytest.raises(UserError, match="broken: not a JSON file of the tokenizers library") as caught:
+    with pytest.raises(UserError, match="broken") as caught:
         load_tokenizer(path)
     assert "\n" not in str(caught.value)
 
 
 def test_missing_file_is_named() -> None:
-    with pytest.raises(UserError, match="nowhere.json.*no such file"):
+    with pytest.raises(UserError, match="nowhere.json"):
         load_tokenizer("nowhere.json")
 
 
 def test_directory_of_a_model(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such file"):
+    with pytest.raises(UserError, match=str(tmp_path)):
         load_tokenizer(tmp_path)
     word_level(tmp_path / "tokenizer.json", ["</s>", "a"])
     assert load_tokenizer(tmp_path).vocabulary == 2

@@ -85,7 +85,13 @@ def test_unigram_entropy_is_that_of_the_train_split(path: Path) -> None:
 def test_manifest_is_the_contract(path: Path) -> None:
     record = json.loads((path / "manifest.json").read_text())
     assert (record["schema"], record["directory"]) == (2, "shards")
-    assert record["tokenizer"] == {"kind": "bytes", "name": "bytes", "vocabulary": 257, "end_of_text": 256}
+    assert record["tokenizer"] == {
+        "kind": "bytes",
+        "name": "bytes",
+        "vocabulary": 257,
+        "end_of_text": 256,
+        "sha256": None,
+    }
     train = record["splits"]["train"]
     size = sum(map(len, WORDS)) * 10
     assert (train["documents"], train["bytes"], train["tokens"]) == (60, size, size + 60)
@@ -105,15 +111,15 @@ def test_a_flipped_bit_is_seen_on_request(path: Path) -> None:
     file.write_bytes(content)
     # Opening reads no tokens: sizes and the manifest are right.
     data = PreparedData.open(path)
-    with pytest.raises(UserError, match="checksum of the train split"):
+    with pytest.raises(UserError, match="train split"):
         data.verify()
 
 
 def test_ids_outside_the_vocabulary_are_seen_on_request(path: Path) -> None:
-    edit_manifest(path, tokenizer={"vocabulary": 120})
+    edit_manifest(path, tokenizer={"vocabulary": 256})
     resign(path)
     data = PreparedData.open(path)
-    with pytest.raises(UserError, match="id 256, .* 120"):
+    with pytest.raises(UserError, match="id 256, .* 256"):
         data.verify()
 
 
@@ -139,7 +145,9 @@ def test_shards_are_read_as_one_sequence(lengths: list[int]) -> None:
             assert tokens[start:stop].tolist() == ids[start:stop].tolist()
             assert tokens[start:stop].dtype == np.uint16
     assert np.array_equal(tokens, ids)
-    assert np.shares_memory(tokens[:1], shards[0])
+    # Whole shards are views, also at their edges.
+    for shard, end in zip(shards, np.cumsum(lengths).tolist(), strict=True):
+        assert np.shares_memory(tokens[end - len(shard) : end], shard)
     with pytest.raises(ValueError, match="step 2"):
         tokens[::2]
 
@@ -160,7 +168,7 @@ def test_samples_across_the_edges_of_shards_are_exact(path: Path, monkeypatch: p
 def test_a_model_too_small_for_the_data(path: Path) -> None:
     data = PreparedData.open(path)
     data.require_vocabulary(257)
-    with pytest.raises(UserError, match="need a vocabulary of 257, the model has 256"):
+    with pytest.raises(UserError, match="257.* 256"):
         data.require_vocabulary(256)
 
 
@@ -182,8 +190,8 @@ def test_damaged_manifests(path: Path) -> None:
     cases = {
         "not a manifest of prepared data": ["", "{", "[]", "{}", whole[:-10], whole.replace('"dtype"', '"kind"')],
         "schema 1, this version reads 2": [whole.replace('"schema": 2', '"schema": 1')],
-        "dtype 'uint64' is not one of": [whole.replace('"uint16"', '"uint64"')],
         "contradict each other": [
+            whole.replace('"uint16"', '"uint64"'),
             whole.replace('"documents": 60', '"documents": 61'),
             whole.replace('"directory": "shards"', '"directory": "/etc"'),
             re.sub(r'("shards": \[\s+)(\d+)', r"\g<1>5, \2", whole, count=1),
@@ -198,19 +206,19 @@ def test_damaged_manifests(path: Path) -> None:
 
 
 def test_directories_that_are_not_prepared(path: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such directory"):
+    with pytest.raises(UserError, match="nowhere"):
         PreparedData.open(tmp_path / "nowhere")
     (tmp_path / "other").mkdir()
-    with pytest.raises(UserError, match="no manifest.json in it"):
+    with pytest.raises(UserError, match="manifest.json"):
         PreparedData.open(tmp_path / "other")
     (path / "manifest.json").unlink()
     (path / ".partial").mkdir()
-    with pytest.raises(UserError, match="was not finished: repeat the prepare command"):
+    with pytest.raises(UserError, match="prepare"):
         PreparedData.open(path)
 
 
 def test_unknown_split(path: Path) -> None:
-    with pytest.raises(UserError, match="no split 'test': choose from train, validation"):
+    with pytest.raises(UserError, match="'test'.* train, validation"):
         PreparedData.open(path).tokens("test")
 
 
@@ -245,8 +253,7 @@ def test_too_few_tokens_for_one_sample(path: Path) -> None:
     data = PreparedData.open(path)
     length = len(data.tokens("validation"))
     assert TokenSamples(data, "validation", context=length - 1).samples == 1
-    message = f"the validation split has {length} tokens, one sample of context {length} needs {length + 1}"
-    with pytest.raises(UserError, match=f"{message}: prepare more text or choose a shorter context"):
+    with pytest.raises(UserError, match=f"{length} .* {length} .* {length + 1}"):
         TokenSamples(data, "validation", context=length)
     with pytest.raises(UserError, match="context 0"):
         TokenSamples(data, "validation", context=0)

@@ -1,4 +1,4 @@
-"""The house of architecture: imports run one way, names say something, and the core needs torch alone."""
+"""The rules of the architecture: order of imports, no cycles, one class per name, and a core that needs only torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,7 @@ import siamesenorm
 
 SOURCE = Path(siamesenorm.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
-STANDS_ON: dict[str, set[str]] = {
+DEPENDS_ON: dict[str, set[str]] = {
     "kernels": set(),
     "norms": {"kernels"},
     "topologies": {"norms"},
@@ -36,7 +37,7 @@ STANDS_ON: dict[str, set[str]] = {
     "benchmark": {"training", "interop"},
     "cli": {"recipes", "interop", "benchmark"},
 }
-"""The packages on which each one stands directly."""
+"""The packages that each one imports directly."""
 GROUND = {"errors", "files", "options", "progress"}
 """Modules that every package may import, and that import no package."""
 CORE = ("kernels", "norms", "topologies", "sublayers", "models")
@@ -46,7 +47,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 @cache
 def below(package: str) -> frozenset[str]:
     """Return every package that a package may import, itself included."""
-    return frozenset({package}).union(*(below(other) for other in STANDS_ON[package]))
+    return frozenset({package}).union(*(below(other) for other in DEPENDS_ON[package]))
 
 
 def imports(file: Path) -> Iterator[str]:
@@ -68,7 +69,7 @@ def packages_imported(file: Path) -> set[str]:
     """Return the packages and ground modules of ours that a file imports."""
     ours = [name.split(".")[1] for name in imports(file) if name.startswith("siamesenorm.")]
     # What the top level re-exports comes from the models and below; its version is a constant.
-    return {part if part in {*STANDS_ON, *GROUND} else "models" for part in ours if part != "__version__"}
+    return {part if part in {*DEPENDS_ON, *GROUND} else "models" for part in ours if part != "__version__"}
 
 
 def foreign(file: Path) -> set[str]:
@@ -93,13 +94,13 @@ def test_imports_run_one_way(file: Path) -> None:
 
 
 def test_every_package_has_a_place() -> None:
-    assert {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()} <= STANDS_ON.keys()
+    assert {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()} <= DEPENDS_ON.keys()
     assert {path.stem for path in SOURCE.glob("*.py")} == {"__init__", "__main__", *GROUND}
 
 
 def test_the_order_has_no_cycle() -> None:
-    for package in STANDS_ON:
-        assert all(package not in below(other) for other in STANDS_ON[package])
+    for package in DEPENDS_ON:
+        assert all(package not in below(other) for other in DEPENDS_ON[package])
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if home(f) in {*CORE, *GROUND, "__init__"}], ids=short)
@@ -127,6 +128,84 @@ def test_names_say_what_is_inside() -> None:
 @pytest.mark.parametrize("file", FILES, ids=short)
 def test_every_module_says_what_it_is_for(file: Path) -> None:
     assert ast.get_docstring(ast.parse(file.read_text()))
+
+
+# --- files and classes
+
+ENTRY_POINT_GROUPS = {"siamesenorm.topologies", "siamesenorm.norms", "siamesenorm.tasks"}
+"""Names of groups, not of modules."""
+CYCLES_TO_MEND = {
+    ("interop.diffusers", "interop.huggingface.operated", "interop.huggingface.operated_configuration",
+     "interop.rewire.operation", "interop.surgery", "interop.swap_norms"),
+    ("interop.loading", "interop.model_directory", "interop.native_model", "interop.trained_model"),
+}  # fmt: skip
+REPEATED_TO_MEND = {
+    "Anatomy", "Findings", "Grid", "OperatedModel", "ReportPaths", "Results", "Source", "Tile",
+}  # fmt: skip
+MODULES = {
+    ".".join(("siamesenorm", *file.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): file
+    for file in FILES
+}
+
+
+def named_modules(file: Path) -> Iterator[str]:
+    """Yield the modules of ours that a file imports, those named in strings included.
+
+    The top level is left out: it imports by name, lazily, whatever is asked for.
+    """
+    names = set(imports(file))
+    for node in ast.walk(ast.parse(file.read_text())):
+        if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+            continue
+        if re.fullmatch(r"siamesenorm(\.\w+)+(:\w+)?", node.value) and node.value not in ENTRY_POINT_GROUPS:
+            names.add(node.value.partition(":")[0])
+        elif re.fullmatch(r"siamesenorm(\.\w+)+\.", node.value):  # the rest is formatted in
+            names.update(module for module in MODULES if module.startswith(node.value))
+    for name in names:
+        while name not in MODULES and "." in name:
+            name = name.rpartition(".")[0]
+        if name in MODULES and name != "siamesenorm":
+            yield name
+
+
+def test_no_cycle_of_files() -> None:
+    graph = {module: set(named_modules(file)) - {module} for module, file in MODULES.items() if module != "siamesenorm"}
+    found = {tuple(name.removeprefix("siamesenorm.") for name in cycle) for cycle in cycles(graph)}
+    assert found <= CYCLES_TO_MEND
+
+
+def cycles(graph: dict[str, set[str]]) -> Iterator[tuple[str, ...]]:
+    """Yield the groups of nodes that reach each other."""
+    reached: dict[str, set[str]] = {}
+    for node in graph:
+        seen, rest = set(), [node]
+        while rest:
+            new = graph[rest.pop()] - seen
+            seen |= new
+            rest.extend(new)
+        reached[node] = seen
+    yield from {tuple(sorted(o for o in reached[n] if n in reached[o])) for n in graph if n in reached[n]}
+
+
+def test_a_cycle_is_found() -> None:
+    assert list(cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()})) == [("b", "c")]
+
+
+def test_each_class_name_exists_once() -> None:
+    """But for `Arguments`, which every command has."""
+    classes = [
+        node.name for file in FILES for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef)
+    ]
+    repeated = {name for name, count in Counter(classes).items() if count > 1}
+    assert repeated - {"Arguments"} <= REPEATED_TO_MEND
+
+
+def test_no_file_is_long() -> None:
+    assert {short(file): lines for file in FILES if (lines := len(file.read_text().splitlines())) > 400} == {}
+
+
+def test_every_public_name_can_be_imported() -> None:
+    assert all(getattr(siamesenorm, name) is not None for name in siamesenorm.__all__)
 
 
 # --- the import of the package, in an interpreter of its own

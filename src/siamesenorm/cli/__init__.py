@@ -1,4 +1,4 @@
-"""The command line: one file a command, each a frozen dataclass of arguments and a `run`.
+"""The command line: one file per command, each a frozen dataclass of arguments and a `run`.
 
 Bad input ends with one line on standard error and exit code 2. A command's module is imported when it is called.
 """
@@ -10,58 +10,58 @@ import os
 import sys
 from collections.abc import Sequence
 
-from siamesenorm.cli.parsing import parse
+from siamesenorm.cli.parsing import HELP, PRESETS, check_preset, parse
 from siamesenorm.errors import UserError, unknown
 
 COMMANDS = {
     "demo": "compare Pre-Norm, Post-Norm, HybridNorm and SiameseNorm on the built-in corpus",
     "prepare": "turn text into memory-mapped tokens",
-    "train": "train one language model, or go on with it",
-    "sweep": "train a grid of topologies, norms, learning rates and seeds",
+    "train": "train one model, or resume it where it stopped",
+    "sweep": "train a grid of topologies, norms, learning rates and seeds, and report on it",
     "reproduce": "run an experiment of the recipes and report on it",
-    "report": "make tables, figures and a page of a sweep",
-    "verdict": "say whether a loss curve was stable, spiked or diverged",
+    "runs": "list runs: directory, method, learning rate, seed, verdict, step",
+    "report": "make tables, figures and a page of an experiment",
+    "verdict": "classify a loss curve as stable, spiked, diverged or not learned",
     "calibrate": "measure how often the verdict is wrong on given runs",
     "rewire": "give an existing model in a local directory another residual topology",
     "export": "write a trained model for Hugging Face, or an exported one in the native format",
     "generate": "continue a text with a trained, exported or rewired model",
-    "explain": "show formula, diagram, cost and special cases of a topology",
-    "bench": "measure speed and memory of boundaries, training steps, and other libraries",
+    "explain": "show formula, diagram, cost and special cases of a topology, or a norm",
+    "bench": "measure speed and memory of boundaries, norms and training steps",
     "sizes": "count parameters and FLOPs of every size",
 }
+PRESET_COMMANDS = ("train", "sweep")
 LABORATORY = {"numpy", "tyro", "rich", "matplotlib", "tokenizers", "safetensors"}
-
-
-BROKEN_PIPE = 141  # as a shell tells it: 128 and the number of SIGPIPE
+BROKEN_PIPE = 141  # as shells report it: 128 and the number of SIGPIPE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0, 2 for bad input, 130 when interrupted, 141 when nobody reads on."""
+    """Run a command; returns the exit code: 0, 2 for bad input, 130 when interrupted, 141 for a closed output."""
     try:
-        code = _run(arguments)
+        code = _run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # What is still in the buffer would be told as an error at the end of the process.
+        # Otherwise the rest of the buffer would raise once more at the end of the process.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
 
 
-def _run(arguments: Sequence[str] | None) -> int:
-    name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+def _run(arguments: list[str]) -> int:
+    name, *rest = arguments or ["--help"]
     try:
-        if name in ("-h", "--help"):
+        if name in HELP:
             print(usage())
-            return 0
-        if name == "--version":
+        elif name == "--version":
             from siamesenorm import __version__
 
             print(__version__)
-            return 0
-        if name not in COMMANDS:
+        elif name not in COMMANDS:
             raise unknown("command", name, COMMANDS)
-        command = importlib.import_module(f"siamesenorm.cli.{name}")
-        command.run(parse(command.Arguments, rest, name))
+        elif name in PRESET_COMMANDS and rest[:1] and rest[0] in HELP:
+            print(preset_usage(name))
+        else:
+            _call(name, rest)
     except SystemExit as exit:  # help was shown
         return int(exit.code or 0)
     except ModuleNotFoundError as error:
@@ -73,23 +73,53 @@ def _run(arguments: Sequence[str] | None) -> int:
         print(f"siamesenorm: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("siamesenorm: interrupted; repeat the command to go on", file=sys.stderr)
+        print("siamesenorm: interrupted; repeat the command to resume", file=sys.stderr)
         return 130
     return 0
 
 
+def _call(name: str, arguments: list[str]) -> None:
+    if name in PRESET_COMMANDS:
+        check_preset(arguments)
+        name_shown = f"{name} {arguments[0]}"
+    else:
+        name_shown = name
+    command = importlib.import_module(f"siamesenorm.cli.{name}")
+    command.run(parse(command.Arguments, arguments, name_shown))
+
+
 def usage() -> str:
     """Return the list of commands."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
     return "\n".join(
         [
             "usage: siamesenorm COMMAND [OPTIONS]",
             "",
             "Where and how should a Transformer normalise its residual path?",
             "",
-            *lines,
+            *_table(COMMANDS),
             "",
             "siamesenorm COMMAND --help shows a command's options.",
         ]
     )
+
+
+def preset_usage(command: str) -> str:
+    """Return the help of a command that starts from a preset, which takes no import of torch."""
+    sentence = COMMANDS[command]
+    return "\n".join(
+        [
+            f"usage: siamesenorm {command} PRESET [OPTIONS]",
+            "",
+            f"{sentence[0].upper()}{sentence[1:]}. Every field of the preset can be overridden.",
+            "",
+            "presets:",
+            *_table(PRESETS),
+            "",
+            f"siamesenorm {command} mini --help shows the options, with the values of that preset.",
+        ]
+    )
+
+
+def _table(rows: dict[str, str]) -> list[str]:
+    width = max(map(len, rows))
+    return [f"  {name:<{width}}  {what}" for name, what in rows.items()]

@@ -1,9 +1,11 @@
-"""siamesenorm explain: what a topology computes, costs and composes with, all from the registry."""
+"""siamesenorm explain: what a topology or a norm computes, costs and composes with, all from the registries."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
+import re
 import textwrap
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -11,9 +13,10 @@ from typing import Annotated, Any
 import tyro
 from typing_extensions import Doc
 
-from siamesenorm.errors import UserError
+from siamesenorm.errors import UserError, unknown
 from siamesenorm.models.language import build_language_model
 from siamesenorm.models.sizes import SIZES
+from siamesenorm.norms import NORMS, Norm, NormSpec, available_norms
 from siamesenorm.topologies import Topology, available_topologies, build_topology, topology_name
 from siamesenorm.training.accounting import count_parameters
 
@@ -23,12 +26,15 @@ BYTES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Explain a topology: formula, diagram, cost, special cases, what it composes with, paper; without a name, list."""
+    """Explain a topology (formula, diagram, cost, special cases, paper) or a norm; without a name, list all."""
 
     name: Annotated[
         str,
         tyro.conf.Positional,
-        Doc(f"Topology, with options as in dhc-2:streams=4: {', '.join(available_topologies())}; empty lists them."),
+        Doc(
+            f"Topology, with options as in dhc-2:streams=4: {', '.join(available_topologies())}; or norm: "
+            f"{', '.join(available_norms())}. Titles are understood too, such as Pre-Norm. Empty lists them."
+        ),
     ] = ""
     json: bool = False
     """Print JSON."""
@@ -43,26 +49,119 @@ def run(arguments: Arguments) -> None:
     if arguments.markdown:
         print(markdown())
     elif not arguments.name:
-        topologies = {name: build_topology(name) for name in available_topologies()}
-        if arguments.json:
-            print(json.dumps({name: topology.heading for name, topology in topologies.items()}, indent=1))
-        else:
-            width = max(map(len, topologies))
-            print("\n".join(f"{name:<{width}}  {t.heading}: {t.paper}" for name, t in topologies.items()))
+        print(json.dumps(listed(), indent=1) if arguments.json else list_text(listed()))
     else:
-        topology = build_topology(arguments.name)
-        facts = {**describe(topology), "extra_parameters": extra_parameters(topology)}
-        print(json.dumps(facts, indent=1) if arguments.json else text(facts))
+        subject = find(arguments.name)
+        if isinstance(subject, Topology):
+            facts = {**describe(subject), "extra_parameters": extra_parameters(subject)}
+            print(json.dumps(facts, indent=1) if arguments.json else text(facts))
+        else:
+            facts = describe_norm(subject)
+            print(json.dumps(facts, indent=1) if arguments.json else norm_text(facts))
+
+
+def listed() -> dict[str, dict[str, str]]:
+    """Return the titles of all topologies, with their papers, and of all norms, by name."""
+    topologies = {name: build_topology(name) for name in available_topologies()}
+    return {
+        "topologies": {name: ": ".join(filter(None, (t.heading, t.paper))) for name, t in topologies.items()},
+        "norms": {name: _first_sentence(NORMS[name]) for name in available_norms()},
+    }
+
+
+def list_text(groups: dict[str, dict[str, str]]) -> str:
+    """Return the lists as plain text."""
+    width = max(len(name) for group in groups.values() for name in group)
+    return "\n\n".join(
+        "\n".join([f"{what}:", *(f"  {name:<{width}}  {title}" for name, title in group.items())])
+        for what, group in groups.items()
+    )
+
+
+def find(text: str) -> Topology | NormSpec:
+    """Return the topology or norm of a name or title in any spelling; raises UserError for an unknown one."""
+    name, colon, options = text.partition(":")
+    spelled = spellings()
+    found = spelled.get(_plain(name))
+    if found is None:
+        raise unknown("topology or norm", name, {*available_topologies(), *available_norms()})
+    resolved = f"{found}{colon}{options}"
+    return NormSpec.parse(resolved) if found in available_norms() else build_topology(resolved)
+
+
+def spellings() -> dict[str, str]:
+    """Return names by spelling without case, hyphens and spaces: names first, then "siamese norm", then titles."""
+    topologies = {name: build_topology(name) for name in available_topologies()}
+    defaults_first = sorted(topologies, key=lambda name: topologies[name].heading != topologies[name].title)
+    found: dict[str, str] = {}
+    for name in (*topologies, *available_norms()):
+        found.setdefault(_plain(name), name)
+    for name in topologies:
+        for spelling in (f"{name}norm", name.rpartition("-")[0] or name):
+            found.setdefault(_plain(spelling), name)
+    for name in defaults_first:
+        title = topologies[name].title
+        for part in filter(None, map(_plain, (title, *re.split(r"[(),]", title)))):
+            found.setdefault(part, name)
+    return found
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _first_sentence(subject: type) -> str:
+    return " ".join((inspect.getdoc(subject) or "no description").split("\n\n")[0].split())
+
+
+# --- a norm
+
+
+def describe_norm(spec: NormSpec) -> dict[str, Any]:
+    """Return the facts about a norm as JSON values."""
+    norm: Norm = spec.build(EXAMPLE_DIM)
+    return {
+        "name": str(spec),
+        "title": type(norm).__name__,
+        "description": inspect.getdoc(norm) or "",
+        "options": norm.option_defaults() | dict(spec.options),
+        "scale_invariant": norm.scale_invariant,
+        "idempotent": norm.idempotent,
+        "fused_kernels": norm.fusible,
+        "parameters": {name: list(parameter.shape) for name, parameter in norm.named_parameters()},
+    }
+
+
+def norm_text(facts: dict[str, Any]) -> str:
+    """Return the explanation of a norm as plain text."""
+    shapes = [f"{name} [{', '.join(map(str, shape))}]" for name, shape in facts["parameters"].items()]
+    yes = {True: "yes", False: "no"}
+    return "\n".join(
+        [
+            f"{facts['name']}: {facts['title']}",
+            "",
+            facts["description"],
+            "",
+            _entry("options", [", ".join(f"{key}={value}" for key, value in facts["options"].items()) or "none"]),
+            _entry("scale-invariant", [yes[facts["scale_invariant"]]]),
+            _entry("idempotent", [yes[facts["idempotent"]]]),
+            _entry("fused kernels", [yes[facts["fused_kernels"]]]),
+            _entry("parameters", [f"{', '.join(shapes) or 'none'} at dim {EXAMPLE_DIM}"]),
+        ]
+    )
+
+
+# --- a topology
 
 
 def describe(topology: Topology) -> dict[str, Any]:
-    """Return what a topology says of itself as JSON values."""
+    """Return the facts about a topology as JSON values."""
     cost = topology.cost
     return {
         "name": topology_name(topology),
         "title": topology.heading,
         "paper": topology.paper,
-        "summary": " ".join((topology.__doc__ or "").split("\n\n")[0].split()),
+        "summary": _first_sentence(type(topology)),
         "formula": textwrap.dedent(topology.formula),
         "diagram": textwrap.dedent(topology.diagram),
         "options": {field.name: getattr(topology, field.name) for field in dataclasses.fields(topology)},
@@ -91,7 +190,7 @@ def extra_parameters(topology: Topology) -> dict[str, dict[str, float]]:
 
 
 def text(facts: dict[str, Any]) -> str:
-    """Return the explanation as plain text."""
+    """Return the explanation of a topology as plain text."""
     options = ", ".join(f"{key}={value}" for key, value in facts["options"].items()) or "none"
     norm = "whole-width QK-norm unless chosen" if facts["attention_norm"] == "auto" else facts["attention_norm"]
     extra = [
@@ -101,13 +200,13 @@ def text(facts: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"{facts['name']}: {facts['title']}",
-            facts["paper"],
+            facts["paper"] or "no paper named",
             "",
             *textwrap.wrap(facts["summary"], 100),
             "",
-            textwrap.indent(facts["formula"], "  "),
+            textwrap.indent(facts["formula"] or "no formula written", "  "),
             "",
-            textwrap.indent(facts["diagram"], "  "),
+            textwrap.indent(facts["diagram"] or "no diagram drawn", "  "),
             "",
             _entry("options", [options]),
             _entry("streams", [", ".join(facts["streams"])]),
@@ -128,7 +227,7 @@ def _entry(name: str, values: list[str]) -> str:
 
 def _boundary(cost: dict[str, Any] | None) -> list[str]:
     if cost is None:
-        return ["not declared"]
+        return ["cost not declared"]
     return [
         f"{cost['forward_passes']:g} passes of a stream forward, {cost['backward_passes']:g} backward, "
         f"{cost['saved_tensors']:g} kept",

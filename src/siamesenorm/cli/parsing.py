@@ -1,133 +1,150 @@
-"""The arguments of a command as its dataclass. tyro reads them; what it refuses in a box is told here in one line."""
+"""The arguments of a command as its dataclass, read by tyro; each of its parse errors becomes one line."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
-import re
+import dataclasses
+import difflib
+import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from siamesenorm.errors import UserError, unknown
+from siamesenorm.options import REMEDIES, alternatives
 
-HELP = {"-h", "--help"}
-# Wide enough that tyro breaks no message, and so no path in it.
-COLUMNS = "10000"
-KINDS = {"FLOAT": "a number", "INT": "a whole number"}
+HELP = ("-h", "--help")
+PRESETS = {
+    "mini": "a small language model on a CPU: minutes",
+    "paper": "Table 4 of the SiameseNorm paper: 1.3 B parameters, 100 B tokens, on GPUs",
+}
+"""The runs that `train` and `sweep` start from."""
+
+
+def check_preset(arguments: Sequence[str]) -> None:
+    """Raise UserError unless the first argument is the name of a preset."""
+    choices = f"choose from {', '.join(PRESETS)}"
+    if not arguments:
+        raise UserError(f"no preset given: {choices}")
+    if arguments[0].startswith("-"):
+        raise UserError(f"no preset before {arguments[0]}: {choices}")
+    if arguments[0] not in PRESETS:
+        raise unknown("preset", arguments[0], PRESETS)
 
 
 def parse(kind: Any, arguments: Sequence[str], name: str) -> Any:
-    """Return the arguments of the command `name`; raises UserError in one line for bad ones."""
-    import tyro
+    """Return the arguments of the command `name`; raises UserError in one line for bad ones.
 
-    # tyro has no nearest name for --optoin=value.
-    words = [part for word in arguments for part in (word.split("=", 1) if re.match(r"--[\w.-]+=", word) else [word])]
-    said = io.StringIO()
-    asked = bool(HELP & set(arguments))
-    try:
-        with contextlib.redirect_stderr(said), contextlib.nullcontext() if asked else _wide_terminal():
-            return tyro.cli(kind, args=words, prog=f"siamesenorm {name}")
-    except SystemExit as exit:
-        if exit.code == 0:
-            raise
-        raise refusal(said.getvalue(), name) from None
-
-
-def refusal(box: str, name: str) -> UserError:
-    """Return in one line what tyro's box says about the arguments of the command `name`."""
-    message, *details = _sections(box)
-    text = " ".join(line.strip() for line in message)
-    if of_the_dataclass := re.match(r"Error parsing (?!-)\S*[a-z]\S*: (.*)", text):
-        return UserError(of_the_dataclass[1])
-    told = (
-        _missing_recipe(text)
-        or _missing_options(message)
-        or _unknown_options(message, details)
-        or _unknown_choice(text)
-        or _unreadable_value(text, details)
-        or text
-        or "bad arguments"
-    )
-    return UserError(f"{told} (siamesenorm {name} --help shows the options)")
-
-
-def _missing_recipe(text: str) -> str | None:
-    recipes = re.match(r"Expected one of \{(.*)\}", text)
-    return f"no recipe given: choose from {recipes[1]}" if recipes else None
-
-
-def _missing_options(message: list[str]) -> str | None:
-    if not message[0].startswith("Missing from "):
-        return None
-    entries = [line.strip() for line in message if re.match(r" {4}\S", line)]
-    if len(entries) > 1:
-        return f"missing {', '.join(entries)}"
-    explained = " ".join(line.strip() for line in message if re.match(r" {8}\S", line))
-    return f"missing {entries[0]}: {explained.replace(' (required)', '').rstrip('.')}"
-
-
-def _unknown_options(message: list[str], details: list[list[str]]) -> str | None:
-    if not message[0].startswith("Unrecognized"):
-        return None
-    listed = " ".join(message[: message.index("")] if "" in message else message).partition(":")[2]
-    words = re.sub(r"\(applied to [^)]*\)", "", listed).replace(",", " ").split()
-    recipes = next((line for (line, *_) in details if line.startswith("Available subcommands: ")), None)
-    if recipes is not None:
-        choices = recipes.partition(": ")[2].split(", ")
-        if words[0].startswith("-"):
-            return f"no recipe before {words[0]}: choose from {', '.join(choices)}"
-        return str(unknown("recipe", words[0], choices))
-    options = [word for word in words if word.startswith("--")]
-    if not options:
-        return f"unexpected argument {words[0]!r}: remove it, or name its option before it"
-    suggested = [match[1] for section in details for line in section if (match := re.match(r" {4}(--[\w.-]+)", line))]
-    remedy = f": did you mean {' or '.join(dict.fromkeys(suggested))}?" if suggested else ""
-    return f"unknown option {', '.join(options)}{remedy}"
-
-
-def _unknown_choice(text: str) -> str | None:
-    choice = re.match(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)", text)
-    if choice is None:
-        return None
-    return str(unknown(choice[2], choice[1], re.findall(r"'([^']*)'", choice[3])))
-
-
-def _unreadable_value(text: str, details: list[list[str]]) -> str | None:
-    """Name the option, the value and what is expected, in the words of the option's entry in the help."""
-    if absent := re.match(r"Missing value for argument '([^']*)'", text):
-        return f"{absent[1]} has no value: write {absent[1]} VALUE"
-    failed, values = re.match(r"Error parsing (\S+): ", text), re.findall(r"\['([^']*)'|: '([^']*)'", text)
-    entry = next((line for section in details for line in section if re.match(r" {4}\S", line)), "")
-    expected = next((words for kind, words in KINDS.items() if kind in entry), entry.rpartition(" ")[2])
-    if not (failed and values and expected):
-        return None
-    return f"{failed[1]} is {''.join(values[0])!r}: write {expected}"
-
-
-def _sections(box: str) -> list[list[str]]:
-    """Return the lines between the rules of a box, without title and frame, their indentation kept.
-
-    A line is framed by two characters, "│ " or blanks: not every output can show the frame.
+    `kind` is a dataclass, or an object whose `prepare(words)` returns the type to read, the words and a tyro registry.
     """
-    sections: list[list[str]] = [[]]
-    for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()[1:]:
-        text = line[2:].rstrip("│ ")
-        if text and set(text) <= set("─-╯"):
-            sections.append([])
-        else:
-            sections[-1].append(text)
-    return [section for section in sections if any(section)] or [[""]]
+    import tyro
+    from tyro import _errors
 
+    words, registry = list(arguments), None
+    if hasattr(kind, "prepare"):
+        kind, words, registry = kind.prepare(words)
+    hint = f"(siamesenorm {name} --help shows the options)"
 
-@contextlib.contextmanager
-def _wide_terminal() -> Iterator[None]:
-    before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = COLUMNS
+    def reject(event: _errors.ParseErrorEvent) -> NoReturn:
+        cause = getattr(sys.exc_info()[1], "__context__", None)
+        if isinstance(cause, UserError):  # of a dataclass or of a value that is read from text
+            raise cause
+        raise UserError(f"{_describe(event, kind, words)} {hint}")
+
     try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["COLUMNS"]
-        else:
-            os.environ["COLUMNS"] = before
+        with _errors.on_parse_error(reject):
+            asked = any(word in HELP for word in words)
+            prog = f"siamesenorm {name.partition(' ')[0]}"  # tyro adds the preset
+            return tyro.cli(kind, args=words, prog=prog, registry=registry, console_outputs=asked)
+    except SystemExit as exit:
+        if exit.code == 0:  # help was shown
+            raise
+        raise UserError(f"bad arguments {' '.join(words)} {hint}") from None
+
+
+def _describe(event: Any, kind: Any, words: Sequence[str]) -> str:
+    """Return what is wrong and the remedy."""
+    from tyro import _errors
+
+    match event:
+        case _errors.MissingArgs(missing_arguments=missing):
+            return _missing([each.arg for each in missing])
+        case _errors.MissingSubcommand(subcommand_spec=subcommands):
+            return f"no preset given: choose from {', '.join(subcommands.parser_from_name)}"
+        case _errors.UnrecognizedArgs(tokens=tokens):
+            return _unrecognized(tokens, kind)
+        case _errors.InvalidChoice(argument=argument, value=value, choices=choices):
+            return str(unknown(_name(argument), value, choices))
+        case _errors.BadValue(argument=argument, offending_value=None):
+            return f"{_name(argument)} has no value: write {_name(argument)} VALUE"
+        case _errors.InstantiationFailure(argument=argument) if argument is not None:
+            value = " ".join(_values(_name(argument), words))
+            return f"{_name(argument)} is {value!r}: write {_remedy(argument.field.type_stripped)}"
+        case _errors.InstantiationFailure(message=message):
+            return message
+        case _:
+            return f"bad arguments {' '.join(words)}"
+
+
+def _missing(arguments: Sequence[Any]) -> str:
+    names = [f"{_name(each)} {each.lowered.metavar}" for each in arguments]
+    if len(names) > 1:
+        return f"missing {', '.join(names)}"
+    text = arguments[0].field.helptext
+    explained = (text() if callable(text) else text) or ""
+    return f"missing {names[0]}: {' '.join(explained.split()).rstrip('.')}".rstrip(": ")
+
+
+def _unrecognized(tokens: Sequence[str], kind: Any) -> str:
+    given = [token.partition("=")[0] for token in tokens if token.startswith("--")]
+    if not given:
+        return f"unexpected argument {tokens[0]!r}: remove it, or name its option before it"
+    known = sorted(set(options_of(kind)))
+    nearest = [match for each in given for match in difflib.get_close_matches(each, known, n=1, cutoff=0.7)]
+    remedy = f": did you mean {' or '.join(dict.fromkeys(nearest))}?" if nearest else ""
+    return f"unknown option {', '.join(given)}{remedy}"
+
+
+def _name(argument: Any) -> str:
+    """Return the flag of an option, or the name of a positional argument."""
+    return str(argument.field.extern_name if argument.is_positional() else argument.lowered.name_or_flags[-1])
+
+
+def _values(flag: str, words: Sequence[str]) -> list[str]:
+    """Return the values given for a flag."""
+    found: list[str] = []
+    inside = False
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            inside = name.replace("_", "-") == flag
+            found = ([value] if equals else []) if inside else found
+        elif inside:
+            found.append(word)
+    return found
+
+
+def _remedy(hint: object) -> str:
+    """Return what to write for an annotation."""
+    if get_origin(hint) is tuple:
+        return _remedy(get_args(hint)[0])
+    kinds = [kind for kind in alternatives(hint) if kind is not type(None)]
+    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    known = {**REMEDIES, Path: "a path"}
+    return " or ".join([*(known[kind] for kind in kinds if kind in known), *words]) or "another value"
+
+
+def options_of(kind: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the flags of a dataclass, those of nested ones with their names before them, as tyro spells them."""
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        annotated = get_origin(kind) is Annotated
+        for member in get_args(kind)[:1] if annotated else get_args(kind):
+            yield from options_of(member, prefix)
+        return
+    hints = get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        settings = [each for each in getattr(hints[field.name], "__metadata__", ()) if hasattr(each, "prefix_name")]
+        renamed = next((each.name for each in settings if each.name is not None), None)
+        name = field.name.replace("_", "-") if renamed is None else renamed
+        flag = ".".join(filter(None, (prefix, name)))
+        nested = list(options_of(hints[field.name], flag))
+        yield from nested or [f"--{flag}"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import tyro
 
+from siamesenorm.cli.parsing import PRESETS
 from siamesenorm.training.plan import RunPlan, presets
 
 
@@ -20,6 +21,6 @@ def recipe_arguments(command: type[RunPlan]) -> Any:
 
     return tyro.extras.subcommand_type_from_defaults(
         {name: defaults(plan) for name, plan in presets(Path()).items()},
-        {"mini": "a small model on a CPU", "paper": "the SiameseNorm paper's 1.3 B recipe"},
+        PRESETS,
         prefix_names=False,
     )

@@ -85,7 +85,7 @@ def choose_holdout(name: str, texts: Iterable[str], fraction: float) -> Holdout:
         raise UserError(f"{name}: too short for a train and a validation split: give more text")
     share = max(fraction, CUT_FRACTION)
     cut = min(max(1, round(characters * (1 - share))), characters - 1)
-    return Holdout(threshold, cut, f"{documents} documents are few: the last {share:.0%} of the text is held out")
+    return Holdout(threshold, cut, f"the text has few documents: the last {share:.0%} of it is held out")
 
 
 def _break_before(text: str, place: int) -> int:

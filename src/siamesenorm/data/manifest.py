@@ -77,20 +77,7 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """Return the content of `manifest.json`."""
-        tokenizer = asdict(self.tokenizer)
-        if self.tokenizer.sha256 is None:
-            del tokenizer["sha256"]
-        record = {
-            "schema": SCHEMA,
-            "source": self.source,
-            "directory": self.directory,
-            "tokenizer": tokenizer,
-            "dtype": self.dtype,
-            "splits": {name: asdict(split) for name, split in self.splits.items()},
-            "unigram_entropy": self.unigram_entropy,
-            "settings": self.settings,
-            "digest": self.digest,
-        }
+        record = {"schema": SCHEMA, **asdict(self), "digest": self.digest}
         return (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
 
 
@@ -118,29 +105,20 @@ def read_manifest(path: Path) -> Manifest:
     """
     try:
         record = json.loads(path.read_bytes())
-        if record["schema"] != SCHEMA:
-            raise UserError(
-                f"{path}: schema {record['schema']!r}, this version reads {SCHEMA}: prepare again with --restart"
-            )
-        manifest = Manifest(
-            source=record["source"],
-            directory=record["directory"],
-            tokenizer=TokenizerEntry(**record["tokenizer"]),
-            dtype=record["dtype"],
-            splits={
-                name: Split(**{**split, "shards": tuple(split["shards"])}) for name, split in record["splits"].items()
-            },
-            unigram_entropy=float(record["unigram_entropy"]),
-            settings=record.get("settings", {}),
-        )
-        if manifest.dtype not in STORAGE:
-            raise UserError(f"{path}: dtype {manifest.dtype!r} is not one of {', '.join(STORAGE)}: prepare again")
+        schema, digest = record.pop("schema"), record.pop("digest")
+        if schema != SCHEMA:
+            raise UserError(f"{path}: schema {schema!r}, this version reads {SCHEMA}: prepare again with --restart")
+        splits = {
+            name: Split(**{**split, "shards": tuple(split["shards"])}) for name, split in record["splits"].items()
+        }
+        manifest = Manifest(**{**record, "tokenizer": TokenizerEntry(**record["tokenizer"]), "splits": splits})
+        whole = all(sum(split.shards) == split.tokens for split in splits.values())
+        whole = whole and digest == manifest.digest and manifest.dtype in STORAGE and manifest.directory in DIRECTORIES
     except UserError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{path}: not a manifest of prepared data ({reason}): prepare the data again") from error
-    whole = all(sum(split.shards) == split.tokens for split in manifest.splits.values())
-    if record.get("digest") != manifest.digest or manifest.directory not in DIRECTORIES or not whole:
+    if not whole:
         raise UserError(f"{path}: its fields contradict each other: it was edited or damaged, prepare again")
     return manifest

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from siamesenorm.data.encoding import Chunk, Encoder, encode_chunks
-from siamesenorm.data.formats import Cut
 from siamesenorm.data.holdout import Holdout, Role, choose_holdout
 from siamesenorm.data.manifest import MANIFEST_FILE, canonical_json, read_manifest
 from siamesenorm.data.prepared import PreparedData
@@ -35,7 +34,7 @@ from siamesenorm.data.shards import (
     remove_remains,
     require_ours,
 )
-from siamesenorm.data.sources import BuiltinSource, Source, open_source
+from siamesenorm.data.sources import BuiltinSource, Cut, Source, open_source
 from siamesenorm.data.tokenizer import (
     TOKENIZER_FILE,
     ByteTokenizer,

@@ -1,0 +1,76 @@
+"""Command lines that are refused, for the tests of exit codes and of wording."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+TINY = {
+    "--model.size": "nano", "--model.depth": 1, "--model.dim": 8, "--model.heads": 2, "--model.hidden": 8,
+    "--model.context": 16, "--steps": 8, "--batch-tokens": 32, "--optimizer.warmup-steps": 1,
+    "--validation-every": 4, "--validation-tokens": 64, "--execution.checkpoint-every": 2,
+}  # fmt: skip
+REFUSED = (
+    "trian",
+    "--verbose",
+    "train",
+    "train min --data DATA",
+    "train --data DATA",
+    "train mini",
+    "train mini --data DATA --model.topolgy pre",
+    "train mini --data DATA --modle.size=nano",
+    "train mini --data DATA --qqq 3",
+    "train mini --data DATA extra",
+    "train mini --data DATA --steps",
+    "train mini --data DATA --steps 1.5",
+    "train mini --data DATA --optimizer.learning-rate abc",
+    "train mini --data DATA --optimizer.learning-rate nan",
+    "train mini --data DATA --optimizer.learning-rate inf",
+    "train mini --data DATA --optimizer.learning-rate 0",
+    "train mini --data DATA --optimizer.learning-rate -1",
+    "train mini --data DATA --precision bf16",
+    "train mini --data DATA --model.topology siamse",
+    "train mini --data DATA --model.topology dhc-2:stream=4",
+    "train mini --data DATA --model.topology dhc-2:streams=x",
+    "train mini --data DATA --model.norm rmsnrm",
+    "train mini --data DATA --model.size mni",
+    "train mini --data DATA --model.heads 3",
+    "train mini --data DATA --model.kv-heads 3",
+    "train mini --data DATA --model.attention-norm qkk",
+    "train mini --data DATA --batch-tokens 40",
+    "train mini --data DATA --model.vocabulary 9",
+    "train mini --data DATA --model.context 4096 --batch-tokens 4096",
+    "train mini --data DATA --execution.device qpu",
+    "train mini --data NOWHERE",
+    "explain siamse",
+    "explain --json --markdown",
+    "sizes --topologies siamse",
+    "verdict",
+    "verdict NOWHERE",
+    "verdict NOWHERE --steps-total x",
+    "report NOWHERE",
+    "calibrate",
+    "calibrate NOWHERE",
+    "prepare",
+    "train mini --data DATA --model.topology siamese --model.attention-norm qk",
+    "bench boundry",
+    "bench step --device tpu",
+    "bench step --rounds 0",
+    "generate NOWHERE --prompt x",
+    "export NOWHERE --out NOWHERE",
+    "rewire NOWHERE --topology siamese --out NOWHERE",
+    "runs NOWHERE",
+    "sweep mini --data DATA --methods siamse",
+    "sweep mini --data DATA --jobs -1",
+    "prepare --source NOWHERE --out NOWHERE",
+    "prepare --source builtin --tokenizer bpe:0 --out NOWHERE",
+)
+
+
+def complete(words: Sequence[str], run: Path) -> list[str]:
+    """Return the words of a command, those of `train` with the options of a tiny run."""
+    if list(words[:2]) != ["train", "mini"] or "--data" not in words:
+        return list(words)
+    given = dict(zip(words[2::2], words[3::2], strict=False))
+    tiny = {name: str(value) for name, value in TINY.items() if name not in given} | {"--out": str(run)}
+    return [*words[:2], *(word for option in tiny.items() for word in option), *words[2:]]
