@@ -75,8 +75,8 @@ def test_the_function_is_kept(topology: str, norm: str) -> None:
     model = trained(norm, attention_norm=attention_norm_for(topology))
     before = logits(model)
     report = rewire(model, topology)
-    assert (logits(model) - before).abs().max() < (1e-9 if twice(topology) else EXACT)
-    assert report.function_kept != twice(topology)
+    assert (logits(model) - before).abs().max() < EXACT
+    assert report.function_kept and report.exact
 
 
 def test_without_input_norm_it_is_kept_bit_for_bit() -> None:
@@ -86,12 +86,12 @@ def test_without_input_norm_it_is_kept_bit_for_bit() -> None:
     assert torch.equal(logits(model), before)
 
 
-def test_an_eps_that_is_not_small_makes_the_stated_difference() -> None:
+@pytest.mark.parametrize("topology", ["siamese-post-pre", "mhc-4"])
+def test_an_eps_that_is_not_small_makes_no_difference(topology: str) -> None:
     model = trained("rmsnorm:eps=1e-2")
     before = logits(model)
-    report = rewire(model, "siamese-post-pre")
-    assert not report.function_kept
-    assert 1e-6 < (logits(model) - before).abs().max() < 1
+    assert rewire(model, topology).exact
+    assert (logits(model) - before).abs().max() < EXACT
 
 
 @pytest.mark.parametrize("topology", CAN)
