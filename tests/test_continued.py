@@ -320,7 +320,7 @@ def test_a_pair_shares_base_seed_rate_and_every_batch(experiment: Any) -> None:
         assert plan["runs"][source] == {"base": base, "arm": None} and configs[source]["seed"] == seed
         different = {key for key in configs[unchanged] if configs[unchanged][key] != configs[converted][key]}
         assert different == {"task"}
-        models = [configs[name]["model"] for name in (unchanged, converted)]
+        models = [configs[name]["task"]["model"] for name in (unchanged, converted)]
         assert {key for key in models[0] if models[0][key] != models[1][key]} == {"topology"}
 
 
