@@ -76,7 +76,7 @@ def test_the_function_is_kept(topology: str, norm: str) -> None:
     before = logits(model)
     report = rewire(model, topology)
     assert (logits(model) - before).abs().max() < EXACT
-    assert report.function_kept and report.exact
+    assert report.function_kept
 
 
 def test_without_input_norm_it_is_kept_bit_for_bit() -> None:
@@ -90,7 +90,7 @@ def test_without_input_norm_it_is_kept_bit_for_bit() -> None:
 def test_an_eps_that_is_not_small_makes_no_difference(topology: str) -> None:
     model = trained("rmsnorm:eps=1e-2")
     before = logits(model)
-    assert rewire(model, topology).exact
+    assert rewire(model, topology).function_kept
     assert (logits(model) - before).abs().max() < EXACT
 
 
