@@ -33,4 +33,7 @@ def run(arguments: Train) -> None:
     config = arguments.run.resolved() if start is None else continue_run(arguments.run, start)
     directory = arguments.out or Path("runs") / config.identity[:12]
     verdict = train(config, directory, instruments=(Console(), *build_trackers(config, directory)))
-    print(encode_json(verdict.to_json()) if arguments.json else f"{directory}: {verdict.sentence()}")
+    if arguments.json:
+        print(encode_json(verdict.to_json()))
+    else:
+        print(f"{directory}: {verdict.sentence()}\n(siamesenorm report {directory} makes a page of it)")
