@@ -23,7 +23,7 @@ from siamesenorm.interop.hosts.blocks import (
     qualified_name,
     two_sublayers,
 )
-from siamesenorm.norms.declared import declared_parameters
+from siamesenorm.norms.parameters import declared_parameters
 from siamesenorm.topologies import Connection
 
 # --- ViT and DeiT
