@@ -18,7 +18,7 @@ from torch import Tensor
 
 import goals
 import peers
-from siamesenorm.benchmark import boundary, gpu, norms, step
+from siamesenorm.benchmark import boundary, gpu, measurement, norms, step
 from siamesenorm.benchmark.boundary import Boundary
 from siamesenorm.benchmark.measurement import (
     Deadline,
@@ -42,6 +42,11 @@ from siamesenorm.topologies import ResidualSpec, available_topologies, build_top
 CPU = torch.device("cpu")
 # PyTorch's compiler itself, where there is CUDA.
 pytestmark = pytest.mark.filterwarnings("ignore:.*script_method. is deprecated:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurement, "COPIED_BYTES", 1 << 16)
 
 
 def test_every_candidate_runs_once_a_round_in_turning_order() -> None:
@@ -322,6 +327,7 @@ def test_a_process_that_dies_or_hangs_is_noted(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu, "measure_part", part)
+    monkeypatch.setattr(gpu, "PARTS", {"norms": (0.9, 1.0)})
     gpu.measure_on_gpu(tmp_path, minutes=minutes)
     for path in tmp_path.iterdir():
         assert json.loads(path.read_text())["not_measured"] == [gpu.UNFINISHED, f"{path.stem}: {reason}"]

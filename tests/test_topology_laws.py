@@ -32,7 +32,7 @@ from reference_topologies import (
 )
 from siamesenorm import language_model_config
 from siamesenorm.errors import UserError
-from siamesenorm.norms import Declared, DyT, available_norms, declared_parameters
+from siamesenorm.norms import DeclaredModule, DyT, available_norms, declared_parameters
 from siamesenorm.norms.dyt import LANGUAGE_ALPHA
 from siamesenorm.tasks.language import LanguageTaskConfig
 from siamesenorm.topologies import (
@@ -240,7 +240,7 @@ def built_on_meta(name: str) -> Wired:
         model = wire(name, dtype=None)
     model.to_empty(device="cpu")
     for module in model.modules():
-        if isinstance(module, Declared):
+        if isinstance(module, DeclaredModule):
             module.reset_parameters()
     return model
 
@@ -697,7 +697,7 @@ def test_deepnorm_tames_values_outputs_and_mlp_but_neither_queries_nor_keys_nor_
     assert {round(factor, 4) for factor in factors.values()} == {1.0, 0.2973}
     plain = build_topology("deepnorm", initial_scaling=False)
     assert {plain.initial_factor(role, 16) for role in ROLES} == {1.0}
-    assert float(wire("deepnorm", depth=16).connections[0].skip) == pytest.approx(2.3784, abs=5e-5)
+    assert float(wire("deepnorm", depth=16).connections[0].addition.skip) == pytest.approx(2.3784, abs=5e-5)
 
 
 def test_layer_scale_follows_the_depth() -> None:

@@ -18,7 +18,7 @@ from siamesenorm.models.config import inherited_operator
 from siamesenorm.models.conversion import path_of
 from siamesenorm.models.language import LanguageModel, LanguageModelConfig
 from siamesenorm.norms import NORMS, Inexact, Norm, NormSpec
-from siamesenorm.topologies.fused import FusedConnection
+from siamesenorm.topologies.boundary import BoundaryConnection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +169,7 @@ def _refuse_place(name: str, parent: nn.Module) -> None:
         raise Unreadable("the model itself is a norm: use build_norm")
     if isinstance(parent, nn.TransformerEncoderLayer):
         raise Unreadable("torch's TransformerEncoderLayer computes its norms itself on its fast path")
-    if isinstance(parent, FusedConnection):
+    if isinstance(parent, BoundaryConnection) and parent.previous is not None:
         raise Unreadable("a fused connection computes its norms itself: build the model with kernels='plain'")
 
 

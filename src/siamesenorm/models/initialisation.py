@@ -23,8 +23,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from siamesenorm.norms import Declared
-from siamesenorm.norms.declared import assign
+from siamesenorm.norms import DeclaredModule
+from siamesenorm.norms.parameters import assign
 from siamesenorm.sublayers.projection import Projection
 from siamesenorm.topologies import Topology
 
@@ -69,7 +69,7 @@ def initialise(
     depth = len(blocks)
     block_of = {module: index for index, block in enumerate(blocks) for module in block.modules()}
     for name, module in model.named_modules():
-        if isinstance(module, Declared):
+        if isinstance(module, DeclaredModule):
             module.reset_parameters()
         elif isinstance(module, nn.Embedding):
             fill_normal(module.weight, SCHEMES[scheme]("embedding", dim, dim, 0, depth), seed, f"{name}.weight")

@@ -23,7 +23,7 @@ from siamesenorm.errors import UserError, unknown
 from siamesenorm.models.block import Block, add_losses, build_residual_path
 from siamesenorm.models.config import TransformerConfig, inherited_operator, require_positive
 from siamesenorm.models.initialisation import initialise
-from siamesenorm.norms import NORMS, Declared, NormSpec
+from siamesenorm.norms import NORMS, DeclaredModule, NormSpec
 from siamesenorm.sublayers.attention import Attention
 from siamesenorm.sublayers.cache import AttentionCache, Context
 from siamesenorm.sublayers.mlp import build_mlp
@@ -238,7 +238,7 @@ class LanguageModel(nn.Module):
             yield tokens
 
 
-class EmbeddingScale(Declared):
+class EmbeddingScale(DeclaredModule):
     """A learned scalar of initial value sqrt(d) on the embedding (DyT's recipe for language models)."""
 
     scale: Tensor

@@ -76,6 +76,15 @@ class LanguageTaskConfig(TaskConfig):
         require_convertible(source.model, own)
         return dataclasses.replace(self, model=own)
 
+    def describe_data(self) -> dict[str, str]:
+        """Return the source of the text, and its tokenizer."""
+        manifest = PreparedData.open(self.data).manifest
+        tokenizer = manifest.tokenizer
+        return {
+            "name": manifest.source,
+            "details": f"tokenizer {tokenizer.name} (vocabulary {tokenizer.vocabulary:,})",
+        }
+
     def require_convertible(self, source: TaskConfig) -> None:
         """Raise UserError unless a model of `source` can become this configuration's; see `continued`."""
         if not isinstance(source, LanguageTaskConfig):
@@ -102,7 +111,10 @@ class LanguageTask:
 
     unit = "nats/token"
     item = "token"
-    metrics: tuple[Metric, ...] = (Metric(name="loss", label="held-out loss"),)
+    metrics: tuple[Metric, ...] = (
+        Metric(name="loss", label="loss", format=".4f", of_loss="same"),
+        Metric(name="perplexity", label="PPL", format=".4g", of_loss="exp"),
+    )
     scale = 1.0
 
     def __init__(self, config: LanguageTaskConfig, seed: int) -> None:
@@ -153,7 +165,8 @@ class LanguageTask:
             batch = torch.from_numpy(window)
             total += float(_cross_entropy(self._forward(model, batch)[0], batch))
             tokens += batch[:, 1:].numel()
-        return {"loss": total / tokens, "items": tokens}
+        loss = total / tokens
+        return {**{metric.name: metric.from_loss(loss) for metric in self.metrics}, "items": tokens}
 
     def convert_weights(
         self, source: TaskConfig, weights: Mapping[str, Tensor]

@@ -6,6 +6,7 @@ A run's configuration holds one task configuration. The train loop, sweeps and r
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
@@ -17,15 +18,26 @@ from torch import Tensor, nn
 from siamesenorm.errors import UserError
 from siamesenorm.topologies import Kernels
 
+LARGEST_EXPONENT = 709.0
+"""The largest whole x for which e^x is a double."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """A number of an evaluation: its name in the record, which direction is better, its format and its label."""
+    """A number of an evaluation: its name in the record, which direction is better, its format and its label.
+
+    `of_loss` says how it follows from a loss, where it does, so that it can be stated of the training loss as well.
+    """
 
     name: str
     direction: Literal["lower", "higher"] = "lower"
     format: str = ".3f"
     label: str
+    of_loss: Literal["", "same", "exp"] = ""
+
+    def from_loss(self, loss: float) -> float:
+        """Return the metric of a loss; infinite where a double cannot hold it."""
+        return loss if self.of_loss == "same" else math.exp(loss) if loss < LARGEST_EXPONENT else math.inf
 
     def to_json(self) -> dict[str, str]:
         """Return the fields as JSON values."""
@@ -130,6 +142,10 @@ class TaskConfig:
     def same_order(self, other: TaskConfig) -> bool:
         """Whether a run of `other` with the same seed reads the same samples in the same order."""
         return False
+
+    def describe_data(self) -> dict[str, str]:
+        """Return the name of the data, and details of it, for people."""
+        return {}
 
     @property
     def label(self) -> str:

@@ -13,14 +13,11 @@ from typing import Any
 
 from siamesenorm.errors import unknown
 from siamesenorm.options import Scalar, parse_specification
-from siamesenorm.topologies.branch_scale import LayerScale, ReZero
 from siamesenorm.topologies.hybridnorm import HybridNorm
 from siamesenorm.topologies.hyper_connections import HyperConnections
 from siamesenorm.topologies.manifold_hyper_connections import ManifoldHyperConnections
-from siamesenorm.topologies.mix_ln import MixLN
-from siamesenorm.topologies.output_norm import OutputNorm, PeriNorm
-from siamesenorm.topologies.post_norm import DeepNorm, PostNorm
-from siamesenorm.topologies.pre_norm import LayerNormScaling, PreNorm
+from siamesenorm.topologies.post_norm import DeepNorm, MixLN, PostNorm
+from siamesenorm.topologies.pre_norm import LayerNormScaling, LayerScale, OutputNorm, PeriNorm, PreNorm, ReZero
 from siamesenorm.topologies.residual import ResiDual
 from siamesenorm.topologies.siamese import SiameseHybridPre, SiamesePostPre
 from siamesenorm.topologies.spannorm import SpanNorm

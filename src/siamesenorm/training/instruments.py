@@ -86,7 +86,7 @@ class Console(Instrument):
 
     def on_validation(self, loop: Loop, record: Record) -> None:
         """Remember the metrics, for the next line."""
-        found = (f"{metric.label} {record[metric.name]:{metric.format}}" for metric in loop.task.metrics)
+        found = (f"held-out {metric.label} {record[metric.name]:{metric.format}}" for metric in loop.task.metrics)
         self.held_out = "".join(f", {each}" for each in found)
 
     def on_note(self, loop: Loop, line: str) -> None:

@@ -22,7 +22,7 @@ from siamesenorm.interop.huggingface.configuration import SiameseNormConfig
 from siamesenorm.interop.native_models import compute_in
 from siamesenorm.models.block import add_losses
 from siamesenorm.models.language import LanguageModel
-from siamesenorm.norms import Declared
+from siamesenorm.norms import DeclaredModule
 from siamesenorm.sublayers.cache import Context, KeyValueCache
 from siamesenorm.sublayers.modulated import Losses
 from siamesenorm.sublayers.rotary import Rotation
@@ -393,5 +393,5 @@ def is_initialised(part: object) -> bool:
 def refill_constants(model: nn.Module) -> None:
     """Set the constants of a model, which no file holds, to their values."""
     for module in model.modules():
-        if isinstance(module, Declared):
+        if isinstance(module, DeclaredModule):
             module.refill_constants()
