@@ -81,22 +81,20 @@ def test_the_function_is_kept(family: str) -> None:
             continue
         model = copy.deepcopy(host)
         report = rewire(model, topology)
+        assert report.function_kept
         if topology in EXACT and (family != "gpt-neox" or topology == "pre"):
             assert report.exact
             assert torch.equal(logits(model), expected), topology
-        else:
-            assert report.function_kept and not report.exact
-            assert not torch.equal(logits(model), expected), topology
+        else:  # the arithmetic differs, and where parallel sublayers share a norm of their own, the function too
+            assert report.exact == (family != "gpt-neox" or topology in ("shc-2", "dhc-2"))
             close(logits(model), expected)
 
 
 @pytest.mark.parametrize("topology", ["siamese", "siamese-post-pre", "mhc-4"])
-def test_what_differs_is_proportional_to_the_eps(topology: str) -> None:
-    difference = {}
-    for eps in (1e-3, 1e-5):
+def test_the_function_is_kept_whatever_the_eps(topology: str) -> None:
+    for eps in (1e-2, 1e-5):
         host, model = rewired("llama", topology, rms_norm_eps=eps)
-        difference[eps] = (logits(model) - logits(host)).abs().max().item()
-    assert 50 < difference[1e-3] / difference[1e-5] < 200
+        torch.testing.assert_close(logits(model), logits(host), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("family", PRE_NORM)
@@ -570,7 +568,7 @@ def test_weights_load_in_any_dtype_and_constants_unrounded(dtype: torch.dtype, t
     rewire(expected, "siamese")
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
     assert torch.equal(logits(loaded), logits(expected))
-    scales = [value.item() for name, value in loaded.named_buffers() if name.endswith("scale")]
+    scales = [value.item() for name, value in loaded.named_buffers() if name.endswith("addition.scale")]
     assert scales == pytest.approx([(2 * (index // 2 + 1)) ** -0.5 for index in range(2 * DEPTH)], rel=1e-7)
 
 

@@ -26,6 +26,10 @@ from siamesenorm.training.optimizer import decayed_parameters
 SHAPE: dict[str, Any] = {"depth": 3, "dim": 16, "heads": 2, "hidden": 24, "context": 12, "vocabulary": 11}
 TOKENS = torch.arange(24).reshape(2, 12) * 7 % 11
 EXACT = 1e-12
+INEXACT_WITH_SCALENORM = (
+    "shc-2", "dhc-2", "mhc-4", "siamese", "siamese-post-pre", "siamese-post-pre:post_norm=lazy",
+    "siamese-post-pre:readout=code", "siamese:normalized_input=false",
+)  # fmt: skip
 CAN = (
     "pre", "ln-scaling", "layerscale", "shc-2", "dhc-2", "mhc-4", "siamese", "siamese-post-pre",
     "siamese-post-pre:normalized_input=false", "siamese-post-pre:post_norm=lazy", "siamese-post-pre:readout=code",
@@ -56,15 +60,6 @@ def attention_norm_for(topology: str) -> str:
     return "qk" if needed == "auto" else needed
 
 
-def twice(topology: str) -> bool:
-    """Whether a sublayer or the head reads a norm of a norm, or a norm of a multiple, so that an eps counts."""
-    return (
-        topology in ("siamese", "siamese-post-pre", "shc-2", "dhc-2", "mhc-4")
-        or ":" in topology
-        and (topology.endswith(("post_norm=lazy", "readout=code")) or topology == "siamese:normalized_input=false")
-    )
-
-
 def test_every_topology_is_known_to_this_file() -> None:
     ours = {name for name, topology in TOPOLOGIES.items() if type(topology).__module__.startswith("siamesenorm.")}
     assert {name.partition(":")[0] for name in CAN + CANNOT} == ours
@@ -77,7 +72,9 @@ def test_the_function_is_kept(topology: str, norm: str) -> None:
     before = logits(model)
     report = rewire(model, topology)
     assert (logits(model) - before).abs().max() < EXACT
-    assert report.function_kept and report.exact
+    # The eps of ScaleNorm bounds a length: that of a norm of a norm differs, for very short tokens.
+    doubled = norm.startswith("scalenorm") and topology in INEXACT_WITH_SCALENORM
+    assert report.function_kept and report.exact == (not doubled)
 
 
 def test_without_input_norm_it_is_kept_bit_for_bit() -> None:

@@ -166,11 +166,11 @@ class BoundaryConnection(Connection):
         self.add_module(self._input_norm, input_norm or nn.Identity())
         self.output = output or nn.Identity()
         self.constant("input_scale", input_scale)
-        self.constant("unit_gain", 1.0)
         self.addition = Addition(topology.write_factors(place))
         self.previous: Addition | None = None
         if self.pends and place.previous is not None:
             self.previous = Addition(topology.write_factors(place.previous))
+        self.constant("unit_gain", None if self.previous is None else 1.0)
         self.fused_norms = self._find_fused_norms() if self.previous is not None else None
 
     @property
@@ -357,9 +357,12 @@ def copy_function(
         if math.isclose(effective, source.eps, rel_tol=1e-9):
             gain_scale = scale if inner is None else scale / math.sqrt(1 + eps)
             return outer.copy_from(replace(source.divided(gain_scale, scale), eps=eps))
+        if eps != source.eps:
+            found = outer.copy_from(replace(source.divided(scale, scale), eps=eps))
+            return found if outer.statistic != source.statistic else [*found, Inexact.eps(source.eps, effective)]
     found = outer.copy_from(source.divided(scale, scale))
     if inner is not None:
-        found.append(Inexact.norm_of_norm(inner_eps, eps))
+        found.append(Inexact.norm_of_norm(*((inner_eps, eps) if outer.eps_in_mean_square else (None, None))))
     if multiple != 1.0:
         found.append(Inexact.norm_of_multiple(multiple))
     return found
