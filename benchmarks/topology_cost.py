@@ -20,9 +20,9 @@ from torch import nn
 from pages import fill_tables
 from siamesenorm.benchmark.results import Results, Row
 from siamesenorm.benchmark.step import REFERENCE, StepSettings, TrainingStep, compare
+from siamesenorm.models.block import count_parameters
 from siamesenorm.models.language import build_language_model
 from siamesenorm.topologies import available_topologies, build_topology
-from siamesenorm.training.accounting import count_parameters
 
 HERE = Path(__file__).parent
 FILE, PAGE = HERE / "topology_cost.json", HERE.parent / "docs/cost.md"

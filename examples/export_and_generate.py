@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import siamesenorm.interop.huggingface  # noqa: F401  transformers knows our model type from here on
+from siamesenorm import from_pretrained
 from siamesenorm.cli import main
-from siamesenorm.interop.export import load_native
 
 SUMS = "\n\n".join(f"{number} and {number + 1} are {2 * number + 1}." for number in range(2000))
 
@@ -22,7 +22,7 @@ def run(command):
 
 @torch.no_grad()
 def compare(directory):
-    native = load_native(f"{directory}/run")
+    native = from_pretrained(f"{directory}/run")
     model, tokenizer = (auto.from_pretrained(f"{directory}/exported") for auto in (AutoModelForCausalLM, AutoTokenizer))
     prompt = tokenizer("7 and 8", return_tensors="pt")
     difference = (model(**prompt).logits - native(prompt.input_ids).logits).abs().max().item()
@@ -40,7 +40,7 @@ with TemporaryDirectory() as directory:
     )
     run(
         f"train mini --data {directory}/data --out {directory}/run --model.size nano --model.depth 2 --steps 60 "
-        "--batch-tokens 512 --optimizer.warmup-steps 6 --optimizer.learning-rate 1e-2 --compile off"
+        "--batch 4 --optimizer.warmup-steps 6 --optimizer.learning-rate 1e-2 --execution.compile off"
     )
     run(f"export {directory}/run --out {directory}/exported")
     sys.exit(not compare(directory))

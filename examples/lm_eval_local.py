@@ -27,7 +27,7 @@ with TemporaryDirectory() as name:
     run(f"prepare --source {name}/sums.txt --out {name}/data --documents paragraphs --validation-fraction 0.1")
     run(
         f"train mini --data {name}/data --out {name}/run --model.size nano --model.depth 2 --steps 60 "
-        "--batch-tokens 512 --optimizer.warmup-steps 6 --optimizer.learning-rate 1e-2 --compile off"
+        "--batch 4 --optimizer.warmup-steps 6 --optimizer.learning-rate 1e-2 --execution.compile off"
     )
     run(f"export {name}/run --out {name}/exported")
 

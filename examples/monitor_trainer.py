@@ -42,4 +42,4 @@ for line in measured:
 verdict = monitor.verdict()
 print(verdict.sentence())
 bounded = [line["end"]["bounded"]["rms"] for line in measured]
-sys.exit(not (verdict.word == "stable" and bounded[-1] > 2 * bounded[0]))
+sys.exit(not (verdict.label == "stable" and bounded[-1] > 2 * bounded[0]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +10,17 @@ from typing import Any
 
 import numpy as np
 
+from siamesenorm.comparison.plan import ExperimentPlan, Part, PlannedRun, write_plan
+from siamesenorm.comparison.sweep import comparisons_of, configured, normalised
 from siamesenorm.files import encode_json
-from siamesenorm.training.curves import loss_curve
-from siamesenorm.training.stability import judge_curve
+from siamesenorm.models.language import language_model_config
+from siamesenorm.tasks.language import LanguageTask, LanguageTaskConfig
+from siamesenorm.training.config import RunConfig
+from siamesenorm.training.optimizer import OptimizerConfig
+from siamesenorm.training.run_directory import RunDirectory
+from siamesenorm.training.verdict import judge
 
-UNIGRAM_ENTROPY = 2.93
+FLOOR = 2.93
 INITIAL_LOSS = 5.56
 RATES = (2e-3, 8e-3, 3e-2)
 
@@ -26,35 +31,29 @@ class SyntheticMethod:
 
     label: str
     losses: Sequence[float | str]
-    attention_norm: str = "qk"
-    norm: str = "rmsnorm"
     parameters: int = 1_648_000
     step_seconds: float = 0.142
-
-    @property
-    def topology(self) -> str:
-        return self.label.partition(" ")[0].partition(":")[0]
 
 
 PRE = SyntheticMethod(label="pre", losses=(1.640, 1.584, 1.602))
 METHODS = (
     PRE,
-    SyntheticMethod(label="pre + qkv", losses=(1.633, 1.571, 1.588), attention_norm="qkv-head",
+    SyntheticMethod(label="pre + qkv", losses=(1.633, 1.571, 1.588),
                     parameters=1_648_384, step_seconds=0.148),
     SyntheticMethod(label="post", losses=(1.668, "rises", "not learned"), step_seconds=0.143),
     SyntheticMethod(label="deepnorm", losses=(1.731, 1.652, "not learned"), step_seconds=0.145),
-    SyntheticMethod(label="hybridnorm", losses=(1.622, "rises", "not finite"), attention_norm="qkv-head"),
+    SyntheticMethod(label="hybridnorm", losses=(1.622, "rises", "not finite")),
     SyntheticMethod(label="residual", losses=(1.659, "spiked 1.627", "spiked 1.745"), step_seconds=0.151),
     SyntheticMethod(label="dhc-2", losses=(1.631, 1.577, 1.593), parameters=1_664_500, step_seconds=0.231),
     SyntheticMethod(label="siamese-post-pre", losses=(1.628, 1.569, 1.586), parameters=1_650_304, step_seconds=0.163),
-    SyntheticMethod(label="siamese", losses=(1.601, 1.541, 1.566), attention_norm="qkv-head", parameters=1_650_560,
+    SyntheticMethod(label="siamese", losses=(1.601, 1.541, 1.566), parameters=1_650_560,
                     step_seconds=0.166),
 )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticRun:
-    """One run to write; `until` is the step it was interrupted at."""
+    """One run to write; `until` is the step at which it was interrupted."""
 
     method: SyntheticMethod
     rate: float
@@ -62,25 +61,31 @@ class SyntheticRun:
     wanted: float | str
     steps: int = 400
     until: int | None = None
-    batch_tokens: int = 2048
     train_tokens: int = 2_214_000
+    accuracy: bool = False
 
     @property
     def identity(self) -> str:
-        return f"{zlib.crc32(json.dumps(self.config(), sort_keys=True).encode()):08x}cafe"
+        return self.config().identity[:12]
 
-    def config(self) -> dict[str, Any]:
-        return {
-            "model": {
-                "family": "language", "depth": 8, "dim": 128, "heads": 4, "kv_heads": 4, "hidden": 512,
-                "vocabulary": 257, "context": 256, "attention_norm": self.method.attention_norm,
-                "topology": {"name": self.method.topology, "options": self.method.label.partition(":")[2]},
-                "norm": {"name": self.method.norm, "eps": 1e-5},
-            },
-            "data": {"digest": "5f1c0a7be2"},
-            "optimizer": {"learning_rate": self.rate, "warmup_steps": self.steps // 10},
-            "steps": self.steps, "batch_tokens": self.batch_tokens, "seed": self.seed, "precision": "float32",
-        }  # fmt: skip
+    def config(self) -> RunConfig:
+        return configured(template(self.steps), self.method.label, self.rate, self.seed)
+
+    def planned(self) -> PlannedRun:
+        label = normalised(self.method.label)
+        part = Part.SELECTION if self.seed == 0 else Part.REPORT
+        return PlannedRun(method=label, learning_rate=self.rate, seed=self.seed, part=part, label=label)
+
+
+def template(steps: int = 400) -> RunConfig:
+    """Return the run from which all are made; its data need not exist."""
+    model = language_model_config("mini", topology="pre", dim=128, hidden=512, context=256, vocabulary=257)
+    return RunConfig(
+        task=LanguageTaskConfig(data=Path("data"), digest="5f1c0a7be2" * 6, model=model),
+        steps=steps,
+        batch=8,
+        optimizer=OptimizerConfig(warmup_steps=steps // 10),
+    )
 
 
 def runs_of(
@@ -107,55 +112,63 @@ def realistic_runs(steps: int = 400) -> list[SyntheticRun]:
     return [*runs[:-1], replace(runs[-1], until=int(0.6 * steps))]
 
 
-def write_sweep(path: Path, runs: Sequence[SyntheticRun], *, missing: Sequence[str] = (), **description: Any) -> Path:
-    """Write a sweep directory with its runs."""
+def write_sweep(
+    path: Path, runs: Sequence[SyntheticRun], *, missing: Sequence[str] = (), jobs: int = 1, **changes: Any
+) -> Path:
+    """Write a sweep's directory with its runs; `missing` are planned runs that do not exist."""
     for run in runs:
         write_run(path / "runs" / run.identity, run)
-    content = {
-        "schema": 1,
-        "data": {
-            "source": "the built-in corpus", "digest": "5f1c0a7be2",
-            "tokenizer": {"kind": "bytes", "name": "bytes", "vocabulary": 257, "end_of_text": 256},
-        },
-        "runs": [f"runs/{run.identity}" for run in runs] + [f"runs/{name}" for name in missing],
-        "grid": {"learning_rates": sorted({run.rate for run in runs})},
-        "command": "siamesenorm sweep --data builtin --learning-rates 2e-3 8e-3 3e-2 --seeds 0 1 2",
-    } | description  # fmt: skip
-    (path / "sweep.json").write_text(json.dumps(content))
+    planned = {run.identity: run.planned() for run in runs}
+    absent = PlannedRun(method="pre", learning_rate=2e-3, seed=9, part=Part.REPORT, label="pre")
+    methods = tuple(dict.fromkeys(run.method for run in planned.values()))
+    plan = ExperimentPlan(
+        command="siamesenorm sweep --data builtin --learning-rates 2e-3 8e-3 3e-2 --seeds 0 1 2",
+        data={"name": "the built-in corpus", "details": "tokenizer bytes (vocabulary 257)"},
+        runs=planned | dict.fromkeys(missing, absent),
+        comparisons=comparisons_of(methods, template()),
+        jobs=jobs,
+    )
+    path.mkdir(parents=True, exist_ok=True)
+    write_plan(path, replace(plan, **changes))
     return path
 
 
 def write_run(path: Path, run: SyntheticRun) -> None:
     """Write a run directory as training does; an interrupted one has no end and no verdict."""
-    path.mkdir(parents=True)
+    directory = RunDirectory(path)
+    directory.prepare(run.config())
     records = list(_records(run))
-    (path / "config.json").write_text(encode_json(run.config()))
-    (path / "environment.json").write_text(
-        encode_json({"python": "3.11.7", "torch": "2.13.0+cpu", "cores": 2, "commit": None, "accelerators": []})
-    )
-    (path / "metrics.jsonl").write_text("".join(encode_json(record) + "\n" for record in records))
+    environment = {"python": "3.11.7", "torch": "2.13.0+cpu", "cores": 2, "commit": None, "accelerators": []}
+    directory.environment_file.write_text(encode_json({**environment, "kernels": "plain", "compiled": False}))
+    directory.metrics_file.write_text("".join(encode_json(record) + "\n" for record in records))
     if records[-1]["kind"] == "end":
-        (path / "verdict.json").write_text(encode_json(judge_curve(loss_curve(records)).to_json()))
+        directory.write_verdict(judge(records))
 
 
 def _records(run: SyntheticRun) -> Iterable[dict[str, Any]]:
     losses, norms = _curves(run)
     held_out = _held_out(run)
+    metrics = [metric.to_json() for metric in LanguageTask.metrics]
+    if run.accuracy:
+        metrics[1] = {"name": "accuracy", "direction": "higher", "format": ".1%", "label": "accuracy", "of_loss": ""}
     yield {
-        "kind": "model", "label": run.method.label, "attention_norm": run.method.attention_norm,
+        "kind": "model", "label": run.method.label,
+        "attention_norm": run.config().task.model.attention_shape.attention_norm,
         "parameters": run.method.parameters, "non_embedding_parameters": run.method.parameters - 65_792,
-        "flops_per_token": 6.0 * run.method.parameters, "unigram_entropy": UNIGRAM_ENTROPY, "steps": run.steps,
-        "warmup_steps": run.steps // 10, "batch_tokens": run.batch_tokens, "train_tokens_available": run.train_tokens,
+        "flops_per_sample": 256 * 6 * run.method.parameters, "floor": FLOOR, "scale": 1.0, "unit": "nats/token",
+        "item": "token", "items_per_sample": 256, "metrics": metrics, "steps": run.steps,
+        "warmup_steps": run.steps // 10, "batch": 8, "train_items": run.train_tokens,
     }  # fmt: skip
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
         seconds = run.method.step_seconds * (1.0 if step % 3 else 1.8)  # every third step is disturbed by a neighbour
         yield {
-            "kind": "train", "step": step, "tokens": step * run.batch_tokens, "loss": float(loss),
+            "kind": "train", "step": step, "samples": 8 * step, "loss": float(loss),
             "learning_rate": run.rate, "gradient_norm": float(norm), "time": step * seconds, "step_seconds": seconds,
         }  # fmt: skip
         if step % (run.steps // 4) == 0:
             validation = held_out + 1.2 * (1 - step / run.steps) if np.isfinite(loss) else float("nan")
-            yield {"kind": "validation", "step": step, "loss": validation, "tokens": 65536, "time": step * seconds}
+            accuracy = {"accuracy": float(np.exp(-validation))} if run.accuracy else {}
+            yield {"kind": "validation", "step": step, "loss": validation, **accuracy, "time": step * seconds}
     if run.until is None:
         status = "finished" if len(losses) == run.steps else "stopped_early"
         yield {"kind": "end", "step": len(losses), "status": status, "time": 120.1, "peak_memory_bytes": 612 * 2**20}
@@ -167,7 +180,7 @@ def _held_out(run: SyntheticRun) -> float:
         return 3.1 if run.wanted != "rises" else 1.7
     wanted = float(str(run.wanted).removeprefix("spiked"))
     shared = 0.012 * np.random.default_rng([1, run.seed]).standard_normal()
-    own = np.random.default_rng([2, run.seed, zlib.crc32(f"{run.method}{run.rate}".encode())])
+    own = np.random.default_rng([2, run.seed, zlib.crc32(f"{run.method.label}{run.rate}".encode())])
     return float(wanted + shared + 0.003 * own.standard_normal())
 
 

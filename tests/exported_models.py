@@ -31,7 +31,8 @@ def prepare(directory: Path, *, tokenizer: str = "bpe:300") -> Path:
 def train(data: Path, out: Path, *options: Any) -> Path:
     """Train a tiny model for 20 steps, with a checkpoint every 10, and return the directory of the run."""
     shape = [part for name, value in SHAPE.items() for part in (f"--model.{name.replace('_', '-')}", value)]
-    run("train", "mini", "--data", data, "--out", out, "--steps", 20, "--batch-tokens", 128, "--compile", "off",
+    run("train", "mini", "--data", data, "--out", out, "--steps", 20, "--batch", 128 // CONTEXT,
+        "--execution.compile", "off",
         "--optimizer.warmup-steps", 2, "--optimizer.learning-rate", 0.01, "--validation-every", 10,
         "--validation-tokens", 128, "--execution.checkpoint-every", 10, "--model.size", "nano",
         *shape, *options)  # fmt: skip
@@ -47,13 +48,14 @@ def with_model(trained: Path, out: Path, **fields: Any) -> tuple[Path, LanguageM
     """Copy a run as if it had trained another model, whose every weight is random; return both."""
     source, directory = RunDirectory(trained), RunDirectory(out)
     config = source.read_config()
-    shape = {**SHAPE, "vocabulary": config.model.vocabulary, "residual_dtype": "float32"}
+    shape = {**SHAPE, "vocabulary": config.task.model.vocabulary, "residual_dtype": "float32"}
     native = build_language_model("nano", **{**shape, **fields}).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in native.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
-    directory.prepare(dataclasses.replace(config, model=native.config))
+    task = dataclasses.replace(config.task, model=native.config)
+    directory.prepare(dataclasses.replace(config, task=task))
     shutil.copy(source.metrics_file, directory.metrics_file)
     save_checkpoint(directory.checkpoints, config.steps, {"model": dict(native.state_dict())}, {}, keep=1)
     return out, native

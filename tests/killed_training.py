@@ -19,11 +19,12 @@ from typing import Any
 import torch
 import torch._dynamo  # AdamW imports it, in every child if not here
 
+from siamesenorm.tasks.language import LanguageTask
 from siamesenorm.training import run_directory
 from siamesenorm.training.checkpoint import STAGES
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.language import LanguageTask
-from siamesenorm.training.loop import train
+from siamesenorm.training.instruments import Instrument
+from siamesenorm.training.loop import TrainingLoop, train
 from siamesenorm.training.metrics import MetricsLog
 from training_runs import tiny_run
 
@@ -35,9 +36,9 @@ def configuration(data: Path) -> RunConfig:
         data,
         model={"topology": "siamese", "dropout": 0.2},
         steps=STEPS,
-        micro_batch_tokens=32,
+        micro_batch=2,
         validation_every=VALIDATION_EVERY,
-        execution={"checkpoint_every": CHECKPOINT_EVERY, "keep_checkpoints": STEPS},
+        execution={"checkpoint_every": CHECKPOINT_EVERY, "keep_checkpoints": STEPS, "keep_states": True},
     )
 
 
@@ -45,25 +46,23 @@ def die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Mourner:
-    """An observer that dies when it is told of a moment, and writes down what people are told."""
+class Killer(Instrument):
+    """Ends the process at a moment, and writes down the notes."""
 
     def __init__(self, lines: Path, **moment: Any) -> None:
         self.lines, self.moment = lines, moment
 
-    def started(self, config: RunConfig, step: int) -> None:
+    def on_start(self, loop: TrainingLoop, step: int) -> None:
         if self.moment.get("kind") == "start":
             die()
 
-    def recorded(self, record: dict[str, Any]) -> None:
+    def on_record(self, loop: TrainingLoop, record: dict[str, Any]) -> None:
         if self.moment.items() <= record.items():
             die()
 
-    def told(self, line: str) -> None:
+    def on_note(self, loop: TrainingLoop, line: str) -> None:
         with open(self.lines, "a") as file:
             file.write(f"{line}\n")
-
-    def ended(self, verdict: object) -> None: ...
 
 
 def replaced(owner: Any, name: str, *, after: bool, when: Callable[..., bool] = lambda *_, **__: True) -> None:
@@ -158,8 +157,8 @@ def live(config: RunConfig, run: Path, life: dict[str, Any] | None = None) -> in
         try:
             life = life or {}
             life.get("setup", lambda: None)()
-            mourner = Mourner(run.with_suffix(".told"), **life.get("moment", {"kind": None}))
-            train(config, run, observers=(mourner,), at_stage=life.get("at_stage"))
+            killer = Killer(run.with_suffix(".told"), **life.get("moment", {"kind": None}))
+            train(config, run, instruments=(killer,), at_stage=life.get("at_stage"))
             code = 0
         finally:
             sys.stderr.flush()

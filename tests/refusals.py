@@ -7,7 +7,7 @@ from pathlib import Path
 
 TINY = {
     "--model.size": "nano", "--model.depth": 1, "--model.dim": 8, "--model.heads": 2, "--model.hidden": 8,
-    "--model.context": 16, "--steps": 8, "--batch-tokens": 32, "--optimizer.warmup-steps": 1,
+    "--model.context": 16, "--steps": 8, "--batch": 2, "--optimizer.warmup-steps": 1,
     "--validation-every": 4, "--validation-tokens": 64, "--execution.checkpoint-every": 2,
 }  # fmt: skip
 REFUSED = (
@@ -37,9 +37,11 @@ REFUSED = (
     "train mini --data DATA --model.heads 3",
     "train mini --data DATA --model.kv-heads 3",
     "train mini --data DATA --model.attention-norm qkk",
-    "train mini --data DATA --batch-tokens 40",
+    "train mini --data DATA --batch 8 --micro-batch 3",
+    "train mini --data DATA --seed 99999999999999999999999",
+    "train mini --data DATA --model.dim 100000000",
     "train mini --data DATA --model.vocabulary 9",
-    "train mini --data DATA --model.context 4096 --batch-tokens 4096",
+    "train mini --data DATA --model.context 4096",
     "train mini --data DATA --execution.device qpu",
     "train mini --data NOWHERE",
     "explain siamse",

@@ -5,37 +5,49 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from siamesenorm.errors import UserError
+from siamesenorm.files import decode_json
 from siamesenorm.training.calibration import (
+    DEFAULT_GRID,
+    CalibrationReport,
+    Detection,
+    Fault,
     Grid,
     calibrate,
-    inject_divergence,
+    inject_high_part,
     inject_plateau,
+    inject_rise,
     inject_spike,
     read_runs,
 )
 from siamesenorm.training.curves import LossCurve
 from siamesenorm.training.metrics import MetricsLog
-from siamesenorm.training.verdict import Thresholds
+from siamesenorm.training.verdict import DETECTOR, Thresholds
 
+ROOT = Path(__file__).parents[1]
+SAFE = ROOT / "benchmarks/safe"
 SMALL = Grid(
     spike_heights=(0.02, 2.0),
     spike_widths=(1, 3),
+    spike_places=3,
     divergence_heights=(0.2, 1.5),
+    divergence_places=1,
+    high_heights=(0.1, 1.5),
+    high_parts=(0.25,),
     plateau_offsets=(-0.3, 0.05),
-    places=(0.5,),
 )
 
 
 def curve(seed, steps=200, **facts):
     step = np.arange(1, steps + 1)
     losses = 2.3 + 3.2 * np.exp(-step / 20) + 0.03 * np.random.default_rng(seed).standard_normal(steps)
-    facts = {"steps_total": steps, "warmup_steps": 20, "unigram_entropy": 3.0, **facts}
-    return LossCurve(steps=tuple(range(1, steps + 1)), losses=tuple(losses.tolist()), **facts)
+    facts = {"steps_total": steps, "warmup_steps": 20, "floor": 3.0, "held_out": 2.3, **facts}
+    return LossCurve.of(losses.tolist(), **facts)
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +57,28 @@ def report():
     return calibrate({**curves, "bad": spiked}, grid=SMALL)
 
 
+def rates(report):
+    """Return trials and detections by fault, height and width, all tenths together."""
+    found = {}
+    for each in report.detections:
+        key = (each.fault, each.height, each.width)
+        trials, detected = found.get(key, (0, 0))
+        found[key] = (trials + each.trials, detected + each.detected)
+    return found
+
+
 def test_a_spike_is_a_rectangle():
     assert inject_spike([1.0] * 6, at=3, height=0.5, width=2) == [1.0, 1.0, 1.5, 1.5, 1.0, 1.0]
 
 
-def test_divergences_reach_the_end():
-    assert inject_divergence([1.0] * 4, at=3, height=2.0) == [1.0, 1.0, 3.0, 3.0]
-    assert inject_divergence([1.0] * 5, at=2, height=2.0, kind="rise") == [1.0, 1.5, 2.0, 2.5, 3.0]
-    broken = inject_divergence([1.0] * 4, at=3, height=2.0, kind="nan")
-    assert broken[:2] == [1.0, 1.0]
-    assert all(math.isnan(loss) for loss in broken[2:])
+def test_a_rise_reaches_its_height_at_the_end():
+    assert inject_rise([1.0] * 5, at=2, height=2.0) == [1.0, 1.5, 2.0, 2.5, 3.0]
+
+
+def test_a_part_of_the_steps_is_high():
+    high = np.array(inject_high_part([1.0] * 1000, part=0.25, height=2.0))
+    assert set(high) == {1.0, 3.0}
+    assert np.mean(high == 3.0) == pytest.approx(0.25, abs=0.04)
 
 
 def test_a_plateau_stays_at_its_level_with_the_noise_of_the_run():
@@ -66,47 +90,60 @@ def test_a_plateau_stays_at_its_level_with_the_noise_of_the_run():
     assert inject_plateau(losses, level=1.0) == list(losses)
 
 
-def test_runs_that_are_not_stable_are_false_positives_and_are_not_disturbed(report):
+def test_runs_that_are_not_stable_are_false_positives_and_get_no_faults(report):
     assert report.runs == ("run-0", "run-1", "run-2", "bad")
     assert list(report.flagged) == ["bad"]
-    assert report.flagged["bad"].startswith("spiked 1x, at step 100")
-    assert {detection.trials for detection in report.detections} == {3}
+    assert len(report.detections) == SMALL.cells
+    assert {trials for trials, _ in rates(report).values()} == {3, 9}, "three runs, at one place or at three"
 
 
-def test_the_rates_are_those_of_what_is_plain_to_see(report):
-    rates = {(each.disturbance, each.height, each.width): each.rate for each in report.detections}
-    assert rates == {
-        ("spike", 0.02, 1): 0,
-        ("spike", 0.02, 3): 0,
-        ("spike", 2.0, 1): 0,
-        ("spike", 2.0, 3): 1,
-        ("rises and stays", 0.2, None): 0,
-        ("rises and stays", 1.5, None): 1,
-        ("rises to the end", 0.2, None): 0,
-        ("rises to the end", 1.5, None): 1,
-        ("rises shortly before the end", 0.2, None): 0,
-        ("rises shortly before the end", 1.5, None): 1,
-        ("becomes NaN", None, None): 1,
-        ("stays at the unigram entropy plus", -0.3, None): 0,
-        ("stays at the unigram entropy plus", 0.05, None): 1,
+def test_faults_that_are_plain_to_see_are_detected_and_others_are_not(report):
+    expected = {
+        (Fault.SPIKE, 0.02, 1): (9, 0),
+        (Fault.SPIKE, 0.02, 3): (9, 0),
+        (Fault.SPIKE, 2.0, 1): (9, 0),
+        (Fault.SPIKE, 2.0, 3): (9, 9),
+        (Fault.STAYS, 0.2, None): (3, 0),
+        (Fault.STAYS, 1.5, None): (3, 3),
+        (Fault.RISES, 0.2, None): (3, 0),
+        (Fault.RISES, 1.5, None): (3, 3),
+        (Fault.NAN, None, None): (3, 3),
+        (Fault.OFTEN_HIGH, 0.1, None): (3, 0),
+        (Fault.OFTEN_HIGH, 1.5, None): (3, 3),
+        (Fault.PLATEAU, -0.3, None): (3, 0),
+        (Fault.PLATEAU, 0.05, None): (3, 3),
+        (Fault.SHORT, None, None): (3, 0),
     }
+    assert rates(report) == expected
+
+
+def test_faults_begin_between_the_first_step_after_the_warmup_and_the_last(report):
+    spikes = [each for each in report.detections if (each.fault, each.height, each.width) == (Fault.SPIKE, 2.0, 3)]
+    assert [each.tenth for each in spikes if each.trials] == [0, 5, 9]
 
 
 def test_what_the_thresholds_do_not_see_is_not_detected():
-    grid = dataclasses.replace(SMALL, spike_heights=(2.0,), spike_widths=(3,))
-    detection = calibrate({"run": curve(0)}, thresholds=Thresholds(spike_rise=5.0), grid=grid).detections[0]
-    assert (detection.disturbance, detection.trials, detection.detected) == ("spike", 1, 0)
+    found = calibrate({"run": curve(0)}, thresholds=Thresholds(spike_rise=5.0), grid=SMALL)
+    assert rates(found)[Fault.SPIKE, 2.0, 3] == (3, 0)
 
 
-def test_without_the_unigram_entropy_there_are_no_plateaus():
-    report = calibrate({"run": curve(0, unigram_entropy=None)}, grid=SMALL)
-    plateaus = [each for each in report.detections if each.disturbance.startswith("stays at")]
-    assert [each.trials for each in plateaus] == [0, 0]
-    assert all(math.isnan(each.rate) for each in plateaus)
-    assert "no trial" in report.markdown()
+def test_without_the_floor_there_are_no_plateaus():
+    found = rates(calibrate({"run": curve(0, floor=None)}, grid=SMALL))
+    assert found[Fault.PLATEAU, 0.05, None] == found[Fault.SHORT, None, None] == (0, 0)
+    assert math.isnan(Detection(fault=Fault.SHORT, trials=0, detected=0, noticed=0).rate)
 
 
-def test_gradient_norms_are_counted_beside(tmp_path):
+@pytest.mark.parametrize("scale", [0.1, 30.0])
+def test_a_task_of_another_scale_has_the_same_rates(report, scale):
+    curves = {f"run-{seed}": curve(seed, floor=3.0 * scale, scale=scale, held_out=2.3 * scale) for seed in range(3)}
+    curves = {
+        name: dataclasses.replace(each, losses=tuple(scale * loss for loss in each.losses))
+        for name, each in curves.items()
+    }
+    assert rates(calibrate(curves, grid=SMALL)) == rates(report)
+
+
+def test_gradient_norms_are_counted_beside():
     norms = [0.5 + 0.01 * (-1) ** step for step in range(200)]
     norms[150] = 40.0
     report = calibrate({"a": curve(0, gradient_norms=tuple(norms)), "b": curve(1)}, grid=SMALL)
@@ -117,19 +154,63 @@ def test_the_report_is_json_and_markdown(report, tmp_path):
     report.write(tmp_path / "calibration.json")
     text = (tmp_path / "calibration.json").read_text()
     values = json.loads(text, parse_constant=pytest.fail)
-    assert values["thresholds"]["rise"] == 0.5
+    assert (values["thresholds"]["rise"], values["detector"]) == (0.5, DETECTOR)
     assert values["flagged"] == report.flagged
-    assert len(values["detections"]) == len(report.detections)
-    assert [path.name for path in tmp_path.iterdir()] == ["calibration.json"]
-
-    markdown = report.markdown()
-    assert "False positives: 1 of 4 safe runs" in markdown
-    assert (
-        "| spike, nats | 1 step | 3 steps |\n| --- | ---: | ---: |\n| 0.02 | 0 % | 0 % |\n| 2 | 0 % | 100 % |"
-        in markdown
+    assert [Detection(**{**each, "fault": Fault(each["fault"])}) for each in values["detections"]] == list(
+        report.detections
     )
-    assert "| rises and stays | +1.5 | 3 | 100 % |" in markdown
-    assert "| becomes NaN |  | 3 | 100 % |" in markdown
+    assert [path.name for path in tmp_path.iterdir()] == ["calibration.json"]
+    for fault in Fault:
+        rows = report.table(fault).splitlines()
+        assert len(rows) > 2 and len({row.count("|") for row in rows}) == 1
+        assert report.table(fault) in report.markdown() or fault not in (Fault.SPIKE, Fault.OFTEN_HIGH)
+
+
+# --- the committed calibration
+
+
+def committed():
+    values = decode_json((SAFE / "calibration.json").read_bytes())
+    detections = tuple(Detection(**{**each, "fault": Fault(each["fault"])}) for each in values["detections"])
+    return CalibrationReport(
+        runs=tuple(values["runs"]),
+        flagged=values["flagged"],
+        gradient_spiked=values["gradient_spiked"],
+        detections=detections,
+        thresholds=Thresholds(**values["thresholds"]),
+        detector=values["detector"],
+    )
+
+
+def test_the_committed_calibration_is_of_this_detector_and_on_the_page():
+    report = committed()
+    assert (report.detector, report.thresholds) == (DETECTOR, Thresholds())
+    assert (len(report.runs), report.flagged) == (27, {})
+    assert len(report.detections) == DEFAULT_GRID.cells
+    assert report.markdown() in (ROOT / "docs/verdict.md").read_text()
+
+
+def test_a_part_of_the_committed_calibration_follows_from_the_runs():
+    """Spikes of one nat and three steps at every place, and the plateaus."""
+    report = committed()
+    paths = [path for name in report.runs for path in (ROOT / "benchmarks").glob(f"*/runs/{name}")]
+    grid = dataclasses.replace(
+        DEFAULT_GRID, spike_heights=(1.0,), spike_widths=(3,), divergence_heights=(), divergence_places=1, high_parts=()
+    )
+    again = calibrate(read_runs(paths), grid=grid)
+    assert (again.runs, again.flagged, again.gradient_spiked) == (report.runs, {}, report.gradient_spiked)
+    for fault in (Fault.SPIKE, Fault.PLATEAU, Fault.SHORT):
+        now = [each for each in again.detections if each.fault is fault]
+        assert now == [
+            each for each in report.detections if each.fault is fault and (each.height, each.width) in
+            {(found.height, found.width) for found in now}
+        ]  # fmt: skip
+
+
+def test_every_spike_of_one_nat_and_two_steps_is_detected_wherever_it_is():
+    for each in committed().detections:
+        if each.fault is Fault.SPIKE and each.height in (1.0, 2.0) and each.width in (2, 3):
+            assert each.detected == each.trials > 0
 
 
 def test_calibrating_twice_gives_the_same_report():
@@ -141,22 +222,22 @@ def test_run_directories_are_read_by_name(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     with MetricsLog(run / "metrics.jsonl") as log:
-        log.append({"kind": "model", "steps": 2, "warmup_steps": 1, "unigram_entropy": 2.9})
+        log.append({"kind": "model", "steps": 2, "warmup_steps": 1, "floor": 2.9})
         log.append({"kind": "train", "step": 1, "loss": 5.0})
         log.append({"kind": "train", "step": 2, "loss": 4.0})
     (name, read), *others = read_runs([run]).items()
     assert (name, others) == ("run", [])
-    assert (read.losses, read.steps_total, read.unigram_entropy) == ((5.0, 4.0), 2, 2.9)
+    assert (read.losses, read.steps_total, read.floor) == ((5.0, 4.0), 2, 2.9)
 
 
 def test_two_runs_of_one_name_are_refused(tmp_path):
     for parent in ("a", "b"):
         (tmp_path / parent).mkdir()
         (tmp_path / parent / "losses.csv").write_text("3\n2\n")
-    with pytest.raises(UserError, match="two runs are called losses.csv"):
+    with pytest.raises(UserError):
         read_runs([tmp_path / "a" / "losses.csv", tmp_path / "b" / "losses.csv"])
 
 
 def test_no_runs_are_refused():
-    with pytest.raises(UserError, match="no runs"):
+    with pytest.raises(UserError):
         calibrate({})

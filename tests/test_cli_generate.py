@@ -135,7 +135,7 @@ def test_a_token_that_the_model_does_not_know_is_refused(directory: Path, capsys
     record = json.loads(file.read_text())
     record["model"]["vocab"]["w99"] = 32
     file.write_text(json.dumps(record))
-    assert "its tokenizer gives token 32, and the model knows 32" in refusal(capsys, directory, "--prompt", "w1 w99")
+    assert "its tokenizer gives token 32, and the model has 32" in refusal(capsys, directory, "--prompt", "w1 w99")
     assert generated(capsys, directory, "--prompt", "w1", "--tokens", "3")["tokens"]
 
 

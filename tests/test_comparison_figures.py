@@ -13,12 +13,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 
 from comparison_sweeps import METHODS, PRE, SyntheticMethod, SyntheticRun, runs_of, write_sweep
-from siamesenorm.comparison.curves import MOST_POINTS, difference, finite_part, smoothed, thinned
-from siamesenorm.comparison.figures import figures, render
+from siamesenorm.comparison.figures import Figure, curve_figures, rate_figures, render
 from siamesenorm.comparison.findings import Findings, find
-from siamesenorm.comparison.labels import shortened, spread
-from siamesenorm.comparison.results import Curve, Method, read_sweep
-from siamesenorm.comparison.theme import DARK, HUES, LIGHT, THEMES, Theme, applied, styles_of
+from siamesenorm.comparison.rate_figures import noise_band
+from siamesenorm.comparison.results import Curve, read_experiment
+from siamesenorm.comparison.theme import DARK, HUES, LIGHT, THEMES, Theme, applied, shortened, spread, styles_of
+from siamesenorm.comparison.training_curves import MOST_POINTS, difference, finite_part, smoothed, thinned
 
 # Machado, Oliveira and Fernandes (2009), severity 1: what a person without one kind of cone sees, in linear RGB.
 VISION = {
@@ -38,7 +38,7 @@ def curve(*values: float) -> Curve:
 
 @pytest.fixture
 def read(tmp_path: Path) -> Reader:
-    return lambda runs, **description: find(read_sweep(write_sweep(tmp_path, runs, **description)))
+    return lambda runs, **description: find(read_experiment(write_sweep(tmp_path, runs, **description)))
 
 
 def linear(color: str) -> np.ndarray:
@@ -75,11 +75,7 @@ def test_every_hue_exists_in_both_themes() -> None:
 
 def test_families_share_a_hue_and_differ_by_dash() -> None:
     names = ["pre", "pre + qkv", "post", "deepnorm", "hybridnorm", "hybridnorm-star", "siamese-post-pre", "siamese"]
-    methods = [
-        Method(name=name, topology=name.partition(" ")[0], norm="rmsnorm", attention_norm="qk", specification=())
-        for name in names
-    ]
-    styles = {method.name: style for method, style in styles_of(methods).items()}
+    styles = styles_of(names)
     assert {styles[name].hue for name in ("pre", "pre + qkv")} == {"ink"}
     assert {styles[name].hue for name in ("siamese", "siamese-post-pre")} == {"green"}
     assert styles["siamese"].dash == (0, ()) != styles["siamese-post-pre"].dash
@@ -128,6 +124,19 @@ def test_long_names_are_shortened() -> None:
     assert shortened("dhc-2:streams=4,dynamic=true + seednorm") == "dhc-2:streams=4,dynamic…"
 
 
+def figures(found: Findings) -> list[Figure]:
+    return [*rate_figures(found), *(f for rate in found.results.learning_rates for f in curve_figures(found, rate))]
+
+
+def test_the_noise_band_is_the_spread_of_the_baseline_over_its_seeds(read: Reader) -> None:
+    found = read(runs_of([PRE, METHODS[-1]], rates=(2e-3, 8e-3), seeds=(0, 1, 2), steps=40))
+    noise, choice = noise_band(found), found.choices["pre"]
+    assert noise is not None and noise.method == "pre"
+    assert noise.high - noise.low == pytest.approx(2 * np.std(list(choice.losses.values()), ddof=1))
+    alone = read(runs_of([PRE, METHODS[-1]], rates=(2e-3, 8e-3), steps=40))
+    assert noise_band(alone) is None
+
+
 def texts(svg: bytes) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", svg.decode())
 
@@ -139,10 +148,10 @@ def test_figures_are_text_with_numbers_intact_and_the_same_every_time(read: Read
         "frontier", "sensitivity", "loss-2e-3", "gradient-norm-2e-3", "loss-8e-3", "gradient-norm-8e-3",
     ]  # fmt: skip
     frontier = render(drawn["frontier"], LIGHT, "svg")
-    loss = found.outcomes[2e-3, found.sweep.methods[0]].held_out_loss
+    loss = found.outcomes[2e-3, "pre"].held_out_loss
     assert loss is not None and f"● {loss.mean:.3f}" in texts(frontier)
     assert {"pre", "post", "siamese", "2e-3", "8e-3", "✕ diverged"} <= set(texts(frontier))
-    assert {"pre", "siamese", "post ✕", "unigram entropy"} <= set(texts(render(drawn["loss-8e-3"], DARK, "svg")))
+    assert {"pre", "siamese", "post ✕", "nothing learned"} <= set(texts(render(drawn["loss-8e-3"], DARK, "svg")))
     assert render(drawn["frontier"], LIGHT, "svg") == frontier != render(drawn["frontier"], DARK, "svg")
     assert render(drawn["sensitivity"], LIGHT, "png").startswith(b"\x89PNG")
 

@@ -9,55 +9,47 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from siamesenorm.comparison.findings import (
-    CONFIRMED_HIGHER,
-    CONFIRMED_LOWER,
-    HIGH_EDGE,
-    LOW_EDGE,
-    NOT_COMPARABLE,
-    NOT_CONFIRMED,
-    ONE_SEED,
-    ONLY_RATE,
-    SOME_DIVERGED,
-    Findings,
-    baseline_of,
-    control_of,
-    find,
-    lacks_control,
-)
-from siamesenorm.comparison.results import Curve, Method, RunResult, SweepResults
+from comparison_sweeps import template
+from siamesenorm.comparison.findings import Conclusion, Edge, Findings, find
+from siamesenorm.comparison.plan import ComparisonKind, ExperimentPlan, Part, PlannedComparison, PlannedRun
+from siamesenorm.comparison.results import Curve, ExperimentResults, RunResult
 from siamesenorm.comparison.statistics import student_t_quantile
-from siamesenorm.comparison.summary import conclusions, footnotes
-from siamesenorm.training.stability import judge
+from siamesenorm.comparison.summary import conclusions, definitions
+from siamesenorm.comparison.sweep import comparisons_of
+from siamesenorm.tasks.language import LanguageTask
+from siamesenorm.training.verdict import judge
 
 Losses = Mapping[float, Sequence[float | None]]
-"""Held-out loss by rate and seed 0, 1, ...: None is not run, NaN diverged."""
+"""Held-out loss by rate and seed 0, 1, ...: None is not run, NaN diverged, above 2.9 not learned."""
+
+FACTS = {"metrics": [metric.to_json() for metric in LanguageTask.metrics], "floor": 3.0, "unit": "nats", "batch": 4}
 
 
-def method(name: str, attention_norm: str = "qk", norm: str = "rmsnorm", **specification: str) -> Method:
-    return Method(
-        name=name,
-        topology=name.partition(" ")[0],
-        norm=norm,
-        attention_norm=attention_norm,
-        specification=tuple(sorted({"topology.name": name, **specification}.items())),
-    )
-
-
-def result(of: Method, rate: float, seed: int, loss: float) -> RunResult:
+def result(method: str, rate: float, seed: int, loss: float) -> RunResult:
     trace = Curve(steps=np.arange(1.0, 41.0), values=np.full(40, 2.5 if math.isnan(loss) else loss))
-    finished = 40 if not math.isnan(loss) else 39
-    training = trace.values.tolist() + ([] if finished == 40 else [math.nan])
+    training = trace.values.tolist()
+    if math.isnan(loss):
+        training[-1] = math.nan
+    records = [
+        {"kind": "model", "steps": 40, "warmup_steps": 0, "floor": 3.0, "scale": 1.0},
+        *({"kind": "train", "step": step, "loss": value} for step, value in enumerate(training, start=1)),
+        {"kind": "validation", "step": 40, "loss": 2.5 if math.isnan(loss) else loss},
+    ]
+    part = Part.SELECTION if seed == 0 else Part.REPORT
     return RunResult(
-        path=Path(f"{of.name}-{rate}-{seed}"), method=of, learning_rate=rate, seed=seed, status="finished",
-        verdict=judge(training, unigram_entropy=3.0), train_loss=loss, held_out_loss=loss, held_out_step=40, steps=40,
-        steps_done=40, batch_tokens=64, train_tokens_available=64 * 40, parameters=1000, flops_per_token=6000.0,
-        step_seconds=0.1, peak_memory_bytes=2**20, unigram_entropy=3.0, losses=trace, gradient_norms=trace,
-        config={"model": {}, "data": {"digest": "d"}}, environment={},
+        path=Path(f"{method}-{rate}-{seed}"),
+        planned=PlannedRun(method=method, learning_rate=rate, seed=seed, part=part, label=method),
+        status="finished", verdict=judge(records), train_loss=loss,
+        held_out={"loss": loss, "perplexity": math.exp(loss)}, first_held_out={}, held_out_step=40, steps=40,
+        steps_done=40, step_seconds=0.1, peak_memory_bytes=2**20, losses=trace, gradient_norms=trace,
+        facts={**FACTS, "attention_norm": "qkv-head" if method in (CONTROL, SIAMESE) else "qk"},
+        config={"task": {"model": {}}, "batch": 4}, environments=(),
     )  # fmt: skip
 
 
-def findings(results: Mapping[Method, Losses]) -> Findings:
+def findings(
+    results: Mapping[str, Losses], comparisons: Sequence[PlannedComparison] | None = None, **absent: PlannedRun
+) -> Findings:
     runs = [
         result(of, rate, seed, loss)
         for of, by_rate in results.items()
@@ -65,20 +57,24 @@ def findings(results: Mapping[Method, Losses]) -> Findings:
         for seed, loss in enumerate(losses)
         if loss is not None
     ]
-    return find(SweepResults(path=Path("s"), runs=tuple(runs), missing=(), data={}, command=None, selection_seed=0))
+    if comparisons is None:
+        comparisons = [
+            PlannedComparison(method=of, baseline=PRE, kind=ComparisonKind.TOPOLOGY)
+            for of in results
+            if of != PRE and PRE in results
+        ]
+    plan = ExperimentPlan(
+        runs={run.path.name: run.planned for run in runs} | absent, comparisons=tuple(comparisons), jobs=1
+    )
+    return find(ExperimentResults(path=Path("s"), plan=plan, runs=tuple(runs)))
 
 
-PRE, CONTROL, POST, SIAMESE = (
-    method("pre"),
-    method("pre + qkv", "qkv-head"),
-    method("post"),
-    method("siamese", "qkv-head"),
-)
+PRE, CONTROL, POST, SIAMESE = "pre", "pre + qkv", "post", "siamese"
 NAN = math.nan
 
 
-def told(of: Findings, topic: str) -> str:
-    return " ".join(each.text for each in [*conclusions(of), *footnotes(of)] if each.topic == topic)
+def text_of(of: Findings, topic: str) -> str:
+    return " ".join(each.text for each in [*conclusions(of), *definitions(of)] if each.topic == topic)
 
 
 def test_the_rate_is_chosen_on_the_selection_seed_and_reported_on_the_others() -> None:
@@ -94,25 +90,25 @@ def test_the_rate_is_chosen_on_the_selection_seed_and_reported_on_the_others() -
 @pytest.mark.parametrize(
     ("losses", "chosen", "edge"),
     [
-        ({1e-3: [1.4], 2e-3: [1.5], 4e-3: [1.6]}, 1e-3, LOW_EDGE),
-        ({1e-3: [1.6], 2e-3: [1.5], 4e-3: [1.4]}, 4e-3, HIGH_EDGE),
+        ({1e-3: [1.4], 2e-3: [1.5], 4e-3: [1.6]}, 1e-3, Edge.LOW),
+        ({1e-3: [1.6], 2e-3: [1.5], 4e-3: [1.4]}, 4e-3, Edge.HIGH),
         ({1e-3: [1.6], 2e-3: [1.5], 4e-3: [NAN]}, 2e-3, None),
-        ({1e-3: [1.6], 2e-3: [NAN], 4e-3: [NAN]}, 1e-3, LOW_EDGE),
-        ({1e-3: [1.6], 2e-3: [1.5], 4e-3: [None]}, 2e-3, HIGH_EDGE),
-        ({1e-3: [1.6]}, 1e-3, ONLY_RATE),
+        ({1e-3: [1.6], 2e-3: [NAN], 4e-3: [NAN]}, 1e-3, Edge.LOW),
+        ({1e-3: [1.6], 2e-3: [1.5], 4e-3: [None]}, 2e-3, Edge.HIGH),
+        ({1e-3: [1.6]}, 1e-3, Edge.ONLY),
     ],
 )
 def test_a_best_rate_at_the_edge_of_what_was_tried_is_flagged(losses: Losses, chosen: float, edge: str | None) -> None:
     found = findings({PRE: losses})
     assert (found.choices[PRE].learning_rate, found.choices[PRE].edge) == (chosen, edge)
-    assert bool(told(found, "Edge of the grid")) == (edge is not None)
+    assert bool(text_of(found, "Edge of the grid")) == (edge is not None)
 
 
 def test_a_diverged_run_is_never_chosen_however_low_its_loss() -> None:
     found = findings({PRE: {1e-3: [1.5], 2e-3: [NAN]}, POST: {1e-3: [NAN], 2e-3: [NAN]}})
     assert found.choices.keys() == {PRE}
-    assert told(found, "Diverged") == "pre at 2e-3; post at 1e-3 and 2e-3."
-    assert not told(found, "Stable at every rate")
+    assert text_of(found, "Diverged") == "pre at 2e-3; post at 1e-3 and 2e-3."
+    assert not text_of(found, "Stable at every rate")
 
 
 def test_a_clear_difference_is_confirmed_and_a_vague_one_is_not() -> None:
@@ -121,17 +117,17 @@ def test_a_clear_difference_is_confirmed_and_a_vague_one_is_not() -> None:
             PRE: {1e-3: [1.50, 1.500, 1.520, 1.480, 1.510]},
             POST: {1e-3: [1.50, 1.490, 1.560, 1.460, 1.520]},
             SIAMESE: {1e-3: [1.40, 1.400, 1.421, 1.382, 1.409]},
-            method("deepnorm"): {1e-3: [1.60, 1.600, 1.621, 1.582, 1.609]},
+            "deepnorm": {1e-3: [1.60, 1.600, 1.621, 1.582, 1.609]},
         }
     )
-    by_method = {comparison.method.name: comparison for comparison in found.comparisons}
+    by_method = {comparison.method: comparison for comparison in found.comparisons}
     assert [by_method[name].conclusion for name in ("post", "siamese", "deepnorm")] == [
-        NOT_CONFIRMED, CONFIRMED_LOWER, CONFIRMED_HIGHER,
+        Conclusion.NOT_CONFIRMED, Conclusion.CONFIRMED_LOWER, Conclusion.CONFIRMED_HIGHER,
     ]  # fmt: skip
     assert by_method["siamese"].difference.by_seed == pytest.approx({1: -0.1, 2: -0.099, 3: -0.098, 4: -0.101})
-    assert "siamese against pre −0.0995 nats" in told(found, "Confirmed")
-    assert told(found, "Not confirmed") == "post against pre +0.0050 nats (the intervals include zero)."
-    lowest = told(found, "Lowest held-out loss")
+    assert "siamese against pre −0.0995 nats" in text_of(found, "Confirmed")
+    assert text_of(found, "Not confirmed") == "post against pre +0.0050 nats (the Holm intervals include zero)."
+    lowest = text_of(found, "Lowest held-out loss")
     assert lowest.startswith("siamese at 1e-3, 1.4030 nats (PPL 4.068, 4 seeds). Next is pre, 0.0995 nats above")
     assert lowest.endswith("; the difference is confirmed.")
 
@@ -141,7 +137,7 @@ def test_pairing_removes_what_seeds_have_in_common() -> None:
     found = findings(
         {PRE: {1e-3: seeds}, SIAMESE: {1e-3: [seed - 0.01 - 0.001 * (i % 2) for i, seed in enumerate(seeds)]}}
     )
-    assert found.comparisons[0].conclusion == CONFIRMED_LOWER
+    assert found.comparisons[0].conclusion == Conclusion.CONFIRMED_LOWER
     spread = found.choices[SIAMESE].outcome.held_out_loss
     assert spread is not None and spread.half_width is not None and spread.half_width > 0.5
 
@@ -150,26 +146,27 @@ def test_the_corrected_interval_is_wider_with_more_tests() -> None:
     losses = [1.5, 1.50, 1.52, 1.51]
     lower = [loss - 0.1 + 0.01 * math.sin(index) for index, loss in enumerate(losses)]
     alone = findings({PRE: {1e-3: losses}, SIAMESE: {1e-3: lower}})
-    crowd = findings(
-        {PRE: {1e-3: losses}, SIAMESE: {1e-3: lower}} | {method(f"m{i}"): {1e-3: losses} for i in range(4)}
-    )
+    crowd = findings({PRE: {1e-3: losses}, SIAMESE: {1e-3: lower}} | {f"m{i}": {1e-3: losses} for i in range(4)})
     widths = []
     for found in (alone, crowd):
         comparison = found.comparison(SIAMESE, PRE)
-        assert comparison is not None and comparison.interval is not None
-        widths.append(comparison.interval.half_width)
+        assert comparison is not None and comparison.corrected is not None and comparison.interval is not None
+        widths.append(comparison.corrected.half_width)
+        assert comparison.interval.half_width == pytest.approx(
+            student_t_quantile(0.95, 2) * np.std(list(comparison.difference.by_seed.values()), ddof=1) / math.sqrt(3)
+        ), "the printed 95 % interval is the t interval, whatever the number of tests"
     assert widths[1] / widths[0] == pytest.approx(student_t_quantile(0.99, 2) / student_t_quantile(0.95, 2))
 
 
 def test_one_seed_gives_a_difference_without_an_interval() -> None:
     found = findings({PRE: {1e-3: [1.5]}, SIAMESE: {1e-3: [1.4]}})
     comparison = found.comparisons[0]
-    assert (comparison.conclusion, comparison.decision) == (ONE_SEED, None)
+    assert (comparison.conclusion, comparison.decision) == (Conclusion.ONE_SEED, None)
     assert comparison.interval is not None and comparison.interval.mean == pytest.approx(-0.1)
     assert comparison.interval.half_width is None
     assert found.choices[SIAMESE].on_selection_seed
-    assert told(found, "Confirmed").startswith("Nothing: no two methods share two seeds")
-    assert "one seed, which also chose the rate" in told(found, "Lowest held-out loss")
+    assert text_of(found, "Confirmed").startswith("Nothing: no two methods share two seeds")
+    assert "one seed, which also chose the rate" in text_of(found, "Lowest held-out loss")
 
 
 def test_a_method_with_the_selection_seed_alone_is_compared_on_that_seed() -> None:
@@ -179,49 +176,52 @@ def test_a_method_with_the_selection_seed_alone_is_compared_on_that_seed() -> No
 
 def test_a_seed_that_diverged_forbids_a_confirmation() -> None:
     found = findings({PRE: {1e-3: [1.5, 1.50, 1.52, 1.51]}, POST: {1e-3: [1.3, 1.30, 1.321, NAN]}})
-    assert found.comparisons[0].conclusion == SOME_DIVERGED
-    assert "the order of the two is not tested here" in told(found, "Lowest held-out loss")
+    assert found.comparisons[0].conclusion == Conclusion.SOME_DIVERGED
+    assert "the order of the two is not tested here" in text_of(found, "Lowest held-out loss")
     assert found.choices[POST].diverged == 1
-    assert told(found, "Diverged") == "post at 1e-3 (1 of 4 seeds)."
+    assert text_of(found, "Diverged") == "post at 1e-3 (1 of 4 seeds)."
     lost = findings({PRE: {1e-3: [1.5, 1.5]}, POST: {1e-3: [1.3, NAN]}})
-    assert lost.comparisons[0].conclusion == NOT_COMPARABLE
+    assert lost.comparisons[0].conclusion == Conclusion.NOT_COMPARABLE
 
 
-def test_qkv_norm_is_compared_with_its_control_row_too() -> None:
+def test_the_plan_names_the_baselines_and_nothing_else_is_compared() -> None:
     losses: Losses = {1e-3: [1.5, 1.5]}
-    with_control = findings({PRE: losses, CONTROL: losses, POST: losses, SIAMESE: losses})
-    pairs = {(each.method.name, each.baseline.name) for each in with_control.comparisons}
-    assert pairs == {("pre + qkv", "pre"), ("post", "pre"), ("siamese", "pre"), ("siamese", "pre + qkv")}
-    assert not told(with_control, "Control row missing")
+    planned = [
+        PlannedComparison(method=SIAMESE, baseline=CONTROL, kind=ComparisonKind.CONTROL),
+        PlannedComparison(method=SIAMESE, baseline="absent", kind=ComparisonKind.TOPOLOGY),
+    ]
+    found = findings({PRE: losses, CONTROL: losses, POST: losses, SIAMESE: losses}, planned)
+    assert [(each.method, each.baseline) for each in found.comparisons] == [(SIAMESE, CONTROL)]
+    assert not text_of(found, "Control row missing")
     without = findings({PRE: losses, SIAMESE: losses})
-    assert told(without, "Control row missing").startswith(
-        "No pre with QKV-norm and the same norm was run beside siamese,"
-    )
-    assert lacks_control([PRE, CONTROL, SIAMESE]) == [] and lacks_control([PRE, SIAMESE]) == [SIAMESE]
+    assert SIAMESE in text_of(without, "Control row missing")
+    assert text_of(findings({PRE: losses, "deepnorm": losses}, []), "Without baseline")
 
 
-def test_the_baseline_is_the_pre_norm_configured_most_alike() -> None:
-    shallow, deep = method("pre", depth="4"), method("pre · deep", depth="8")
-    assert baseline_of(method("siamese", depth="8"), [shallow, deep]) is deep
-    assert baseline_of(method("post", depth="4"), [shallow, deep]) is shallow
-    assert baseline_of(POST, [POST, CONTROL]) is None
-    assert control_of(POST, [PRE, CONTROL]) is None
+def planned_pairs(*methods: str) -> dict[tuple[str, str], ComparisonKind]:
+    return {(each.method, each.baseline): each.kind for each in comparisons_of(methods, template())}
 
 
-def test_a_reference_and_a_control_have_the_norm_of_the_method() -> None:
-    ours = method("siamese + seednorm", "qkv-head", "seednorm")
-    assert baseline_of(ours, [PRE, CONTROL, ours]) is None and lacks_control([PRE, CONTROL, ours]) == [ours]
-    control, reference = method("pre + qkv + seednorm", "qkv-head", "seednorm"), method("pre + s", norm="seednorm")
-    assert control_of(ours, [CONTROL, control]) is control and baseline_of(ours, [PRE, reference]) is reference
-    heads = {"norm.heads": "4"}
-    four = method("siamese + seednorm:heads=4", "qkv-head", "seednorm", **heads)
-    assert control_of(four, [control]) is None
-    assert control_of(four, [control, same := method("pre + four", "qkv-head", "seednorm", **heads)]) is same
-    losses: Losses = {1e-3: [1.5]}
-    found = findings({PRE: losses, CONTROL: losses, ours: losses})
-    assert [each.method for each in found.comparisons] == [CONTROL]
-    assert told(found, "Control row missing").startswith("No pre with QKV-norm and the same norm was run beside siam")
-    assert told(found, "Reference row missing") == "No pre with the same norm was run beside siamese + seednorm."
+def test_topologies_operators_and_ablations_have_baselines_that_differ_in_one_thing() -> None:
+    kind = ComparisonKind
+    assert planned_pairs("pre", "pre + qkv", "post", "siamese") == {
+        ("pre + qkv", "pre"): kind.ABLATION,
+        ("post", "pre"): kind.TOPOLOGY,
+        ("siamese", "pre"): kind.TOPOLOGY,
+        ("siamese", "pre + qkv"): kind.CONTROL,
+    }
+    assert planned_pairs("pre", "pre + seednorm") == {("pre + seednorm", "pre"): kind.OPERATOR}
+    option = "siamese:depth_scale=none"
+    assert planned_pairs("siamese", option) == {(option, "siamese"): kind.ABLATION}
+    assert planned_pairs("pre", "pre + seednorm", "pre + qkv + seednorm", "siamese", "siamese + seednorm") == {
+        ("pre + seednorm", "pre"): kind.OPERATOR,
+        ("pre + qkv + seednorm", "pre + seednorm"): kind.ABLATION,
+        ("siamese", "pre"): kind.TOPOLOGY,
+        ("siamese + seednorm", "pre + seednorm"): kind.TOPOLOGY,
+        ("siamese + seednorm", "pre + qkv + seednorm"): kind.CONTROL,
+        ("siamese + seednorm", "siamese"): kind.OPERATOR,
+    }
+    assert planned_pairs("siamese + seednorm", "pre") == {}, "two things differ"
 
 
 def test_methods_are_ranked_on_the_seeds_they_share() -> None:
@@ -229,42 +229,62 @@ def test_methods_are_ranked_on_the_seeds_they_share() -> None:
     found = findings({PRE: {1e-3: [1.50, 1.70, 1.72]}, POST: {1e-3: [1.60]}, SIAMESE: {1e-3: [1.40, 1.65, 1.64]}})
     assert [choice.method for choice in found.ranked()] == [SIAMESE, PRE, POST]
     assert not found.same_seeds
-    lowest = told(found, "Lowest held-out loss")
+    lowest = text_of(found, "Lowest held-out loss")
     assert lowest.startswith("siamese at 1e-3, 1.6450 nats (PPL 5.181, 2 seeds). Next is pre, 0.0650 nats above;")
     alone = findings({POST: {1e-3: [1.60]}, SIAMESE: {1e-3: [1.40, 1.65, 1.64]}})
-    assert "Next is post, 0.2000 nats above on seed 0;" in told(alone, "Lowest held-out loss")
+    assert "Next is post, 0.2000 nats above on seed 0;" in text_of(alone, "Lowest held-out loss")
 
 
 def test_the_first_two_are_in_the_order_of_the_seeds_they_share() -> None:
     found = findings({PRE: {1e-3: [1.40, 1.70, 1.72]}, POST: {1e-3: [1.60]}, SIAMESE: {1e-3: [1.41, 1.60, 1.61]}})
     assert [choice.method for choice in found.ranked()] == [SIAMESE, PRE, POST]
-    assert "Next is pre, 0.1050 nats above;" in told(found, "Lowest held-out loss")
+    assert "Next is pre, 0.1050 nats above;" in text_of(found, "Lowest held-out loss")
 
 
 def test_outcomes_at_a_rate_are_over_the_same_seeds() -> None:
     found = findings({PRE: {1e-3: [1.5, 1.3, NAN]}, POST: {1e-3: [1.4], 2e-3: [1.6, 1.7]}})
-    seeds = {(of.name, rate): [run.seed for run in each.runs] for (rate, of), each in found.outcomes.items()}
+    seeds = {(of, rate): [run.seed for run in each.runs] for (rate, of), each in found.outcomes.items()}
     assert seeds == {("pre", 1e-3): [0], ("post", 1e-3): [0], ("post", 2e-3): [0, 1]}
-    assert told(found, "Diverged") == "pre at 1e-3 (1 of 3 seeds)."
-    assert told(found, "Stable at every rate") == "post."
-    assert "every method has finished at that rate" in told(found, "Seeds")
+    assert text_of(found, "Diverged") == "pre at 1e-3 (1 of 3 seeds)."
+    assert text_of(found, "Stable at every rate") == "post."
+    assert "every method has finished at that rate" in text_of(found, "Seeds")
 
 
-def test_sensitivity_is_the_mean_excess_over_the_grid_capped_at_the_unigram_entropy() -> None:
+def test_sensitivity_counts_a_diverged_rate_as_nothing_learned() -> None:
+    """Whatever the run's own last losses were: here they are low."""
     found = findings(
         {
             PRE: {1e-3: [1.6], 2e-3: [1.5], 4e-3: [1.7]},
             POST: {1e-3: [1.6], 2e-3: [NAN], 4e-3: [NAN]},
             SIAMESE: {1e-3: [1.6], 2e-3: [1.5]},
+            "deepnorm": {1e-3: [NAN], 2e-3: [NAN], 4e-3: [NAN]},
         }
     )
     assert found.sensitivities == {PRE: pytest.approx(0.1), POST: pytest.approx((0.0 + 1.4 + 1.4) / 3)}
+    assert findings({PRE: {1e-3: [1.5]}}).sensitivities == {}, "a single rate says nothing"
+
+
+def test_a_run_that_did_not_learn_keeps_its_number_and_its_word() -> None:
+    found = findings({PRE: {1e-3: [1.5], 2e-3: [2.95]}, POST: {1e-3: [2.96], 2e-3: [2.97]}})
+    lost = found.outcomes[2e-3, PRE]
+    assert (lost.verdict, lost.all_diverged, lost.whole) == ("not learned", False, True)
+    assert lost.held_out_loss is not None and lost.held_out_loss.mean == 2.95
+    assert text_of(found, "Not learned") == "pre at 2e-3; post at 1e-3 and 2e-3."
+    assert text_of(found, "Diverged") == "No finished run."
+    assert not text_of(found, "Stable at every rate")
+    assert found.choices[POST].learning_rate == 1e-3
+
+
+def test_stable_at_every_rate_is_said_only_of_methods_whose_runs_have_all_ended() -> None:
+    planned = PlannedRun(method=PRE, learning_rate=4e-3, seed=0, part=Part.SELECTION, label=PRE)
+    found = findings({PRE: {1e-3: [1.5], 2e-3: [1.6]}, POST: {1e-3: [1.5], 2e-3: [1.6], 4e-3: [1.7]}}, absent=planned)
+    assert text_of(found, "Stable at every rate") == "post."
 
 
 def test_outcomes_hold_the_worst_verdict_and_the_seeds_that_survived() -> None:
     outcome = findings({POST: {1e-3: [1.4, NAN, 1.6]}}).outcomes[1e-3, POST]
     assert (outcome.verdict, outcome.with_verdict, outcome.all_diverged) == ("diverged", 1, False)
     assert outcome.held_out_loss is not None and outcome.held_out_loss.count == 2
-    assert outcome.held_out_perplexity is not None
-    assert outcome.held_out_perplexity.mean == pytest.approx((math.exp(1.4) + math.exp(1.6)) / 2)
+    perplexity = outcome.metric("perplexity")
+    assert perplexity is not None and perplexity.mean == pytest.approx((math.exp(1.4) + math.exp(1.6)) / 2)
     assert outcome.median(lambda run: run.seed) == 1

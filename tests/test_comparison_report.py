@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from comparison_sweeps import METHODS, runs_of, write_sweep
-from siamesenorm.cli.report import show_report
+from comparison_sweeps import METHODS, runs_of, write_run, write_sweep
+from siamesenorm.cli.report import ReportArguments, build_report, run
 from siamesenorm.comparison import page
-from siamesenorm.comparison.findings import find
 from siamesenorm.comparison.report import ReportPaths, write_report
-from siamesenorm.comparison.results import read_sweep
 from siamesenorm.comparison.theme import DARK, LIGHT
 from siamesenorm.errors import UserError
 
@@ -51,7 +49,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> ReportPaths:
     runs[-1] = dataclasses.replace(runs[-1], until=20)
     command = 'siamesenorm sweep --methods pre "pre + qkv" post siamese <here>'
     sweep = write_sweep(directory / "sweep", runs, missing=["never"], command=command)
-    return write_report(find(read_sweep(sweep)), directory / "out")
+    return write_report(build_report(sweep), directory / "out")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +62,7 @@ def outline(report: ReportPaths) -> Outline:
 
 def test_all_parts_are_written_and_nothing_else(report: ReportPaths) -> None:
     out = report.page.parent
-    parts = [report.page, report.markdown, report.runs, report.comparisons, *report.figures]
+    parts = [report.page, report.markdown, *report.records, *report.figures]
     assert sorted(path for path in out.rglob("*") if path.is_file()) == sorted(parts)
     assert all(path.stat().st_size for path in parts)
     assert Counter(path.suffix for path in report.figures) == {".svg": 12, ".png": 6}
@@ -90,7 +88,7 @@ def test_every_figure_is_there_for_both_colour_schemes(outline: Outline) -> None
 def test_the_page_says_in_text_what_its_figures_show(outline: Outline) -> None:
     for image in outline.all("img"):
         assert len(str(image["alt"])) > 40
-    assert len(outline.all("figcaption")) == 6 and len(outline.all("caption")) == 2
+    assert len(outline.all("figcaption")) == 6 and len(outline.all("caption")) == 3
     assert [name for name, _ in outline.elements if name in ("h1", "h2")][0] == "h1"
     assert len(outline.all("h1")) == 1 and len(outline.all("main")) == 1
     assert all(each.get("scope") for each in outline.all("th"))
@@ -98,16 +96,18 @@ def test_the_page_says_in_text_what_its_figures_show(outline: Outline) -> None:
 
 def test_tables_scroll_inside_a_region_that_the_keyboard_reaches(outline: Outline) -> None:
     regions = [each for each in outline.all("div") if "scroll" in str(each.get("class"))]
-    assert len(regions) == 2
+    assert len(regions) == 3
     assert all(each["tabindex"] == "0" and each["role"] == "region" and each["aria-label"] for each in regions)
 
 
 def test_the_page_tells_how_to_repeat_it_what_is_missing_and_where_it_ran(report: ReportPaths) -> None:
     text = report.page.read_text()
     assert "siamesenorm sweep --methods pre &quot;pre + qkv&quot; post siamese &lt;here&gt;" in text
-    assert "siamese at 8e\u20113, seed 2: 20 of 60 steps." in text and "<dt>never</dt><dd>not started.</dd>" in text
+    assert "siamese @ 0.008, seed 2: 20 of 60 steps." in text and "<dt>never</dt><dd>not started.</dd>" in text
     assert "<dt>torch</dt><dd>2.13.0+cpu</dd>" in text
     assert "2 of 25 runs" in text
+    assert "<title>pre, pre + qkv, post and siamese on the built-in corpus</title>" in text
+    assert "https://arxiv.org/abs/" in text
 
 
 def test_the_markdown_shows_figures_that_exist(report: ReportPaths) -> None:
@@ -115,7 +115,7 @@ def test_the_markdown_shows_figures_that_exist(report: ReportPaths) -> None:
     shown = re.findall(r'(?:src|srcset)="([^"]+)"', text)
     assert len(shown) == 12
     assert all((report.markdown.parent / path).is_file() for path in shown)
-    assert text.startswith(f"# {page.TITLE}\n") and "## How to repeat it" in text
+    assert text.startswith("# pre, pre + qkv, post and siamese on") and "## How to repeat it" in text
 
 
 def variables(stylesheet: str) -> dict[str, str]:
@@ -127,7 +127,7 @@ def test_figures_lie_on_cards_of_their_own_colour_and_pills_can_be_read() -> Non
     light, dark = stylesheet.split("@media (prefers-color-scheme: dark)")
     for colors, theme in ((variables(light), LIGHT), (variables(dark.split("@media")[0]), DARK)):
         assert (colors["surface"], colors["ink"], colors["muted"]) == (theme.surface, theme.ink, theme.muted)
-        for tone in ("good", "warn", "bad"):
+        for tone in ("good", "warn", "dull", "bad"):
             assert contrast(colors[tone], colors[f"{tone}-fill"]) > 4.5
         assert contrast(colors["muted"], colors["fill"]) > 4.5 and contrast(colors["accent"], colors["surface"]) > 4.5
 
@@ -148,22 +148,32 @@ def test_a_failure_leaves_the_old_report_whole(report: ReportPaths, monkeypatch:
     def fail(*_: object) -> str:
         raise RuntimeError("no page")
 
-    monkeypatch.setattr("siamesenorm.comparison.report.figures", lambda findings: [])
+    monkeypatch.setattr("siamesenorm.comparison.report.render", lambda *parts: b"")
     monkeypatch.setattr("siamesenorm.comparison.report.render_page", fail)
-    with pytest.raises(RuntimeError, match="no page"):
-        write_report(find(read_sweep(report.page.parent.parent / "sweep")), report.page.parent)
+    with pytest.raises(RuntimeError):
+        write_report(build_report(report.page.parent.parent / "sweep"), report.page.parent)
     assert {path: path.read_bytes() for path in report.page.parent.rglob("*") if path.is_file()} == before
 
 
-def test_what_cannot_be_read_or_written_is_one_line(
+def test_what_cannot_be_read_or_written_is_refused(
     tmp_path: Path, report: ReportPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("siamesenorm.comparison.report.figures", lambda findings: [])
-    monkeypatch.setattr("siamesenorm.comparison.report.render_page", lambda *parts: "page")
-    with pytest.raises(UserError, match=r"no sweep\.json"):
-        show_report(tmp_path, tmp_path / "out")
+    monkeypatch.setattr("siamesenorm.comparison.report.render", lambda *parts: b"")
+    with pytest.raises(UserError):
+        run(ReportArguments(directory=tmp_path, out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match="file"):
-        show_report(report.page.parent.parent / "sweep", tmp_path / "file")
+    with pytest.raises(UserError):
+        run(ReportArguments(directory=report.page.parent.parent / "sweep", out=tmp_path / "file"))
     assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_a_single_run_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "run", runs_of([METHODS[2]], steps=60)[1])
+    run(ReportArguments(directory=tmp_path / "run", title="One <run>"))
+    text = (tmp_path / "run/report/report.html").read_text()
+    assert "<h1>One &lt;run&gt;</h1>" in text and "<dt>Verdict</dt><dd>diverged" in text
+    assert {path.name for path in (tmp_path / "run/report/figures").glob("*.png")} == {
+        "loss-8e-3.png",
+        "gradient-norm-8e-3.png",
+    }

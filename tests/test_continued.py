@@ -15,22 +15,33 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from siamesenorm.cli import main
-from siamesenorm.comparison.findings import CONFIRMED_LOWER, NOT_CONFIRMED, SOME_DIVERGED
-from siamesenorm.comparison.renderings import for_markdown
-from siamesenorm.comparison.results import read_run
+from siamesenorm.comparison import experiment as experiment_module
+from siamesenorm.comparison.experiment import Experiment
+from siamesenorm.comparison.findings import Conclusion
+from siamesenorm.comparison.plan import ExperimentPlan, Part, PlannedRun, read_plan
+from siamesenorm.comparison.results import ExperimentResults, read_experiment, read_run
+from siamesenorm.comparison.tables import for_markdown
 from siamesenorm.data import PreparedData, TokenSamples
 from siamesenorm.errors import UserError
 from siamesenorm.models.language import LanguageModel
-from siamesenorm.recipes.continued import Arm, Experiment, bases, conclusions, find, gaps, read_results
-from siamesenorm.recipes.continued import training as recipe
-from siamesenorm.recipes.continued.results import BaseRun, ContinuedRun, Results
+from siamesenorm.norms import NormSpec
+from siamesenorm.recipes.continued import ContinuedPlan, Variant
+from siamesenorm.recipes.continued_report import (
+    ContinuedFindings,
+    bases_table,
+    conclusions,
+    continuations_table,
+    find_continued,
+)
+from siamesenorm.topologies import build_topology
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.curves import read_loss_curve
-from siamesenorm.training.loop import train
+from siamesenorm.training.instruments import Instrument
+from siamesenorm.training.loop import TrainingLoop, train
 from siamesenorm.training.run_directory import RunDirectory
-from siamesenorm.training.stability import judge_curve
-from siamesenorm.training.start import resolve_continued
-from training_runs import records, tiny_plan, tiny_run, write_data
+from siamesenorm.training.verdict import judge
+from siamesenorm.training.warm_start import continue_run, start_defaults
+from training_runs import edit_json, records, tiny_plan, tiny_run, with_model, write_data
 
 ROOT = Path(__file__).parents[1]
 EXACT = "siamese-post-pre:normalized_input=false"
@@ -51,8 +62,10 @@ def source(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def continued(data: Path, source: Path, topology: str = "pre", **changes: Any) -> RunConfig:
-    model = {"size": "mini", **dict.fromkeys(("depth", "dim", "heads", "hidden", "context")), "topology": topology}
-    return resolve_continued(tiny_plan(data, model={**model, **changes.pop("model", {})}, **changes), source)
+    fields = {"topology": build_topology(topology), **changes.pop("model", {})}
+    if "norm" in fields:
+        fields["norm"] = NormSpec.parse(fields["norm"])
+    return continue_run(with_model(start_defaults(tiny_plan(data, **changes), source), **fields), source)
 
 
 def last_model(run: Path) -> dict[str, torch.Tensor]:
@@ -66,19 +79,15 @@ def last_loss(run: Path) -> float:
 class Killed(Exception): ...
 
 
-class Killer:
-    """An observer that ends the process, as far as a test can, once a record was written."""
+class Killer(Instrument):
+    """Ends the process, as far as a test can, once a record was written."""
 
     def __init__(self, **moment: Any) -> None:
         self.moment = moment
 
-    def recorded(self, record: dict[str, Any]) -> None:
+    def on_record(self, loop: TrainingLoop, record: dict[str, Any]) -> None:
         if self.moment.items() <= record.items():
             raise Killed
-
-    def started(self, *_: Any) -> None: ...
-    def told(self, *_: Any) -> None: ...
-    def ended(self, *_: Any) -> None: ...
 
 
 # --- configuration and identity
@@ -86,30 +95,30 @@ class Killer:
 
 def test_a_run_from_scratch_is_what_it_was(data: Path) -> None:
     config = tiny_run(data)
-    assert "start" not in config.to_json()
+    assert config.to_json()["warm_start"] is None
     assert RunConfig.from_json(config.to_json()).identity == config.identity
 
 
 def test_a_start_counts_by_its_run_and_not_by_its_path(data: Path, source: Path, tmp_path: Path) -> None:
     config = continued(data, source)
     moved = shutil.copytree(source, tmp_path / "moved")
-    assert config.start is not None and config.start.run == RunDirectory(source).read_config().identity
+    assert config.warm_start is not None and config.warm_start.run == RunDirectory(source).read_config().identity
     assert continued(data, moved).identity == config.identity
     assert RunConfig.from_json(config.to_json()) == config
     others = [
-        dataclasses.replace(config, start=None),
-        dataclasses.replace(config, start=dataclasses.replace(config.start, run="0" * 64)),
-        dataclasses.replace(config, start=dataclasses.replace(config.start, position=0)),
+        dataclasses.replace(config, warm_start=None),
+        dataclasses.replace(config, warm_start=dataclasses.replace(config.warm_start, run="0" * 64)),
+        dataclasses.replace(config, warm_start=dataclasses.replace(config.warm_start, position=0)),
     ]
     assert len({config.identity, *(other.identity for other in others)}) == 4
 
 
 def test_the_model_is_that_of_the_source(data: Path, source: Path) -> None:
-    old, new = RunDirectory(source).read_config().model, continued(data, source, EXACT).model
+    old, new = RunDirectory(source).read_config().task.model, continued(data, source, EXACT).task.model
     assert new.topology.gated_opening and not new.topology.normalized_input
     assert dataclasses.replace(new, topology=old.topology) == old
-    assert continued(data, source, "pre", model={"norm": "seednorm"}).model.norm.name == "seednorm"
-    assert continued(data, source, model={"dropout": 0.1, "context": 8}).model.context == 8
+    assert continued(data, source, "pre", model={"norm": "seednorm"}).task.model.norm.name == "seednorm"
+    assert continued(data, source, model={"dropout": 0.1, "context": 8}).task.model.context == 8
 
 
 # --- training
@@ -134,31 +143,31 @@ def test_it_begins_where_the_source_ended(
     assert first["step"] == 0
     assert abs(first["loss"] - last_loss(source)) <= near
     (told,) = [record["start"] for record in records(tmp_path / "run", "model")]
-    assert told["run"] == config.start.run and (not told["differences"]) == (near == 0)
+    assert told["run"] == config.warm_start.run and (not told["differences"]) == (near == 0)
 
 
 def test_the_data_go_on_behind_the_source(data: Path, source: Path, tmp_path: Path) -> None:
     """The first loss is that of the source's model on the samples after those it has seen."""
     train(continued(data, source, EXACT, steps=2), tmp_path / "run")
     config = RunDirectory(source).read_config()
-    model = LanguageModel(config.model)
+    model = LanguageModel(config.task.model)
     model.load_state_dict(last_model(source))
-    samples = TokenSamples(PreparedData.open(data), "train", config.model.context, config.seed)
+    samples = TokenSamples(PreparedData.open(data), "train", config.task.model.context, config.seed)
     batch = torch.from_numpy(samples.batch(SOURCE_STEPS * SAMPLES, SAMPLES))
     loss = F.cross_entropy(model(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())
     assert records(tmp_path / "run", "train")[0]["loss"] == pytest.approx(loss.item(), abs=1e-6)
 
 
 def test_another_order_of_the_data_begins_at_its_front(data: Path, source: Path) -> None:
-    assert continued(data, source).start.position == SOURCE_STEPS * SAMPLES
-    assert continued(data, source, seed=1).start.position == 0
-    assert continued(data, source, model={"context": 8}).start.position == 0
+    assert continued(data, source).warm_start.position == SOURCE_STEPS * SAMPLES
+    assert continued(data, source, seed=1).warm_start.position == 0
+    assert continued(data, source, model={"context": 8}).warm_start.position == 0
 
 
 def test_a_chain_of_runs_passes_over_all_of_their_samples(data: Path, source: Path, tmp_path: Path) -> None:
     train(continued(data, source, EXACT, steps=5), tmp_path / "second")
     third = continued(data, tmp_path / "second", f"{EXACT},gated_opening=true")
-    assert third.start.position == (SOURCE_STEPS + 5) * SAMPLES
+    assert third.warm_start.position == (SOURCE_STEPS + 5) * SAMPLES
     train(dataclasses.replace(third, steps=5), tmp_path / "third")
     assert records(tmp_path / "third", "validation")[0]["loss"] == last_loss(tmp_path / "second")
 
@@ -172,9 +181,9 @@ def test_interrupted_it_ends_with_the_same_bits_and_needs_its_source_no_more(
     train(config, tmp_path / "whole")
     for moment in ({"kind": "model"}, {"kind": "validation", "step": 0}, {"kind": "train", "step": 3}):
         with pytest.raises(Killed):
-            train(config, tmp_path / "killed", observers=(Killer(**moment),))
+            train(config, tmp_path / "killed", instruments=(Killer(**moment),))
     with pytest.raises(Killed):
-        train(config, tmp_path / "killed", observers=(Killer(kind="train", step=6),))
+        train(config, tmp_path / "killed", instruments=(Killer(kind="train", step=6),))
     shutil.rmtree(tmp_path / "source")
     train(config, tmp_path / "killed")
     assert records(tmp_path / "killed") == records(tmp_path / "whole")
@@ -193,10 +202,9 @@ def refused(config: RunConfig, out: Path) -> str:
 def test_sources_that_are_none(data: Path, source: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(source, tmp_path / "source")
     config = continued(data, copied)
-    assert config.start is not None
-    model = dataclasses.replace(config.model, depth=3)
-    assert "depth of a model" in refused(dataclasses.replace(config, model=model), tmp_path / "out")
-    other = dataclasses.replace(config, start=dataclasses.replace(config.start, run="0" * 64))
+    assert config.warm_start is not None
+    assert "depth of a model" in refused(with_model(config, depth=3), tmp_path / "out")
+    other = dataclasses.replace(config, warm_start=dataclasses.replace(config.warm_start, run="0" * 64))
     assert "restore that run" in refused(other, tmp_path / "out")
     (copied / "verdict.json").unlink()
     assert "is not finished" in refused(config, tmp_path / "out")
@@ -211,9 +219,13 @@ def test_sources_that_are_none(data: Path, source: Path, tmp_path: Path) -> None
 
 def test_a_source_that_gave_up_early_has_no_last_weights(data: Path, source: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(source, tmp_path / "source")
-    shutil.rmtree(max((copied / "checkpoints").iterdir()))
-    with pytest.raises(UserError, match="step 10 as its last checkpoint, not its last step 20"):
-        train(continued(data, copied), tmp_path / "out")
+    config = continued(data, copied)
+    (checkpoint,) = (copied / "checkpoints").iterdir()
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    edit_json(checkpoint / "manifest.json", **{**manifest, "step": 10})
+    checkpoint.rename(checkpoint.with_name("step-00000010"))
+    with pytest.raises(UserError, match="step 10"):
+        train(config, tmp_path / "out")
 
 
 # --- the command line
@@ -222,14 +234,14 @@ def test_a_source_that_gave_up_early_has_no_last_weights(data: Path, source: Pat
 def test_a_run_is_started_from_another_on_the_command_line(
     data: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--data", data, "--start", source, "--steps", 3, "--batch-tokens", 64, "--optimizer.warmup-steps", 1]
+    arguments = ["--data", data, "--start", source, "--steps", 3, "--batch", 4, "--optimizer.warmup-steps", 1]
     command = ["train", "mini", *map(str, arguments), "--validation-tokens", "128", "--execution.threads", "1"]
     assert main([*command, "--model.topology", EXACT, "--out", str(tmp_path / "run")]) == 0
     assert records(tmp_path / "run", "validation")[0]["loss"] == last_loss(source)
     for options, told in (
         (["--model.topology", "siamese"], "use siamese-post-pre"),
-        (["--model.topology", "pre", "--model.dim", "32"], "dim 32: it belongs to the weights"),
-        (["--model.topology", "pre", "--model.attention-norm", "none"], "has 'qk'"),
+        (["--model.topology", "pre", "--model.dim", "32"], "dim of a model"),
+        (["--model.topology", "pre", "--model.attention-norm", "none"], "attention_norm of a model"),
         (["--model.topology", "post"], "cannot keep the function"),
     ):
         capsys.readouterr()
@@ -241,40 +253,37 @@ def test_a_run_is_started_from_another_on_the_command_line(
 
 # --- the recipe
 
-ARMS = (
-    Arm(base="pre"),
-    Arm(base="pre", topology=EXACT),
-    Arm(base="pre + qkv"),
-    Arm(base="pre + qkv", topology="siamese"),
+VARIANTS = (
+    Variant(base="pre"),
+    Variant(base="pre", method=EXACT),
+    Variant(base="pre + qkv"),
+    Variant(base="pre + qkv", method="siamese"),
 )
-TINY = Experiment(arms=ARMS, seeds=(0, 1), learning_rates=(1e-2,), base_learning_rate=1e-2, base_steps=6, steps=4)
-
-
-class Silent:
-    def planned(self, jobs: list[Any]) -> None: ...
-    def progressed(self, running: list[Any]) -> None: ...
-    def told(self, line: str) -> None: ...
-    def ended(self, job: Any, error: str | None) -> None: ...
+TINY = ContinuedPlan(
+    variants=VARIANTS, seeds=(0, 1), learning_rates=(1e-2,), base_learning_rate=1e-2, base_steps=6, steps=4
+)
 
 
 def train_here(trained: list[str], *, until: int = 1000) -> Any:
-    """Return what trains jobs in this process, writes down their names, and is interrupted after some."""
+    """Return what trains jobs in this process, appends their names, and is interrupted after some."""
 
-    def train_jobs(jobs: list[Any], at_once: int, observer: Any) -> dict[str, str]:
+    def train_jobs(jobs: Any, at_once: int, observer: Any) -> dict[str, str]:
         for job in jobs:
             if job.verdict is None:
                 if len(trained) == until:
                     raise KeyboardInterrupt
                 train(job.config, job.directory)
-                trained.append(job.name)
+                trained.append(f"{job.planned.method} {job.name}")
         return {}
 
     return train_jobs
 
 
-def run_recipe(data: Path, out: Path, experiment: Experiment = TINY) -> dict[str, str]:
-    template = tiny_run(data, model={"topology": "pre"}, steps=6)
-    return recipe.train_experiment(experiment, template, out, jobs=1, observer=Silent())
+def run_recipe(data: Path, out: Path, recipe: ContinuedPlan = TINY) -> dict[str, str]:
+    template = recipe.template(tiny_run(data, model={"topology": "pre"}, steps=6))
+    made = Experiment(directory=out, template=template, jobs=1, comparisons=recipe.comparisons, common=recipe.common)
+    made.train(recipe.stages)
+    return made.failures
 
 
 @pytest.fixture(scope="module")
@@ -282,16 +291,16 @@ def experiment(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     """The tiny experiment, interrupted after five runs and repeated, with what each of the two trained."""
     out, first, second = tmp_path_factory.mktemp("recipe") / "out", [], []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipe, "train_jobs", train_here(first, until=5))
+        patch.setattr(experiment_module, "train_jobs", train_here(first, until=5))
         with pytest.raises(KeyboardInterrupt):
             run_recipe(data, out)
-        patch.setattr(recipe, "train_jobs", train_here(second))
+        patch.setattr(experiment_module, "train_jobs", train_here(second))
         assert run_recipe(data, out) == {}
         run_recipe(data, out)
     return out, first, second
 
 
-def test_an_interrupted_experiment_goes_on_and_trains_nothing_twice(experiment: Any) -> None:
+def test_an_interrupted_experiment_resumes_and_trains_nothing_twice(experiment: Any) -> None:
     out, first, second = experiment
     assert len(first) == 5 and len(first) + len(second) == 4 + 8
     assert len(list((out / "runs").iterdir())) == 12
@@ -300,108 +309,76 @@ def test_an_interrupted_experiment_goes_on_and_trains_nothing_twice(experiment: 
 
 def test_a_pair_shares_base_seed_rate_and_every_batch(experiment: Any) -> None:
     out, *_ = experiment
-    plan = json.loads((out / "continued.json").read_text())
-    configs = {name: json.loads((out / "runs" / name / "config.json").read_text()) for name in plan["runs"]}
+    plan = read_plan(out)
+    assert plan is not None
+    configs = {name: RunDirectory(out / "runs" / name).read_config() for name in plan.runs}
     pairs: dict[tuple[Any, ...], list[str]] = {}
-    for name, part in plan["runs"].items():
-        if part["arm"]:
-            config = configs[name]
-            key = (part["base"], config["seed"], config["optimizer"]["learning_rate"], json.dumps(config["start"]))
-            pairs.setdefault(key, []).append(name)
+    for name, run in plan.runs.items():
+        if run.part is Part.CONTINUED:
+            pairs.setdefault((run.seed, run.learning_rate, configs[name].warm_start), []).append(name)
     assert len(pairs) == 4
-    for (base, seed, _, start), (unchanged, converted) in pairs.items():
-        assert plan["runs"][unchanged]["arm"]["topology"] == "pre"
-        assert json.loads(start)["position"] == 6 * SAMPLES
-        (source,) = [n for n, c in configs.items() if json.loads(start)["path"].endswith(n)]
-        assert plan["runs"][source] == {"base": base, "arm": None} and configs[source]["seed"] == seed
-        different = {key for key in configs[unchanged] if configs[unchanged][key] != configs[converted][key]}
-        assert different == {"model"}
-        models = [configs[name]["model"] for name in (unchanged, converted)]
-        assert {key for key in models[0] if models[0][key] != models[1][key]} == {"topology"}
+    for (seed, _, start), (unchanged, converted) in pairs.items():
+        assert start.position == 6 * SAMPLES
+        base = plan.runs[start.run[:12]]
+        assert (base.part, base.seed) == (Part.BASE, seed)
+        assert plan.runs[unchanged].method == f"{base.method} > unchanged"
+        models = [configs[name].task.model for name in (unchanged, converted)]
+        task = dataclasses.replace(
+            configs[converted].task, model=dataclasses.replace(models[1], topology=models[0].topology)
+        )
+        assert dataclasses.replace(configs[converted], task=task) == configs[unchanged]
 
 
 def test_gaps_are_the_differences_of_the_records(experiment: Any) -> None:
     out, *_ = experiment
-    plan = json.loads((out / "continued.json").read_text())
-    losses: dict[tuple[str, str, int], float] = {}
-    for name, part in plan["runs"].items():
-        if part["arm"]:
-            seed = json.loads((out / "runs" / name / "config.json").read_text())["seed"]
-            losses[part["base"], part["arm"]["topology"], seed] = last_loss(out / "runs" / name)
-    findings = find(read_results(out))
-    assert [gap.arm for gap in findings.gaps] == list(ARMS)
-    for gap in findings.compared:
-        expected = {s: losses[gap.arm.base, gap.arm.topology, s] - losses[gap.arm.base, "pre", s] for s in (0, 1)}
-        undiverged = {s: d for s, d in expected.items() if gap.comparison.difference.by_seed.get(s) is not None}
-        assert gap.comparison.difference.by_seed == pytest.approx(undiverged)
-        assert abs(gap.jump) < 1e-4
+    plan = read_plan(out)
+    assert plan is not None
+    losses = {(run.method, run.seed): last_loss(out / "runs" / name) for name, run in plan.runs.items()}
+    findings = find_continued(read_experiment(out))
+    assert [each.outcome.method for each in findings.continuations] == [variant.name for variant in VARIANTS]
+    assert [each.base for each in findings.continuations] == [variant.base for variant in VARIANTS]
+    for each in findings.compared:
+        expected = {seed: losses[each.method, seed] - losses[each.baseline, seed] for seed in (0, 1)}
+        undiverged = {seed: gap for seed, gap in expected.items() if seed in each.difference.by_seed}
+        assert each.difference.by_seed == pytest.approx(undiverged)
+    assert all(abs(each.jump) < 1e-4 for each in findings.continuations)
 
 
 def test_other_data_and_other_directories_are_refused(experiment: Any, data: Path, tmp_path: Path) -> None:
     out, *_ = experiment
-    other = write_data(tmp_path / "other", seed=5)
-    with pytest.raises(UserError, match="other data or another model"):
-        run_recipe(other, out)
+    with pytest.raises(UserError):
+        run_recipe(write_data(tmp_path / "other", seed=5), out)
     for name, value in {"steps": 5, "base_steps": 7, "base_learning_rate": 2e-2, "warmup_fraction": 0.5}.items():
-        with pytest.raises(UserError, match=f"holds the recipe with {name} .*, not {value}: choose another --out"):
+        with pytest.raises(UserError):
             run_recipe(data, out, dataclasses.replace(TINY, **{name: value}))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()
-    with pytest.raises(UserError, match="choose another --out"):
+    with pytest.raises(UserError):
         run_recipe(data, tmp_path / "full")
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.tex"]
 
 
-def test_an_arm_that_its_base_cannot_become_is_refused_at_once(data: Path, tmp_path: Path) -> None:
-    arms = (Arm(base="pre"), Arm(base="pre", topology="siamese"))
-    with pytest.raises(UserError, match="needs attention norm 'qkv-head'"):
-        run_recipe(data, tmp_path / "out", dataclasses.replace(TINY, arms=arms))
+def test_a_variant_that_its_base_cannot_become_is_refused_at_once(data: Path, tmp_path: Path) -> None:
+    variants = (Variant(base="pre"), Variant(base="pre", method="siamese"))
+    with pytest.raises(UserError):
+        run_recipe(data, tmp_path / "out", dataclasses.replace(TINY, variants=variants))
     assert not (tmp_path / "out").exists()
 
 
 def test_the_command_reports_what_was_trained(experiment: Any, capsys: pytest.CaptureFixture[str]) -> None:
     out, *_ = experiment
-    assert main(["reproduce", "continued", "--out", str(out)]) == 0
-    assert "Against unchanged" in capsys.readouterr().out
-    report = (out / "report" / "report.md").read_text()
-    assert for_markdown(gaps(find(read_results(out)))) in report
-    assert len((out / "report" / "runs.csv").read_text().splitlines()) == 1 + 12
+    for words in (["reproduce", "continued", "--out", str(out)], ["report", str(out)]):
+        assert main(words) == 0
+        assert "Against unchanged" in capsys.readouterr().out
+        report = (out / "report" / "report.md").read_text()
+        assert for_markdown(continuations_table(find_continued(read_experiment(out)))) in report
+        assert len((out / "report" / "runs.csv").read_text().splitlines()) == 1 + 12
     assert main(["reproduce", "continued", "--out", str(out / "runs")]) == 2
-    assert "continued.json" in capsys.readouterr().err
 
 
 # --- statistics, on numbers made up for the purpose
 
-
-def made_up(template: Path, losses: dict[Arm, list[float]], *, diverged: Arm | None = None) -> Results:
-    """Return results in which the arms end at these losses, one a seed."""
-    run = dataclasses.replace(read_run(template), verdict=None)
-    bad = judge_curve_of_a_divergence(run)
-    return Results(
-        bases=tuple(BaseRun(base="pre", run=dataclasses.replace(run, seed=s, held_out_loss=4.0)) for s in range(5)),
-        continued=tuple(
-            ContinuedRun(
-                arm=arm,
-                run=dataclasses.replace(
-                    run, seed=seed, held_out_loss=loss, verdict=bad if (arm, seed) == (diverged, 0) else None
-                ),
-                first_loss=4.0 + 1e-3 * seed,
-            )
-            for arm, values in losses.items()
-            for seed, loss in enumerate(values)
-        ),
-        unfinished=0,
-        experiment={},
-        command=None,
-        data={},
-    )
-
-
-def judge_curve_of_a_divergence(run: Any) -> Any:
-    return dataclasses.replace(RunDirectory(run.path).read_verdict(), word="diverged")
-
-
-UNCHANGED, BETTER, SAME = Arm(base="pre"), Arm(base="pre", topology=EXACT), Arm(base="pre", norm="seednorm")
+UNCHANGED, BETTER, SAME = VARIANTS[0], VARIANTS[1], Variant(base="pre", method="pre + seednorm")
 LOSSES = {
     UNCHANGED: [3.0, 3.1, 3.2, 3.3, 3.4],
     BETTER: [2.9, 2.99, 3.12, 3.18, 3.3],  # -0.10 -0.11 -0.08 -0.12 -0.10
@@ -409,31 +386,58 @@ LOSSES = {
 }
 
 
+def made_up(source: Path, *, diverged: Variant | None = None) -> ContinuedFindings:
+    """Return the findings of variants that end at `LOSSES`, one a seed."""
+    run = read_run(source)
+    assert run.verdict is not None
+    bad = dataclasses.replace(run.verdict, label="diverged")
+    runs = []
+    for seed in range(5):
+        base = PlannedRun(method="pre", learning_rate=1e-2, seed=seed, part=Part.BASE, label="pre")
+        path = Path(f"{seed:012d}")
+        runs.append(dataclasses.replace(run, path=path, planned=base, held_out={"loss": 4.0}))
+        for variant, losses in LOSSES.items():
+            planned = dataclasses.replace(base, method=variant.name, part=Part.CONTINUED, label=variant.label)
+            runs.append(
+                dataclasses.replace(
+                    run,
+                    path=path / variant.label,
+                    planned=planned,
+                    held_out={"loss": losses[seed]},
+                    first_held_out={"loss": 4.0 + 1e-3 * seed},
+                    facts={**run.facts, "start": {"run": path.name}},
+                    verdict=bad if (variant, seed) == (diverged, 0) else run.verdict,
+                )
+            )
+    recipe = ContinuedPlan(variants=tuple(LOSSES))
+    plan = ExperimentPlan(runs={str(each.path): each.planned for each in runs}, comparisons=recipe.comparisons)
+    return find_continued(ExperimentResults(path=Path("made up"), plan=plan, runs=tuple(runs)))
+
+
 def test_words_follow_from_paired_intervals_corrected_together(source: Path) -> None:
-    findings = find(made_up(source, LOSSES))
+    findings = made_up(source)
     better, same = findings.compared
-    assert (better.comparison.conclusion, same.comparison.conclusion) == (CONFIRMED_LOWER, NOT_CONFIRMED)
+    assert (better.conclusion, same.conclusion) == (Conclusion.CONFIRMED_LOWER, Conclusion.NOT_CONFIRMED)
     differences = np.array([-0.10, -0.11, -0.08, -0.12, -0.10])
     error = differences.std(ddof=1) / np.sqrt(5)
-    interval = better.comparison.interval
-    # Two tests: the smaller p-value is held against 0.025, where Student's t with 4 degrees of freedom is 3.4954.
-    assert interval.mean == pytest.approx(differences.mean())
-    assert interval.half_width == pytest.approx(3.4954 * error, rel=1e-4)
-    assert same.comparison.interval.half_width == pytest.approx(
+    assert better.interval is not None and better.corrected is not None and same.corrected is not None
+    # Two tests: the smaller p-value is compared with 0.025, where Student's t with 4 degrees of freedom is 3.4954.
+    assert better.corrected.mean == pytest.approx(differences.mean())
+    assert better.corrected.half_width == pytest.approx(3.4954 * error, rel=1e-4)
+    assert better.interval.half_width == pytest.approx(2.7764 * error, rel=1e-4)
+    assert same.corrected.half_width == pytest.approx(
         2.7764 * np.std([0.01, -0.02, 0.02, -0.01, 0.01], ddof=1) / np.sqrt(5), rel=1e-4
     )
-    assert better.jump == pytest.approx(4e-3)
+    assert findings.continuations[1].jump == pytest.approx(4e-3)
     first, second = conclusions(findings)
-    assert "ends lower than unchanged, confirmed" in first and "5 seeds" in first
-    assert "no difference from unchanged is confirmed" in second
+    assert first.text.startswith("Ends lower") and second.text.startswith("No difference")
 
 
 def test_a_lost_seed_allows_no_conclusion(source: Path) -> None:
-    findings = find(made_up(source, LOSSES, diverged=BETTER))
+    findings = made_up(source, diverged=BETTER)
     better, same = findings.compared
-    assert better.comparison.conclusion == SOME_DIVERGED and better.comparison.decision is None
-    assert same.comparison.decision is not None
-    assert "no conclusion" in conclusions(findings)[0]
+    assert better.conclusion is Conclusion.SOME_DIVERGED and better.decision is None
+    assert same.decision is not None
 
 
 # --- the committed evidence
@@ -443,25 +447,24 @@ RUNS = sorted(EVIDENCE.glob("runs/*"))
 
 
 def test_the_page_says_what_the_committed_runs_say() -> None:
-    findings = find(read_results(EVIDENCE))
+    findings = find_continued(read_experiment(EVIDENCE))
     page = (ROOT / "docs/continued.md").read_text()
-    for table in (bases(findings), gaps(findings)):
+    for table in (bases_table(findings), continuations_table(findings)):
         assert for_markdown(table) in page
-    assert findings.results.unfinished == 0
-    assert {len(gap.outcome.complete) for gap in findings.gaps} == {5}
+    assert not findings.results.unfinished and not findings.results.missing
+    assert {len(each.outcome.complete) for each in findings.continuations} == {5}
 
 
 def test_every_committed_continuation_began_where_its_base_ended() -> None:
     assert len(RUNS) >= 40
-    for gap in find(read_results(EVIDENCE)).gaps:
-        exact = gap.arm.unchanged or gap.arm.norm or "normalized_input=false" in gap.arm.topology
-        assert abs(gap.jump) <= (1e-6 if exact else 1e-3), gap.arm
+    for each in find_continued(read_experiment(EVIDENCE)).continuations:
+        assert abs(each.jump) <= (1e-3 if each.label in ("siamese-post-pre", "siamese") else 1e-6), each.label
 
 
 def test_the_verdicts_of_the_committed_runs_follow_from_their_records() -> None:
     for run in RUNS:
-        stored, now = RunDirectory(run).read_verdict(), judge_curve(read_loss_curve(run / "metrics.jsonl"))
-        assert stored is not None and (now.word, now.reason) == (stored.word, stored.reason)
+        stored, now = RunDirectory(run).read_verdict(), judge(read_loss_curve(run / "metrics.jsonl"))
+        assert stored is not None and (now.label, now.reasons) == (stored.label, stored.reasons)
 
 
 def test_the_committed_runs_name_no_place() -> None:

@@ -31,11 +31,11 @@ from transformers.utils import logging
 import siamesenorm
 import siamesenorm.interop.huggingface  # noqa: F401  registers the classes
 from exported_models import CONTEXT, prepare, run, train, with_model
-from siamesenorm import available_norms, available_topologies
+from siamesenorm import available_norms, available_topologies, from_pretrained
 from siamesenorm.cli import main
 from siamesenorm.data.tokenizer import load_tokenizer
 from siamesenorm.errors import UserError
-from siamesenorm.interop.export import export, load_native
+from siamesenorm.interop.stored import export
 from training_runs import edit_json, records
 
 logging.disable_progress_bar()
@@ -94,13 +94,12 @@ def test_every_model_has_the_same_logits_there_and_back(
 ) -> None:
     source, native = with_model(trained, tmp_path / "run", topology=topology, norm=norm)
     export(source, tmp_path / "there")
-    export(tmp_path / "there", tmp_path / "back", format="native")
     expected = native(tokens()).logits
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "there")(tokens()).logits, expected)
-    back = load_native(tmp_path / "back")
+    back = from_pretrained(tmp_path / "there")
     assert torch.equal(back(tokens()).logits, expected)
     assert back.config.to_json() == native.config.to_json()
-    assert load_file(tmp_path / "back" / "model.safetensors").keys() == native.state_dict().keys()
+    assert back.state_dict().keys() == native.state_dict().keys()
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -124,10 +123,10 @@ def test_every_field_of_the_model_goes_along(fields: dict[str, Any], trained: Pa
     plain = siamesenorm.build_language_model(dataclasses.replace(for_use, compute_dtype="float32"))
     plain.load_state_dict(native.state_dict())
     export(source, tmp_path / "there")
-    export(tmp_path / "there", tmp_path / "back", format="native")
+    export(tmp_path / "there", tmp_path / "back")
     expected = plain.eval()(tokens()).logits
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "there")(tokens()).logits, expected)
-    assert load_native(tmp_path / "back").config.to_json() == for_use.to_json()
+    assert from_pretrained(tmp_path / "back").config.to_json() == for_use.to_json()
     for path in (source, tmp_path / "there", tmp_path / "back"):
         assert torch.equal(siamesenorm.from_pretrained(path)(tokens()).logits, expected), path
 
@@ -145,9 +144,9 @@ def test_a_trained_run_its_checkpoint_and_its_export_are_one_model(trained: Path
     last = trained / "checkpoints" / "step-00000020"
     expected = load_file(last / "model.safetensors")
     for path in (trained, last, exported):
-        found = load_native(path).state_dict()
+        found = from_pretrained(path).state_dict()
         assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
-    earlier = load_native(trained / "checkpoints" / "step-00000010").state_dict()
+    earlier = from_pretrained(trained / "checkpoints" / "step-00000010").state_dict()
     assert any(not torch.equal(earlier[name], expected[name]) for name in expected)
 
 
@@ -155,9 +154,9 @@ def test_a_trained_run_its_checkpoint_and_its_export_are_one_model(trained: Path
 def test_a_checkpoint_by_a_relative_name(
     place: str, name: str, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    expected = load_native(trained / "checkpoints" / "step-00000010").state_dict()
+    expected = from_pretrained(trained / "checkpoints" / "step-00000010").state_dict()
     monkeypatch.chdir(trained / place)
-    found = load_native(name).state_dict()
+    found = from_pretrained(name).state_dict()
     assert all(torch.equal(found[key], value) for key, value in expected.items())
     run("generate", name, "--prompt", "7", "--tokens", 2)
     assert capsys.readouterr().out.startswith("7")
@@ -165,13 +164,13 @@ def test_a_checkpoint_by_a_relative_name(
 
 def test_a_checkpoint_by_a_link_and_among_linked_ones(trained: Path, tmp_path: Path) -> None:
     checkpoint = trained / "checkpoints/step-00000010"
-    expected = load_native(checkpoint).state_dict()
+    expected = from_pretrained(checkpoint).state_dict()
     (tmp_path / "link").symlink_to(checkpoint)
     shutil.copytree(trained, tmp_path / "run")
     (tmp_path / "run/checkpoints").rename(tmp_path / "large")
     (tmp_path / "run/checkpoints").symlink_to(tmp_path / "large")
     for path in (tmp_path / "link", tmp_path / "run/checkpoints/step-00000010"):
-        found = load_native(path).state_dict()
+        found = from_pretrained(path).state_dict()
         assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
@@ -193,13 +192,13 @@ def test_what_transformers_saves_comes_back(exported: Path, tmp_path: Path) -> N
     model.save_pretrained(tmp_path / "tuned", max_shard_size="20KB")
     AutoTokenizer.from_pretrained(exported).save_pretrained(tmp_path / "tuned")
     assert len([*(tmp_path / "tuned").glob("model-*.safetensors")]) > 1
-    run("export", tmp_path / "tuned", "--format", "native", "--out", tmp_path / "back")
-    assert torch.equal(load_native(tmp_path / "back")(tokens()).logits, model(tokens()).logits)
+    run("export", tmp_path / "tuned", "--out", tmp_path / "back")
+    assert torch.equal(from_pretrained(tmp_path / "back")(tokens()).logits, model(tokens()).logits)
     run("export", tmp_path / "back", "--out", tmp_path / "there")
     assert torch.equal(
         AutoModelForCausalLM.from_pretrained(tmp_path / "there")(tokens()).logits, model(tokens()).logits
     )
-    assert load_native(tmp_path / "there").config == load_native(exported).config
+    assert from_pretrained(tmp_path / "there").config == from_pretrained(exported).config
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -207,12 +206,12 @@ def test_weights_keep_their_dtype_there_and_back(dtype: torch.dtype, exported: P
     model = AutoModelForCausalLM.from_pretrained(exported, dtype=dtype)
     model.save_pretrained(tmp_path / "cast")
     AutoTokenizer.from_pretrained(exported).save_pretrained(tmp_path / "cast")
-    export(tmp_path / "cast", tmp_path / "back", format="native")
+    export(tmp_path / "cast", tmp_path / "back")
     export(tmp_path / "back", tmp_path / "there")
     assert {tensor.dtype for tensor in load_file(tmp_path / "there" / "model.safetensors").values()} == {dtype}
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "there", dtype="auto")
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
-    native, wide = load_native(tmp_path / "back"), torch.promote_types(dtype, torch.float32)
+    native, wide = from_pretrained(tmp_path / "back"), torch.promote_types(dtype, torch.float32)
     assert native(tokens()).logits.dtype == wide
     torch.testing.assert_close(native(tokens()).logits, model.to(wide)(tokens()).logits)
 
@@ -228,12 +227,6 @@ def test_the_directory_holds_safetensors_json_text_and_the_one_file_of_code(expo
     code = (exported / "modeling_siamesenorm.py").read_text()
     assert len(code.splitlines()) < 20 and "from siamesenorm.interop.huggingface import" in code
     assert len({file.stat().st_mode for file in exported.iterdir()}) == 1, "readable by whom the others are"
-
-
-def test_the_native_format_holds_no_code(trained: Path, tmp_path: Path) -> None:
-    run("export", trained, "--format", "native", "--out", tmp_path / "native")
-    names = {file.name for file in (tmp_path / "native").iterdir()}
-    assert names == {"README.md", "config.json", "model.safetensors", "tokenizer.json"}
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
@@ -257,7 +250,7 @@ def test_pipelines_say_what_the_native_model_says(prompts: list[str], exported: 
     pipe.tokenizer.pad_token = pipe.tokenizer.eos_token  # unset, or who fine-tunes would leave the ends of texts out
     options = {"do_sample": False, "max_new_tokens": 6, "max_length": None, "return_full_text": False}
     found = [answer["generated_text"] for (answer,) in pipe(prompts, batch_size=len(prompts), **options)]
-    native, tokenizer = load_native(exported), load_tokenizer(exported)
+    native, tokenizer = from_pretrained(exported), load_tokenizer(exported)
     for prompt, answer in zip(prompts, found, strict=True):
         ids = tokenizer.encode_batch([prompt])[0].tolist() or [tokenizer.end_of_text]
         new = native.generate(torch.tensor([ids]), 6)[0, len(ids) :].tolist()
@@ -275,7 +268,7 @@ def test_a_rewired_run_is_told_the_same_of_generation(data: Path, tmp_path: Path
     loaded = [AutoModelForCausalLM.from_pretrained(tmp_path / f"rewired-{name}") for name in ("run", "exported")]
     assert torch.equal(loaded[0](tokens()).logits, loaded[1](tokens()).logits)
     # Embeddings of this size are near the eps of the norm that is applied twice.
-    torch.testing.assert_close(loaded[0](tokens()).logits, load_native(source)(tokens()).logits, rtol=0, atol=1e-3)
+    torch.testing.assert_close(loaded[0](tokens()).logits, from_pretrained(source)(tokens()).logits, rtol=0, atol=1e-3)
 
 
 # --- the model card
@@ -293,7 +286,7 @@ def test_the_card_says_what_the_record_says(trained: Path, exported: Path) -> No
     losses = [record["loss"] for record in records(trained, "train")]
     held_out = records(trained, "validation")[-1]
     config = json.loads((trained / "config.json").read_text())
-    native = load_native(trained)
+    native = from_pretrained(trained)
     parameters = sum(parameter.numel() for parameter in native.parameters())
     assert introduction["parameters"] == parameters
     assert facts["Parameters"].startswith(f"{parameters:,}, of which {parameters - native.embedding.weight.numel():,}")
@@ -331,11 +324,10 @@ def test_the_card_of_a_continued_run_tells_what_it_started_from(trained: Path, d
     assert "nothing else" not in (tmp_path / "exported" / "README.md").read_text()
 
 
-def test_the_card_goes_along_in_the_native_format_and_back(exported: Path, tmp_path: Path) -> None:
-    export(exported, tmp_path / "native", format="native")
-    export(tmp_path / "native", tmp_path / "again")
-    card = (exported / "README.md").read_text()
-    assert (tmp_path / "native" / "README.md").read_text() == (tmp_path / "again" / "README.md").read_text() == card
+def test_an_export_of_an_export_is_the_same(exported: Path, tmp_path: Path) -> None:
+    export(exported, tmp_path / "again")
+    for name in FILES:
+        assert (tmp_path / "again" / name).read_bytes() == (exported / name).read_bytes(), name
 
 
 # --- it stands alone
@@ -375,10 +367,10 @@ def test_it_loads_and_saves_by_remote_code_where_the_package_was_not_imported(ex
     done = offline(code, exported, home=tmp_path)
     assert done.returncode == 0, done.stderr
     found = load_file(tmp_path / "found.safetensors")
-    assert torch.equal(found["logits"], load_native(exported)(found["ids"]).logits)
+    assert torch.equal(found["logits"], from_pretrained(exported)(found["ids"]).logits)
     saved = tmp_path / "saved"
     assert {file.name for file in saved.glob("*.py")} == {"modeling_siamesenorm.py"}
-    assert torch.equal(load_native(saved)(tokens()).logits, load_native(exported)(tokens()).logits)
+    assert torch.equal(from_pretrained(saved)(tokens()).logits, from_pretrained(exported)(tokens()).logits)
 
 
 def test_remote_code_without_the_package_says_what_to_install(exported: Path, tmp_path: Path) -> None:
@@ -429,7 +421,7 @@ def test_a_tokenizer_of_another_model_is_refused(
     tokenizer.add_tokens(["ZZZ"])
     tokenizer.save(str(tmp_path / "other/tokenizer.json"))
     line = refusal(capsys, "generate", tmp_path / "other", "--prompt", "ZZZ")
-    assert "its tokenizer gives token 300, and the model knows 300" in line
+    assert "its tokenizer gives token 300, and the model has 300" in line
 
 
 # --- bad input: one line, and nothing half-written
@@ -464,7 +456,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a field of another type": (lambda path: edit_json(path / "config.json", depth="two"), "config.json"),
     "no configuration": (lambda path: (path / "config.json").write_text("[]"), "holds no configuration"),
     "cut configuration": (lambda path: (path / "config.json").write_text("{"), "cannot be read"),
-    "another library's": (_foreign, "a model of transformers, 'llama', which is none of ours"),
+    "another library's": (_foreign, "a model of transformers, 'llama', and none of siamesenorm"),
     "a card in another encoding": (lambda path: (path / "README.md").write_bytes(b"\xff"), "save it as UTF-8"),
     "no tokenizer": (lambda path: (path / "tokenizer.json").unlink(), "tokenizer.json: missing"),
     "cut tokenizer": (lambda path: (path / "tokenizer.json").write_text("{"), "tokenizer"),
@@ -478,9 +470,8 @@ def test_a_damaged_export_is_refused_in_one_line(
     damage, message = DAMAGE[kind]
     shutil.copytree(exported, tmp_path / "damaged")
     damage(tmp_path / "damaged")
-    for format in ("huggingface", "native"):
-        line = refusal(capsys, "export", tmp_path / "damaged", "--format", format, "--out", tmp_path / "out" / "there")
-        assert message in line
+    line = refusal(capsys, "export", tmp_path / "damaged", "--out", tmp_path / "out" / "there")
+    assert message in line
     assert [path.name for path in tmp_path.iterdir()] == ["damaged"], "nothing is written"
 
 
@@ -499,7 +490,7 @@ DAMAGED_RUNS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no record": (lambda path: (path / "metrics.jsonl").unlink(), "metrics.jsonl"),
     "an empty record": (lambda path: (path / "metrics.jsonl").write_text(""), "metrics.jsonl"),
     "cut verdict": (lambda path: (path / "verdict.json").write_text("{"), "verdict.json"),
-    "no run": (lambda path: (path / "config.json").unlink(), "has no config.json: name the directory of a run"),
+    "no run": (lambda path: (path / "config.json").unlink(), "has no config.json"),
 }
 
 
@@ -517,10 +508,46 @@ def test_a_damaged_run_is_refused_in_one_line(
 def test_a_damaged_newest_checkpoint_is_passed_over_and_told(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path / "run")
     _cut_weights(tmp_path / "run" / "checkpoints" / "step-00000020")
-    found, expected = load_native(tmp_path / "run"), load_native(trained / "checkpoints" / "step-00000010")
+    with pytest.warns(UserWarning, match="step-00000020.* the older one of step 10"):
+        found = from_pretrained(tmp_path / "run")
+    expected = from_pretrained(trained / "checkpoints" / "step-00000010")
     assert torch.equal(found(tokens()).logits, expected(tokens()).logits)
     export(tmp_path / "run", tmp_path / "there")
     assert card_of(tmp_path / "there")["Steps"].startswith("10 of 20")
+
+
+def test_generate_names_the_damaged_checkpoint_before_it_uses_an_older_one(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    _cut_weights(tmp_path / "run" / "checkpoints" / "step-00000020")
+    run("generate", tmp_path / "run", "--tokens", 2)
+    (note,) = capsys.readouterr().err.splitlines()
+    assert "step-00000020" in note and "step 10" in note
+    run("generate", trained, "--tokens", 2)
+    assert capsys.readouterr().err == ""
+
+
+def _flip_a_byte(path: Path) -> None:
+    file = path / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+
+
+def _not_a_number(path: Path) -> None:
+    weights = load_file(path / "model.safetensors")
+    weights["model.head.weight"][0, 0] = math.nan
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("damage", [_flip_a_byte, _not_a_number])
+def test_generate_refuses_weights_that_changed_or_are_not_finite(
+    damage: Callable[[Path], None], exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(exported, tmp_path / "damaged")
+    damage(tmp_path / "damaged")
+    assert str(tmp_path / "damaged") in refusal(capsys, "generate", tmp_path / "damaged", "--tokens", 2)
 
 
 def test_moved_data_are_named(trained: Path, data: Path, tmp_path: Path) -> None:
@@ -543,7 +570,7 @@ def test_what_is_no_model_is_refused(source: str, tmp_path: Path, capsys: pytest
     (tmp_path / "file").write_text("x")
     (tmp_path / "empty").mkdir()
     line = refusal(capsys, "export", tmp_path / source, "--out", tmp_path / "there")
-    assert "name the directory of a run" in line
+    assert "name the directory of a model" in line
     assert not (tmp_path / "there").exists()
 
 
@@ -569,7 +596,7 @@ def test_an_export_that_is_stopped_leaves_nothing(
     def stop(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr("siamesenorm.interop.export.tokenizer_config", stop)  # the weights are written by then
+    monkeypatch.setattr("siamesenorm.interop.tokenizer.tokenizer_config", stop)  # the weights are written by then
     with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else UserError):
         export(exported, tmp_path / "there")
     assert not list(tmp_path.iterdir())

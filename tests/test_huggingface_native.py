@@ -23,7 +23,7 @@ from huggingface_hosts import Wrapped
 from siamesenorm import LanguageModel, available_norms, available_topologies, build_language_model
 from siamesenorm.errors import UserError
 from siamesenorm.interop.huggingface import SiameseNormConfig, SiameseNormForCausalLM, SiameseNormModel
-from siamesenorm.models.language_config import language_model_config
+from siamesenorm.models.language import language_model_config
 from siamesenorm.topologies import build_topology
 
 # peft asks for a property of transformers by its old name.

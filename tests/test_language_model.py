@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from typing import Any
@@ -21,7 +20,7 @@ from siamesenorm import (
     language_model_config,
 )
 from siamesenorm.errors import UserError
-from siamesenorm.models.sizes import SIZES
+from siamesenorm.models.language import SIZES
 from siamesenorm.norms import NormSpec
 from siamesenorm.sublayers.attention import Attention, AttentionShape
 from siamesenorm.sublayers.cache import AttentionCache
@@ -396,10 +395,7 @@ def test_the_attention_keeps_the_eps_of_the_size_whatever_the_operator() -> None
 
 @pytest.mark.parametrize("method", ["pre", "pre + qkv", "pre + qk-head", "pre + rmsnorm:eps=1e-06", "dhc-2 + seednorm"])
 def test_a_label_reads_back_as_the_method(method: str) -> None:
-    from siamesenorm.comparison.grid import read_method
-
-    config = dataclasses.replace(language_model_config("nano"), **read_method(method))
-    assert config.label == method
+    assert language_model_config("nano").with_method(method).label == method
 
 
 def test_dyt_scales_the_embedding_by_a_learned_number() -> None:

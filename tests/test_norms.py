@@ -21,7 +21,6 @@ from reference_norms import apply_reference
 from siamesenorm.errors import UserError
 from siamesenorm.norms import NORMS, Norm, NormSpec, available_norms, build_norm, declared_parameters
 from siamesenorm.norms.parameters import assign
-from siamesenorm.training.language import LanguageTask
 from training_runs import tiny_run, write_data
 
 VARIANTS = (
@@ -302,8 +301,8 @@ def test_the_record_of_a_run_says_how_a_recipe_was_read(tmp_path: Path) -> None:
     data = write_data(tmp_path / "data")
 
     def notes(norm: str) -> list[str]:
-        task = LanguageTask(tiny_run(data, model={"norm": norm, "topology": "pre"}))
-        return task.describe(task.build_model())["notes"]
+        task = tiny_run(data, model={"norm": norm, "topology": "pre"}).task.build(seed=0)
+        return task.describe(task.build_model(torch.device("meta")))["notes"]
 
     taken = "no published value at width 16, that of 4096 is taken"
     assert notes("dyt") == [f"DyT alpha {alpha} for {kind}: {taken}"

@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file
 
 from killed_training import CHECKPOINT_EVERY, LIVES, STEPS, VALIDATION_EVERY
-from siamesenorm.files import decode_json
 from siamesenorm.training.checkpoint import STAGES
 from training_runs import records, write_data
 
@@ -54,8 +53,6 @@ def assert_same_bits(run: Path, other: Path) -> None:
         ours, theirs = run / "checkpoints" / name, other / "checkpoints" / name
         for group in ("model", "optimizer", "random"):
             assert (ours / f"{group}.safetensors").read_bytes() == (theirs / f"{group}.safetensors").read_bytes(), name
-        state, other_state = (decode_json((path / "state.json").read_bytes()) for path in (ours, theirs))
-        assert state["optimizer"] == other_state["optimizer"]
 
 
 def test_it_is_killed_at_twenty_moments_half_of_them_stages(ended: dict[str, Any]) -> None:

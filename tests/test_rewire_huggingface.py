@@ -34,11 +34,13 @@ from huggingface_hosts import (  # noqa: E402
 )
 from siamesenorm import available_topologies, rewire, swap_norms  # noqa: E402
 from siamesenorm.errors import UserError  # noqa: E402
+from siamesenorm.interop.conversion_log import steps_of  # noqa: E402
 from siamesenorm.interop.foreign_norms import looks_like_norm  # noqa: E402
-from siamesenorm.interop.huggingface.operated import operated_class  # noqa: E402
+from siamesenorm.interop.huggingface.converted import converted_class  # noqa: E402
 from siamesenorm.interop.rewire import record_streams  # noqa: E402
-from siamesenorm.interop.surgery import steps_of  # noqa: E402
+from siamesenorm.norms import InexactKind  # noqa: E402
 
+EPS = {InexactKind.NORM_OF_NORM, InexactKind.NORM_OF_MULTIPLE}
 EXACT = ("pre", "siamese-post-pre:normalized_input=false")
 INEXACT = ("siamese", "siamese-post-pre", "siamese-post-pre:post_norm=lazy,readout=code", "dhc-2", "mhc-4")
 FATES = ("kept", "moved", "dropped", "new")
@@ -81,20 +83,22 @@ def test_the_function_is_kept(family: str) -> None:
             continue
         model = copy.deepcopy(host)
         report = rewire(model, topology)
-        assert report.function_kept
         if topology in EXACT and (family != "gpt-neox" or topology == "pre"):
-            assert report.exact
+            assert report.function_kept
             assert torch.equal(logits(model), expected), topology
-        else:  # the arithmetic differs, and where parallel sublayers share a norm of their own, the function too
-            assert report.exact == (family != "gpt-neox" or topology in ("shc-2", "dhc-2"))
+        else:
+            assert not report.function_kept and {one.kind for one in report.differences} <= EPS
+            assert not torch.equal(logits(model), expected), topology
             close(logits(model), expected)
 
 
 @pytest.mark.parametrize("topology", ["siamese", "siamese-post-pre", "mhc-4"])
-def test_the_function_is_kept_whatever_the_eps(topology: str) -> None:
-    for eps in (1e-2, 1e-5):
+def test_what_differs_is_proportional_to_the_eps(topology: str) -> None:
+    difference = {}
+    for eps in (1e-3, 1e-5):
         host, model = rewired("llama", topology, rms_norm_eps=eps)
-        torch.testing.assert_close(logits(model), logits(host), rtol=0, atol=2e-5)
+        difference[eps] = (logits(model) - logits(host)).abs().max().item()
+    assert 50 < difference[1e-3] / difference[1e-5] < 200
 
 
 @pytest.mark.parametrize("family", PRE_NORM)
@@ -568,7 +572,7 @@ def test_weights_load_in_any_dtype_and_constants_unrounded(dtype: torch.dtype, t
     rewire(expected, "siamese")
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
     assert torch.equal(logits(loaded), logits(expected))
-    scales = [value.item() for name, value in loaded.named_buffers() if name.endswith("addition.scale")]
+    scales = [value.item() for name, value in loaded.named_buffers() if name.endswith("scale")]
     assert scales == pytest.approx([(2 * (index // 2 + 1)) ** -0.5 for index in range(2 * DEPTH)], rel=1e-7)
 
 
@@ -624,7 +628,7 @@ def test_weights_without_a_place_are_refused(tmp_path: Path) -> None:
     _, model = rewired()
     model.save_pretrained(tmp_path)
     record = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**record, "num_hidden_layers": 1}))
+    (tmp_path / "config.json").write_text(json.dumps({**record, "host": {**record["host"], "num_hidden_layers": 1}}))
     with pytest.raises(UserError, match=r"no place in the model, \d+ weights \(model.layers.1.\S+, \S+, \S+, \.\.\.\)"):
         siamesenorm.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(record))
@@ -652,7 +656,7 @@ def test_an_error_of_the_library_is_told_whole_in_one_line(tmp_path: Path) -> No
     _, model = rewired()
     model.save_pretrained(tmp_path)
     record = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**record, "hidden_size": "many"}))
+    (tmp_path / "config.json").write_text(json.dumps({**record, "host": {**record["host"], "hidden_size": "many"}}))
     with pytest.raises(UserError, match=r"^\S+ cannot be loaded: .*'hidden_size': .*many.*$"):
         siamesenorm.from_pretrained(tmp_path)
 
@@ -661,7 +665,7 @@ def test_the_class_of_the_host_does_not_take_it(tmp_path: Path) -> None:
     for family in PRE_NORM:
         host, model = rewired(family)
         model.save_pretrained(tmp_path)
-        with pytest.raises(Exception, match="expected int, got str .value: 'siamesenorm:"):
+        with pytest.raises(Exception, match="expected int, got NoneType"):
             type(host).from_pretrained(tmp_path)
 
 
@@ -674,16 +678,16 @@ def test_the_class_of_a_host_without_whole_numbers_of_its_own_does_not_take_it(t
     swap_norms(model, "seednorm")
     model.save_pretrained(tmp_path)
     assert type(siamesenorm.from_pretrained(tmp_path)) is type(model)
-    with pytest.raises(Exception, match="expected float, got str .value: 'siamesenorm:"):
+    with pytest.raises(Exception, match="expected float, got NoneType"):
         transformers.SiglipModel.from_pretrained(tmp_path)
 
 
-def test_what_reads_configurations_of_any_type_reads_it(tmp_path: Path) -> None:
+def test_the_configuration_of_the_host_is_nested(tmp_path: Path) -> None:
     for family in PRE_NORM:
         _, model = rewired(family)
         model.save_pretrained(tmp_path)
         record = transformers.PreTrainedConfig.from_json_file(tmp_path / "config.json")
-        assert record.vocab_size == VOCABULARY and record.siamesenorm == steps_of(model)
+        assert record.host["vocab_size"] == VOCABULARY and record.siamesenorm == steps_of(model)
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
@@ -801,4 +805,4 @@ def test_lists_of_names_know_the_new_class() -> None:
     _, model = rewired("qwen3")
     assert type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     assert TOKENIZER_MAPPING_NAMES["siamesenorm-qwen3"] == TOKENIZER_MAPPING_NAMES["qwen3"]
-    assert model.can_generate() and operated_class(type(model)) is type(model)
+    assert model.can_generate() and converted_class(type(model)) is type(model)

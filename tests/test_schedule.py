@@ -7,7 +7,7 @@ import math
 import pytest
 
 from siamesenorm.errors import UserError
-from siamesenorm.training.schedule import Schedule
+from siamesenorm.training.optimizer import Schedule
 
 
 @pytest.mark.parametrize("shape", ["cosine", "linear", "wsd", "constant"])

@@ -26,8 +26,8 @@ from monitored_training import (
     train,
 )
 from siamesenorm import LanguageModel, StreamMonitor
-from siamesenorm.analysis.blocks import find_anatomy
-from siamesenorm.analysis.measurements import Measurements
+from siamesenorm.analysis.blocks import plan_probes
+from siamesenorm.analysis.probes import Measurements
 from siamesenorm.models.block import split_losses
 from siamesenorm.sublayers.rotary import rotation
 from siamesenorm.topologies import ResidualSpec, available_topologies, build_topology, transformer_places
@@ -317,7 +317,7 @@ def test_blocks_are_found_where_they_are_the_longest_list() -> None:
     model = PlainModel()
     model.layers = nn.Sequential(Mixture(), Mixture())
     model.head = nn.Sequential(nn.Linear(DIM, DIM), nn.GELU(), nn.Linear(DIM, VOCABULARY))
-    assert list(find_anatomy(model).blocks) == ["layers.0", "layers.1"], "neither experts nor the head"
+    assert list(plan_probes(model).blocks) == ["layers.0", "layers.1"], "neither experts nor the head"
 
 
 def test_it_is_public() -> None:

@@ -34,6 +34,7 @@ from siamesenorm import language_model_config
 from siamesenorm.errors import UserError
 from siamesenorm.norms import DeclaredModule, DyT, available_norms, declared_parameters
 from siamesenorm.norms.dyt import LANGUAGE_ALPHA
+from siamesenorm.tasks.language import LanguageTaskConfig
 from siamesenorm.topologies import (
     TOPOLOGIES,
     ResidualSpec,
@@ -454,8 +455,8 @@ def test_a_record_outlives_the_name_it_was_written_under(registry: dict[str, Top
 def test_another_registered_name_changes_no_identity(topology: str, registry: dict[str, Topology]) -> None:
     def identity(**changes: Any) -> str:
         model = language_model_config("nano", topology=topology)
-        return RunConfig(model=model, data_path=Path("data"), data_digest="0", batch_tokens=model.context,
-                         **{"steps": 10, **changes}).identity  # fmt: skip
+        task = LanguageTaskConfig(data=Path("data"), digest="0", model=model)
+        return RunConfig(task=task, batch=1, **{"steps": 10, **changes}).identity
 
     before = identity()
     assert identity(steps=11) != before == identity(optimizer=OptimizerConfig(clip=1, epsilon=1e-8))

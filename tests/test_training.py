@@ -18,16 +18,26 @@ from torch.utils.flop_counter import FlopCounterMode
 from siamesenorm import available_topologies, build_language_model, language_model_config
 from siamesenorm.errors import UserError
 from siamesenorm.files import StoppedError, decode_json, exclusive
+from siamesenorm.models.block import count_flops, count_parameters
 from siamesenorm.training import run_directory, worker
-from siamesenorm.training.accounting import count_flops, count_parameters
-from siamesenorm.training.compiler import require_compiler
 from siamesenorm.training.config import Execution, RunConfig
+from siamesenorm.training.environment import Choices, choose, require_compiler
+from siamesenorm.training.instruments import Instrument, build_trackers
 from siamesenorm.training.loop import TrainingLoop, train
-from siamesenorm.training.plan import ModelPlan, RunPlan
 from siamesenorm.training.run_directory import RunDirectory
-from siamesenorm.training.trackers import build_trackers
 from siamesenorm.training.verdict import Verdict
-from training_runs import CONTEXT, END_OF_TEXT, VOCABULARY, edit_json, losses, records, tiny_plan, tiny_run, write_data
+from training_runs import (
+    CONTEXT,
+    END_OF_TEXT,
+    VOCABULARY,
+    edit_json,
+    losses,
+    records,
+    tiny_run,
+    with_model,
+    with_task,
+    write_data,
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,24 +75,25 @@ def test_it_learns_the_structure_of_its_data(learned: tuple[RunConfig, Path, Ver
     # Next is the number after this one in seven of eight places: with chance it cannot do better than about 0.7 nats.
     assert 2.5 < curve[0] < 4.0
     assert 0.5 < np.mean(curve[-10:]) < 1.6
-    assert verdict.word == "stable"
+    assert verdict.label == "stable"
     assert verdict.steps == verdict.steps_total == len(curve) == 60
-    assert verdict.unigram_entropy == pytest.approx(np.log(16), abs=0.1)
+    assert verdict.floor == pytest.approx(np.log(16), abs=0.1)
 
 
 def test_the_record_says_what_the_contract_says(learned: tuple[RunConfig, Path, Verdict]) -> None:
     config, run, _ = learned
     first, *_, last = records(run)
-    parameters, embedding = count_parameters(build_language_model(config.model, device="meta"))
-    assert {name: first[name] for name in ("kind", "label", "steps", "warmup_steps", "batch_tokens")} == {
-        "kind": "model", "label": "siamese", "steps": 60, "warmup_steps": 4, "batch_tokens": 64,
+    parameters, embedding = count_parameters(build_language_model(config.task.model, device="meta"))
+    assert {name: first[name] for name in ("kind", "label", "steps", "warmup_steps", "batch", "unit", "scale")} == {
+        "kind": "model", "label": "siamese", "steps": 60, "warmup_steps": 4, "batch": 4,
+        "unit": "nats/token", "scale": 1.0,
     }  # fmt: skip
     assert first["parameters"] == parameters
     assert first["non_embedding_parameters"] == parameters - embedding == parameters - VOCABULARY * 16
-    assert first["train_tokens_available"] == 3984 == (4000 - 1) // CONTEXT * CONTEXT
+    assert first["train_items"] == 3984 == (4000 - 1) // CONTEXT * CONTEXT
     assert last == {"kind": "end", "step": 60, "status": "finished"}
     for step, record in enumerate(records(run, "train"), start=1):
-        assert (record["step"], record["tokens"]) == (step, 64 * step)
+        assert (record["step"], record["samples"]) == (step, 4 * step)
         rate = 1e-2 * (step / 4 if step < 4 else 0.1 + 0.9 * (1 + np.cos(np.pi * (step - 4) / 56)) / 2)
         assert record["learning_rate"] == pytest.approx(rate, rel=1e-12)
         assert record["gradient_norm"] > 0
@@ -101,28 +112,28 @@ def test_what_it_leaves_can_be_read_again(learned: tuple[RunConfig, Path, Verdic
     assert environment["cores"] >= 1
     assert environment["device"] == "cpu"
     assert "earlier" not in environment
-    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-00000050", "step-00000060"]
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-00000060"]
 
 
 def test_held_out_loss_is_the_cross_entropy_of_the_split(learned: tuple[RunConfig, Path, Verdict]) -> None:
     config, run, _ = learned
-    model = build_language_model(config.model).eval()
+    model = build_language_model(config.task.model).eval()
     model.load_state_dict(load_file(run / "checkpoints" / "step-00000060" / "model.safetensors"))
-    ids = np.fromfile(config.data_path / "shards/validation-00000.bin", dtype="<u2").astype(np.int64)
+    ids = np.fromfile(config.task.data / "shards/validation-00000.bin", dtype="<u2").astype(np.int64)
     surprises = []
     for start in range(0, 128, CONTEXT):
         inputs, targets = ids[start : start + CONTEXT], ids[start + 1 : start + CONTEXT + 1]
         with torch.no_grad():
             scores = model(torch.from_numpy(inputs)[None]).logits[0].double().exp()
         surprises += (-(scores / scores.sum(-1, keepdim=True))[range(CONTEXT), targets].log()).tolist()
-    expected = {"kind": "validation", "step": 60, "loss": pytest.approx(np.mean(surprises), rel=1e-5), "tokens": 128}
+    expected = {"kind": "validation", "step": 60, "loss": pytest.approx(np.mean(surprises), rel=1e-5), "items": 128}
     assert records(run, "validation")[-1] == expected
 
 
 def test_a_finished_run_is_not_trained_again(learned: tuple[RunConfig, Path, Verdict]) -> None:
     config, run, verdict = learned
     before = files(run)
-    elsewhere = dataclasses.replace(config, data_path=Path("/nowhere"))
+    elsewhere = with_task(config, data=Path("/nowhere"))
     assert train(elsewhere, run) == verdict, "not even its data are needed"
     assert files(run) == before
 
@@ -130,7 +141,7 @@ def test_a_finished_run_is_not_trained_again(learned: tuple[RunConfig, Path, Ver
 def test_a_lost_run_is_ended_early(data: Path, tmp_path: Path) -> None:
     config = tiny_run(data, steps=200, model={"topology": "pre"}, optimizer={"learning_rate": 30.0, "clip": 0.0})
     verdict = train(config, tmp_path / "run")
-    assert verdict.word == "diverged"
+    assert verdict.label == "diverged"
     steps = len(losses(tmp_path / "run"))
     assert steps < 200
     assert records(tmp_path / "run")[-1] == {"kind": "end", "step": steps, "status": "stopped_early"}
@@ -142,17 +153,17 @@ def test_a_lost_run_is_ended_early(data: Path, tmp_path: Path) -> None:
 def test_losses_that_are_not_finite_are_written_as_words(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(loop: TrainingLoop, position: int) -> torch.Tensor:
-        return torch.tensor(float("nan") if position else 2.5)
+    def broken(loop: TrainingLoop, position: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return torch.tensor(float("nan") if position else 2.5), {}
 
     monkeypatch.setattr(TrainingLoop, "_accumulate", broken)
     verdict = train(tiny_run(data, steps=100), tmp_path / "run")
-    assert (verdict.word, verdict.reason, verdict.divergence_step) == ("diverged", "not finite", 2)
+    assert (verdict.label, verdict.reasons[0], verdict.divergence_step) == ("diverged", "not finite", 2)
     assert verdict.steps == 11, "a tenth of the run is the patience"
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert text.count('"loss": "nan"') == 10
     assert "NaN" not in text + (tmp_path / "run" / "verdict.json").read_text()
-    assert decode_json((tmp_path / "run" / "verdict.json").read_text())["word"] == "diverged"
+    assert decode_json((tmp_path / "run" / "verdict.json").read_text())["label"] == "diverged"
 
 
 # --- how a step is computed ------------------------------------------------------------------------------------------
@@ -160,12 +171,11 @@ def test_losses_that_are_not_finite_are_written_as_words(
 
 def test_accumulated_gradients_are_those_of_the_whole_batch(data: Path, tmp_path: Path) -> None:
     gradients, means = [], []
-    for micro_batch_tokens in (0, 16):
-        config = tiny_run(data, micro_batch_tokens=micro_batch_tokens, model={"residual_dtype": "float32"})
-        model = dataclasses.replace(config.model, residual_dtype="inherit", compute_dtype="inherit")
-        loop = TrainingLoop(dataclasses.replace(config, model=model), RunDirectory(tmp_path), (), None)
+    for micro_batch in (0, 1):
+        config = with_model(tiny_run(data, micro_batch=micro_batch), residual_dtype="inherit", compute_dtype="inherit")
+        loop = TrainingLoop(config, RunDirectory(tmp_path), (), None)
         loop.model.double()
-        means.append(float(loop._accumulate(position=8)))
+        means.append(float(loop._accumulate(position=8)[0]))
         gradients.append({name: parameter.grad for name, parameter in loop.model.named_parameters()})
     assert means[0] == pytest.approx(means[1], rel=1e-6)
     assert max(gradient.abs().max() for gradient in gradients[0].values()) > 1e-3
@@ -228,15 +238,19 @@ def test_flops_are_those_counted_by_hand(size: str, topology: str) -> None:
     config = language_model_config(size, topology=topology)
     weights = config.depth * (4 * config.dim**2 + 3 * config.dim * config.hidden) + config.dim * config.vocabulary
     attention = config.depth * 2 * (2 * config.context * config.dim)  # queries with keys, weights with values
-    assert count_flops(config) == 3 * (2 * weights + attention)
+    tokens = torch.zeros(1, config.context, dtype=torch.int64, device="meta")
+    model = build_language_model(config, device="meta")
+    assert count_flops(model, tokens) == 3 * (2 * weights + attention) * config.context
 
 
 @pytest.mark.parametrize("topology", available_topologies())
 def test_flops_of_blocks_counted_once_are_those_of_all_blocks(topology: str) -> None:
     config = language_model_config("nano", topology=topology, depth=4)
+    model, tokens = build_language_model(config, device="meta"), torch.zeros(1, 128, dtype=torch.int64, device="meta")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        build_language_model(config, device="meta")(torch.zeros(1, 128, dtype=torch.int64, device="meta"))
-    assert count_flops(config) == round(3 * counter.get_total_flops() / 128)
+        model(tokens)
+    assert count_flops(model, tokens) == 3 * counter.get_total_flops()
+    assert len(model.blocks) == 4, "the model is as it was"
 
 
 def test_a_tied_head_counts_once_and_as_an_embedding() -> None:
@@ -257,7 +271,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "dropout": {"model": {"dropout": 0.1}},
     "seed": {"seed": 1},
     "steps": {"steps": 21},
-    "batch": {"batch_tokens": 128},
+    "batch": {"batch": 8},
     "learning rate": {"optimizer": {"learning_rate": 1.0000001e-2}},
     "decay rule": {"optimizer": {"decay": "all-but-embeddings"}},
     "precision": {"precision": "bfloat16"},
@@ -291,16 +305,17 @@ def test_a_configuration_survives_json(data: Path, changes: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_tokens": 60}, "batch_tokens 60 is not a multiple of the context 16: choose 64"),
-        ({"micro_batch_tokens": 48}, "micro_batch_tokens 48 must be a multiple of the context 16 and divide"),
+        ({"batch": 0}, "batch is 0"),
+        ({"micro_batch": 3}, "micro_batch 3 does not divide batch 4"),
+        ({"seed": 2**63}, "seed is 9223372036854775808"),
         ({"steps": 0}, "steps is 0: choose at least 1"),
-        ({"seed": -1}, "seed is -1: choose at least 0"),
+        ({"seed": -1}, "seed is -1"),
         ({"precision": "bf16"}, "'bf16': did you mean bfloat16"),
         ({"optimizer": {"warmup_steps": 20}}, "warmup_steps is 20: .* less than the 20 steps"),
         ({"optimizer": {"shape": "cosin"}}, "unknown schedule 'cosin': did you mean cosine"),
         ({"execution": {"checkpoint_every": 0}}, "checkpoint_every is 0: choose at least 1"),
         ({"execution": {"trackers": ("mlflow",)}}, "unknown tracker 'mlflow': choose from tensorboard, wandb"),
-        ({"model": {"size": "mni"}}, "unknown size 'mni': did you mean mini"),
+        ({"execution": {"compile": "yes"}}, "unknown compile 'yes'"),
         ({"model": {"vocabulary": 10}}, "its ids need a vocabulary of 17, the model has 10"),
     ],
 )
@@ -310,7 +325,7 @@ def test_what_cannot_be_run_is_refused_in_one_line(data: Path, changes: dict[str
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("record", [{}, {"schema": 99}, {"schema": 1, "model": []}, []])
+@pytest.mark.parametrize("record", [{}, {"schema": 99}, {"schema": 2, "task": []}, []])
 def test_what_is_no_configuration_is_refused(record: Any) -> None:
     with pytest.raises(UserError):
         RunConfig.from_json(record)
@@ -322,9 +337,7 @@ def test_what_is_no_configuration_is_refused(record: Any) -> None:
 def test_a_directory_belongs_to_one_configuration(learned: tuple[RunConfig, Path, Verdict]) -> None:
     config, run, _ = learned
     before = files(run)
-    assert_refused(
-        "belongs to another configuration .* choose another directory", dataclasses.replace(config, seed=1), run
-    )
+    assert_refused("seed its default, not 1: choose another directory", dataclasses.replace(config, seed=1), run)
     assert files(run) == before
 
 
@@ -341,29 +354,27 @@ def test_the_configuration_of_a_finished_run_is_not_rewritten(
 ) -> None:
     config, run, _ = learned
     before = files(run)
-    elsewhere = dataclasses.replace(config, data_path=Path("/nowhere"))
+    elsewhere = with_task(config, data=Path("/nowhere"))
     RunDirectory(run).prepare(elsewhere)
     assert files(run) == before
     unfinished = RunDirectory(tmp_path / "run")
     for each in (config, elsewhere):
         unfinished.prepare(each)
-        assert unfinished.read_config().data_path == each.data_path, "it goes on with the data where they are now"
+        assert unfinished.read_config().task.data == each.task.data, "it goes on with the data where they are now"
 
 
-class Listener:
-    """Notes what is told, and interrupts the run at a step."""
+class Listener(Instrument):
+    """Keeps the notes, and interrupts the run at a step."""
 
     def __init__(self, interrupt_at: int | None = None) -> None:
         self.interrupt_at, self.lines = interrupt_at, []
 
-    def recorded(self, record: dict[str, Any]) -> None:
-        if record["kind"] == "train" and record["step"] == self.interrupt_at:
+    def on_step(self, loop: TrainingLoop, record: dict[str, Any]) -> None:
+        if record["step"] == self.interrupt_at:
             raise KeyboardInterrupt
 
-    def told(self, line: str) -> None:
+    def on_note(self, loop: TrainingLoop, line: str) -> None:
         self.lines.append(line)
-
-    started = ended = lambda *_: None
 
 
 def test_every_environment_of_a_run_is_kept_and_a_change_is_told(
@@ -378,16 +389,16 @@ def test_every_environment_of_a_run_is_kept_and_a_change_is_told(
             {"device": "cuda", "torch": "2.9", "commit": "aaa", "cores": 4},
         ]
     )
-    monkeypatch.setattr(run_directory, "describe_environment", lambda device: next(environments))
+    monkeypatch.setattr(run_directory, "describe_environment", lambda device, choices: next(environments))
     told = []
     for interrupt_at in (3, 5, 7, None):
         listener = Listener(interrupt_at)
         try:
-            train(config, run, observers=(listener,))
+            train(config, run, instruments=(listener,))
         except KeyboardInterrupt:
             assert interrupt_at is not None
         told.append(listener.lines)
-    line = "goes on elsewhere: device cuda (was cpu), torch 2.9 (was 2.8): its bits may differ from here on"
+    line = "resumes with device cuda (was cpu), torch 2.9 (was 2.8): its bits may differ from here on"
     assert told == [[], [], [], [line]]
     kept = json.loads((run / "environment.json").read_text())
     earlier = kept.pop("earlier")
@@ -406,7 +417,7 @@ def test_a_worker_tells_into_its_log_and_feeds_the_trackers(
     board, _ = mirrors
     config, run = tiny_run(data, execution={"checkpoint_every": 2, "trackers": ("tensorboard",)}), tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        train(config, run, observers=(Listener(7),))
+        train(config, run, instruments=(Listener(7),))
     newest = max((run / "checkpoints").iterdir())
     (newest / "model.safetensors").write_bytes(b"damaged")
     monkeypatch.setattr(sys, "argv", ["worker", str(run)])
@@ -424,8 +435,8 @@ def test_compiling_without_a_compiler_is_refused_before_anything_is_written(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    config = tiny_run(data, compile="on")
-    assert_refused(r"needs a C\+\+ compiler, and c\+\+, g\+\+, .* --compile off", config, tmp_path / "run")
+    config = tiny_run(data, execution={"compile": "on"})
+    assert_refused(r"needs a C\+\+ compiler, and c\+\+, g\+\+, .* --execution.compile off", config, tmp_path / "run")
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     assert_refused("no-such-compiler", config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -446,12 +457,11 @@ def test_one_process_at_a_time(data: Path, tmp_path: Path) -> None:
 
 def test_data_of_another_digest_are_refused_before_anything_is_written(data: Path, tmp_path: Path) -> None:
     other = write_data(tmp_path / "other", seed=5)
-    config = dataclasses.replace(tiny_run(data), data_path=other)
+    config = with_task(tiny_run(data), data=other)
     assert_refused("holds other data than the run was configured for", config, tmp_path / "run")
-    too_long = dataclasses.replace(config.model, context=1024)
-    long = dataclasses.replace(tiny_run(data), model=too_long, batch_tokens=1024)
+    long = with_model(tiny_run(data), context=1024)
     assert_refused("validation split has 500 tokens.* choose a shorter context", long, tmp_path / "run")
-    nowhere = dataclasses.replace(tiny_run(data), data_path=tmp_path / "nowhere")
+    nowhere = with_task(tiny_run(data), data=tmp_path / "nowhere")
     assert_refused("no prepared data", nowhere, tmp_path / "run")
     elsewhere = dataclasses.replace(tiny_run(data).execution, device="gpu9")
     assert_refused("device 'gpu9'", dataclasses.replace(tiny_run(data), execution=elsewhere), tmp_path / "run")
@@ -463,8 +473,8 @@ def test_a_damaged_verdict_or_configuration_is_told(data: Path, tmp_path: Path) 
     RunDirectory(run).prepare(config)
     (run / "verdict.json").write_text("{")
     assert_refused("verdict.json cannot be read .* remove it", config, run)
-    edit_json(run / "config.json", schema=2)
-    assert_refused("schema 2, this version reads 1", config, run)
+    edit_json(run / "config.json", schema=3)
+    assert_refused("schema 3, this version reads 2", config, run)
 
 
 # --- trackers --------------------------------------------------------------------------------------------------------
@@ -508,17 +518,10 @@ def test_trackers_mirror_the_record(data: Path, tmp_path: Path, mirrors: tuple[S
     config = tiny_run(data, steps=4, validation_every=4, execution=execution)
     run = tmp_path / "run"
 
-    class Interrupted:
-        def recorded(self, record: dict[str, Any]) -> None:
-            if record.get("step") == 3:
-                raise KeyboardInterrupt
-
-        started = told = ended = lambda *_: None
-
     with pytest.raises(KeyboardInterrupt):
-        train(config, run, observers=(*build_trackers(config, run), Interrupted()))
+        train(config, run, instruments=(*build_trackers(config, run), Listener(3)))
     interrupted = len(board.calls)
-    verdict = train(config, run, observers=tuple(build_trackers(config, run)))
+    verdict = train(config, run, instruments=tuple(build_trackers(config, run)))
 
     by_step = {record["step"]: record for record in records(run, "train")}
     assert [call[:1] + call[2:] for call in board.calls if call[0] == "open"] == [("open", 1), ("open", 3)]
@@ -540,28 +543,36 @@ def test_trackers_mirror_the_record(data: Path, tmp_path: Path, mirrors: tuple[S
 
 def test_a_tracker_that_is_not_installed_is_told(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    config = tiny_plan(data, execution={"trackers": ("wandb",)}).resolve()
+    config = tiny_run(data, execution={"trackers": ("wandb",)})
     with pytest.raises(UserError, match=r"wandb is not installed: pip install 'siamesenorm\[track\]'"):
         build_trackers(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_long_runs_on_a_cpu_are_compiled_and_short_ones_not(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("siamesenorm.training.plan.compiler_for_cpu", lambda: "c++")
-    short = RunPlan(data=data, steps=100, batch_tokens=2048)
-    long = dataclasses.replace(short, steps=1_000_000)
-    assert not short.resolve().compile
-    assert long.resolve().compile
-    assert dataclasses.replace(short, compile="on").resolve().compile
-    assert not dataclasses.replace(long, compile="off").resolve().compile
-    assert not dataclasses.replace(long, execution=Execution(device="cuda")).resolve().compile
-    monkeypatch.setattr("siamesenorm.training.plan.compiler_for_cpu", lambda: None)
-    assert not long.resolve().compile
+def chosen(operations: float = 0.0, started_with: dict[str, Any] | None = None, **execution: Any) -> Choices:
+    return choose(Execution(**execution), operations, started_with)
 
 
-def test_a_run_chooses_its_kernels_by_its_device(data: Path) -> None:
-    on_cpu = RunPlan(data=data)
-    assert on_cpu.resolve().model.kernels == "plain"
-    assert dataclasses.replace(on_cpu, execution=Execution(device="cuda")).resolve().model.kernels == "auto"
-    forced = dataclasses.replace(on_cpu, model=ModelPlan(kernels="lean"))
-    assert forced.resolve().model.kernels == "lean"
+def test_long_runs_on_a_cpu_are_compiled_and_short_ones_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("siamesenorm.training.environment.compiler_for_cpu", lambda: "c++")
+    assert not chosen(1e12).compiled and chosen(1e16).compiled
+    assert chosen(1e12, compile="on").compiled and not chosen(1e16, compile="off").compiled
+    assert not chosen(1e16, device="cuda").compiled
+    monkeypatch.setattr("siamesenorm.training.environment.compiler_for_cpu", lambda: None)
+    assert not chosen(1e16).compiled
+
+
+def test_kernels_are_chosen_by_the_device() -> None:
+    assert (chosen().kernels, chosen(device="cuda").kernels) == ("plain", "auto")
+    assert chosen(kernels="lean").kernels == "lean"
+
+
+def test_a_resumed_run_keeps_its_choices_or_says_why_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier = {"kernels": "fused", "compiled": True}
+    monkeypatch.setattr("siamesenorm.training.environment.compiler_for_cpu", lambda: "c++")
+    assert chosen(started_with=earlier) == Choices(kernels="fused", compiled=True)
+    assert chosen(1e16, {"kernels": "plain", "compiled": False}) == Choices(kernels="plain", compiled=False)
+    assert not chosen(started_with=earlier, compile="off").compiled
+    monkeypatch.setattr("siamesenorm.training.environment.compiler_for_cpu", lambda: None)
+    with pytest.raises(UserError, match="compiler"):
+        chosen(started_with=earlier)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 import numpy as np
 
 from siamesenorm.data import Manifest, Split, TokenizerEntry
-from siamesenorm.training.config import Execution, OptimizerConfig, RunConfig
+from siamesenorm.models.language import language_model_config
+from siamesenorm.tasks.language import LanguageTaskConfig
+from siamesenorm.training.config import Execution, RunConfig
 from siamesenorm.training.metrics import read_metrics, strip_time
-from siamesenorm.training.plan import ModelPlan, RunPlan
+from siamesenorm.training.optimizer import OptimizerConfig
 
 VOCABULARY, END_OF_TEXT, CONTEXT = 17, 16, 16
-TINY = ModelPlan(size="nano", depth=2, dim=16, heads=2, hidden=32, context=CONTEXT)
+TINY = {"depth": 2, "dim": 16, "heads": 2, "hidden": 32, "context": CONTEXT, "vocabulary": 0}
 
 
 def structured_tokens(count: int, seed: int) -> np.ndarray:
@@ -53,25 +56,37 @@ def write_data(path: Path, *, train: int = 4000, validation: int = 500, seed: in
     return path
 
 
-def tiny_plan(data: Path, **changes: Any) -> RunPlan:
+def tiny_plan(data: Path, **changes: Any) -> RunConfig:
     """Return a run of some seconds' parts; `model`, `optimizer` and `execution` are dicts of further changes."""
-    model = ModelPlan(**{**_fields(TINY), **changes.pop("model", {})})
+    fields = {**TINY, **changes.pop("model", {})}
+    model = language_model_config("nano", **fields)
+    task = LanguageTaskConfig(data=data, model=model, validation_tokens=changes.pop("validation_tokens", 128))
     warmup_steps = min(4, changes.get("steps", 20) - 1)
     optimizer = OptimizerConfig(**{"learning_rate": 1e-2, "warmup_steps": warmup_steps, **changes.pop("optimizer", {})})
     execution = Execution(**{"checkpoint_every": 10, "threads": 1, **changes.pop("execution", {})})
-    defaults = {"steps": 20, "batch_tokens": 4 * CONTEXT, "validation_every": 10, "validation_tokens": 128}
-    return RunPlan(data=data, model=model, optimizer=optimizer, execution=execution, **{**defaults, **changes})
+    defaults = {"steps": 20, "batch": 4, "validation_every": 10}
+    return RunConfig(task=task, optimizer=optimizer, execution=execution, **{**defaults, **changes})
 
 
 def tiny_run(data: Path, **changes: Any) -> RunConfig:
-    """Return the configuration of `tiny_plan`."""
-    return tiny_plan(data, **changes).resolve()
+    """Return the resolved configuration of `tiny_plan`."""
+    return tiny_plan(data, **changes).resolved()
+
+
+def with_model(config: RunConfig, **changes: Any) -> RunConfig:
+    """Return the run with fields of its model changed."""
+    return with_task(config, model=dataclasses.replace(config.task.model, **changes))
+
+
+def with_task(config: RunConfig, **changes: Any) -> RunConfig:
+    """Return the run with fields of its task changed."""
+    return dataclasses.replace(config, task=dataclasses.replace(config.task, **changes))
 
 
 def records(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """Return the records of a run without their time fields."""
+    """Return the records of a run without their time fields; notes only if asked for."""
     kept = [strip_time(record) for record in read_metrics(run / "metrics.jsonl")]
-    return [record for record in kept if kind in (None, record["kind"])]
+    return [record for record in kept if record["kind"] == kind or (kind is None and record["kind"] != "note")]
 
 
 def losses(run: Path) -> list[float]:
@@ -82,7 +97,3 @@ def losses(run: Path) -> list[float]:
 def edit_json(path: Path, **changes: Any) -> None:
     """Change fields of a JSON object in a file."""
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def _fields(plan: ModelPlan) -> dict[str, Any]:
-    return {name: getattr(plan, name) for name in plan.__dataclass_fields__}

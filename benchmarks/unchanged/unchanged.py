@@ -40,23 +40,23 @@ CASES: dict[str, list[str]] = {
     "dhc-2": ["--model.topology", "dhc-2"],
     "mhc-4": ["--model.topology", "mhc-4"],
     "dyt-dropout": ["--model.topology", "pre", "--model.norm", "dyt", "--model.dropout", "0.1"],
-    "document-mask": ["--model.topology", "siamese", "--model.document-mask", "True"],
+    "document-mask": ["--model.topology", "siamese", "--model.document-mask"],
     "accumulation": ["--model.topology", "siamese", "{micro_batch}"],
     "bfloat16-gelu": ["--model.topology", "siamese", "--precision", "bfloat16", "--model.activation", "gelu"],
     "paper-decay-megatron": [
         "--model.topology", "pre", "--optimizer.decay", "all-but-embeddings", "--optimizer.shape", "wsd",
-        "--model.initialisation", "megatron", "--model.tied", "True", "--model.kv-heads", "2",
+        "--model.initialisation", "megatron", "--model.tied", "--model.kv-heads", "2",
     ],
     "checkpointed": ["--model.topology", "siamese", "--checkpoint-activations"],
-    "compiled": ["--model.topology", "siamese", "--compile", "on"],
+    "compiled": ["--model.topology", "siamese", "--execution.compile", "on"],
     "warm-start": ["--model.topology", "siamese-post-pre", "{start}"],
 }  # fmt: skip
-# Spellings of this version: the batch of a step and of a micro-batch, the run to start from, and the lazy post-norm.
+# Spellings of this version: the batch of a step and of a micro-batch in samples, and the run to start from.
 SPELLING = {
-    "batch": ["--batch-tokens", "1024"],
-    "micro_batch": ["--micro-batch-tokens", "256"],
+    "batch": ["--batch", "8"],
+    "micro_batch": ["--micro-batch", "2"],
     "start": ["--start", "{runs}/pre"],
-    "rename": {"post_norm=": "settle="},
+    "rename": {},
 }
 
 

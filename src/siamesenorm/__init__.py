@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from siamesenorm.analysis import StreamMonitor
-    from siamesenorm.interop.loading import from_pretrained
     from siamesenorm.interop.rewire import rewire
+    from siamesenorm.interop.stored import from_pretrained
     from siamesenorm.interop.swap_norms import swap_norms
-    from siamesenorm.models.language import LanguageModel, build_language_model
-    from siamesenorm.models.language_config import LanguageModelConfig, language_model_config
+    from siamesenorm.models.language import (
+        LanguageModel,
+        LanguageModelConfig,
+        build_language_model,
+        language_model_config,
+    )
     from siamesenorm.norms import Norm, available_norms, build_norm
     from siamesenorm.topologies import (
         ResidualSpec,
@@ -52,7 +56,7 @@ _MODULES = (
     "siamesenorm.models.language",
     "siamesenorm.norms",
     "siamesenorm.topologies",
-    "siamesenorm.interop.loading",
+    "siamesenorm.interop.stored",
     "siamesenorm.interop.rewire",
     "siamesenorm.interop.swap_norms",
 )

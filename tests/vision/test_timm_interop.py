@@ -20,7 +20,7 @@ import siamesenorm
 from siamesenorm import rewire
 from siamesenorm.errors import UserError
 from siamesenorm.interop import timm as interop
-from siamesenorm.interop.surgery import steps_of
+from siamesenorm.interop.conversion_log import steps_of
 from siamesenorm.norms import RMSNorm
 from siamesenorm.topologies import build_topology, topology_from_json
 
@@ -85,7 +85,7 @@ def test_no_weights_are_promised() -> None:
     with pytest.raises(UserError, match="has no pretrained weights: create vit_tiny_patch16_224 with pretrained=True"):
         timm.create_model(NAME, pretrained=True)
     with pytest.raises(UserError, match="is the architecture of saved models"):
-        timm.create_model("siamesenorm_operated")
+        timm.create_model("siamesenorm_converted")
 
 
 # --- files
@@ -110,7 +110,9 @@ def adapted() -> nn.Module:
 
 
 @pytest.mark.parametrize("build", [registered, converted, adapted])
-@pytest.mark.parametrize("read", [interop.load, lambda path: timm.create_model(f"local-dir:{path}", pretrained=True)])
+@pytest.mark.parametrize(
+    "read", [siamesenorm.from_pretrained, lambda path: timm.create_model(f"local-dir:{path}", pretrained=True)]
+)
 @torch.no_grad()
 def test_saving_and_loading_changes_nothing(build: Any, read: Any, tmp_path: Path) -> None:
     model = build()
@@ -131,7 +133,7 @@ def test_saving_and_loading_changes_nothing(build: Any, read: Any, tmp_path: Pat
 
 def test_options_of_create_model_apply_on_loading(tmp_path: Path) -> None:
     interop.save_pretrained(registered(), tmp_path)
-    loaded = interop.load(tmp_path, num_classes=9, drop_path_rate=0.3)
+    loaded = siamesenorm.from_pretrained(tmp_path, num_classes=9, drop_path_rate=0.3)
     assert loaded(IMAGES).shape == (2, 9)
     assert loaded.blocks[-1].drop_path1.drop_prob == pytest.approx(0.3)
 
@@ -141,7 +143,7 @@ def test_options_of_create_model_apply_on_loading(tmp_path: Path) -> None:
 def test_another_size_of_images_resamples_the_position_embedding(build: Any, tmp_path: Path) -> None:
     model = build()
     interop.save_pretrained(model, tmp_path)
-    loaded = interop.load(tmp_path, img_size=96).eval()
+    loaded = siamesenorm.from_pretrained(tmp_path, img_size=96).eval()
     model.set_input_size((96, 96))
     images = torch.randn(2, 3, 96, 96)
     assert torch.equal(loaded(images), model(images))
@@ -154,7 +156,7 @@ def test_an_error_of_timm_is_told_whole_in_one_line(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"^\S+ cannot be loaded: Error\(s\) .*: .* \"blocks.1.mlp.fc1.weight\"\.$"):
         siamesenorm.from_pretrained(tmp_path)
-    with pytest.raises(UserError, match="use siamese-post-pre, or siamesenorm.rewire with preserve=True"):
+    with pytest.raises(UserError, match="use siamese-post-pre"):
         timm.create_model(NAME, topology="siamese", **SMALL)
 
 
@@ -172,27 +174,27 @@ def test_timm_alone_does_not_take_it_for_its_host(tmp_path: Path) -> None:
         interop.save_pretrained(build(), path)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run([sys.executable, "-c", TIMM_ALONE, *paths], env=environment, capture_output=True, text=True)
-    assert result.stdout.split("\n") == [f"Unknown model ({NAME})", "Unknown model (siamesenorm_operated)", ""]
+    assert result.stdout.split("\n") == [f"Unknown model ({NAME})", "Unknown model (siamesenorm_converted)", ""]
 
 
 def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path: Path) -> None:
     plain = build_host()
-    with pytest.raises(UserError, match="was not operated on"):
+    with pytest.raises(UserError, match="was not converted"):
         interop.save_pretrained(plain, tmp_path)
     handmade = timm.models.VisionTransformer(**{**SMALL, "depth": 1})
     rewire(handmade, "siamese")
     with pytest.raises(UserError, match="not made by timm.create_model"):
         interop.save_pretrained(handmade, tmp_path)
-    with pytest.raises(UserError, match="its architecture is not given"):
-        interop.load(tmp_path)
+    with pytest.raises(UserError, match="no config.json"):
+        siamesenorm.from_pretrained(tmp_path)
     timm.models.save_for_hf(plain, tmp_path, safe_serialization=True)
-    with pytest.raises(UserError, match="its architecture is vit_tiny_patch16_224"):
-        interop.load(tmp_path)
+    with pytest.raises(UserError, match="vit_tiny_patch16_224 of timm"):
+        siamesenorm.from_pretrained(tmp_path)
     interop.save_pretrained(converted(), tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match="has no model.safetensors"):
-        interop.load(tmp_path)
+    with pytest.raises(UserError, match="pytorch_model.bin"):
+        siamesenorm.from_pretrained(tmp_path)
     for damaged, message in {"{": "config.json cannot be read", "[]": "holds no configuration of a model"}.items():
         (tmp_path / "config.json").write_text(damaged)
         with pytest.raises(UserError, match=message):
-            interop.load(tmp_path)
+            siamesenorm.from_pretrained(tmp_path)

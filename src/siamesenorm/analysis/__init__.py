@@ -1,4 +1,4 @@
-"""Look into models while they train: streams, gradients, updates."""
+"""Measurements of a model while it trains: streams, gradients, updates."""
 
 from siamesenorm.analysis.stream_monitor import StreamMonitor
 

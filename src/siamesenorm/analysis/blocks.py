@@ -1,4 +1,4 @@
-"""Find where a model's residual streams can be seen: connections of a topology, or a list of blocks."""
+"""Find where the residual streams of a model can be measured: connections of a topology, or a list of blocks."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ Blocks = str | Sequence[nn.Module] | None
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-"""Parts of a path that torch puts there: compilation, activation checkpointing, sharding."""
+"""Parts of a path that come from torch: compilation, activation checkpointing, sharding."""
 ADAPTED = re.compile(r"\.modules_to_save\.[^.]+")
-"""Where PEFT keeps the copy that it trains of a module, beside the untouched `original_module`."""
+"""Where PEFT keeps the trained copy of a module, beside the frozen `original_module`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Anatomy:
-    """A model's blocks by name, the names of its streams, and the probes that see them."""
+class ProbePlan:
+    """The blocks of a model by name, the names of its streams, and the probes that measure them."""
 
     blocks: Mapping[str, nn.Module]
     streams: tuple[str, ...]
     probes: tuple[Probe, ...]
 
 
-def find_anatomy(model: nn.Module, blocks: Blocks = None) -> Anatomy:
-    """Return where the streams of a model can be seen.
+def plan_probes(model: nn.Module, blocks: Blocks = None) -> ProbePlan:
+    """Return where to measure the streams of a model.
 
     In its connections, if it has any and no blocks are given; else at the edges of the blocks given, or of its longest
-    list of modules of one class. Raises UserError, with the candidates, where that is not one.
+    list of modules of one class. Raises UserError, with the candidates, where there is not exactly one such list.
     """
     connections = _connections(model)
     if connections and blocks is None:
-        return _anatomy_of_connections(model, connections)
+        return _plan_for_connections(model, connections)
     found = _given_blocks(model, blocks) if blocks is not None else _longest_list(model)
     last = len(found) - 1
     probes = tuple(BlockProbe(name, block, last=i == last) for i, (name, block) in enumerate(found.items()))
-    return Anatomy(blocks=found, streams=("residual",), probes=probes)
+    return ProbePlan(blocks=found, streams=("residual",), probes=probes)
 
 
 def _connections(model: nn.Module) -> dict[str, Connection]:
@@ -55,7 +55,7 @@ def _connections(model: nn.Module) -> dict[str, Connection]:
     }
 
 
-def _anatomy_of_connections(model: nn.Module, connections: Mapping[str, Connection]) -> Anatomy:
+def _plan_for_connections(model: nn.Module, connections: Mapping[str, Connection]) -> ProbePlan:
     modules = {clean(name): module for name, module in model.named_modules()}
     inside: dict[str, dict[str, Connection]] = {}
     for name, connection in connections.items():
@@ -67,11 +67,11 @@ def _anatomy_of_connections(model: nn.Module, connections: Mapping[str, Connecti
     names = _stream_names(model)
     closings = [ClosingProbe(module, names) for module in model.modules() if isinstance(module, Closing) and names]
     probes = (*(ConnectionProbe(blocks[name], own, names) for name, own in inside.items()), *closings)
-    return Anatomy(blocks=blocks, streams=names, probes=probes)
+    return ProbePlan(blocks=blocks, streams=names, probes=probes)
 
 
 def _stream_names(model: nn.Module) -> tuple[str, ...]:
-    """Return what the model's topology calls its streams; nothing where the model does not tell its topology."""
+    """Return the names of the streams in the topology of the model; none where the model has no topology."""
     for module in model.modules():
         for holder in (module, getattr(module, "config", None)):
             topology = getattr(holder, "topology", None)
@@ -88,10 +88,10 @@ def _given_blocks(model: nn.Module, blocks: str | Sequence[nn.Module]) -> dict[s
     else:
         chosen = list(blocks)
     if not chosen:
-        raise UserError(f"there are no blocks in {blocks!r} of {type(model).__name__}: give the path of a list of them")
+        raise UserError(f"{type(model).__name__} has no blocks at {blocks!r}: give the path of a list of blocks")
     for block in chosen:
         if block not in names:
-            raise UserError(f"a {type(block).__name__} among the blocks is not in {type(model).__name__}: give its own")
+            raise UserError(f"a {type(block).__name__} is not part of {type(model).__name__}: give blocks of the model")
     return {names[block]: block for block in chosen}
 
 
@@ -101,13 +101,13 @@ def _longest_list(model: nn.Module) -> dict[str, nn.Module]:
     candidates = [name for name, blocks in lists.items() if len(blocks) == longest]
     if len(candidates) != 1:
         found = f"several lists of blocks, {', '.join(candidates)}" if candidates else "no list of blocks of one class"
-        raise UserError(f"{type(model).__name__} has {found}: say which by blocks='path.of.the.list'")
+        raise UserError(f"{type(model).__name__} has {found}: choose one by blocks='path.of.the.list'")
     (name,) = candidates
     return {clean(f"{name}.{key}"): block for key, block in lists[name].items()}
 
 
 def _outermost_lists(module: nn.Module, name: str) -> Iterator[tuple[str, dict[str, nn.Module]]]:
-    """Yield the lists of two or more modules of one class that lie in no other: experts lie in their layers."""
+    """Yield the lists of two or more modules of one class, but none inside another: experts are inside layers."""
     children = dict(module.named_children())
     alike = len(children) > 1 and len({type(child) for child in children.values()}) == 1
     if isinstance(module, nn.ModuleList | nn.Sequential) and alike:

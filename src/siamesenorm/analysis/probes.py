@@ -1,13 +1,14 @@
-"""See the streams of a model from outside: in its connections, or else at the edges of its blocks.
+"""Probes of the streams of a model: in its connections, or else at the edges of its blocks.
 
-A connection's streams are seen in `write`, which gets them settled together with the sublayer's output. `write` is
-wrapped only while its block runs, and hooks stand on the blocks only while a step is measured, so that a copy of the
-model never carries a probe. What a backward pass computes again is not counted again.
+The streams of a connection are measured in `write`, which takes them settled, together with the output of the sublayer.
+`write` is wrapped only while its block runs, and hooks are registered on the blocks only while a step is measured, so
+that a copy of the model never carries a probe. What a backward pass recomputes is not counted again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,19 +16,90 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from siamesenorm.analysis.measurements import Key, Measurements, largest, mean_rms
 from siamesenorm.errors import UserError
 from siamesenorm.topologies import Closing, Connection, Streams
 
+Key = tuple[str, ...]
+"""What is measured; the last part names the quantity."""
+
+
+class Measurements:
+    """Scalars by key, left on their devices until `fetch`; a key may have several values."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._values: dict[Key, list[Tensor]] = {}
+
+    def add(self, key: Key, value: Tensor) -> None:
+        """Add a tensor of one element."""
+        self._values.setdefault(key, []).append(value.detach())
+
+    def fetch(self) -> dict[Key, float]:
+        """Return every key's value: the largest of several "max", the mean of several others."""
+        numbers = iter(fetch([value for values in self._values.values() for value in values]))
+        return {key: _together(key, [next(numbers) for _ in values]) for key, values in self._values.items()}
+
+
+def fetch(values: Sequence[Tensor]) -> list[float]:
+    """Return the numbers in tensors of one element, on any devices, with one synchronisation for all."""
+    if not values:
+        return []
+    device = next((value.device for value in values if value.device.type != "cpu"), values[0].device)
+    # torch.cat promotes the dtypes: what is in fp64 stays exact, and devices without fp64 need none.
+    numbers: list[float] = torch.cat([whole(value).reshape(1).to(device) for value in values]).tolist()
+    return numbers
+
+
+def _together(key: Key, values: list[float]) -> float:
+    if any(map(math.isnan, values)):
+        return math.nan
+    return max(values) if key[-1] == "max" else sum(values) / len(values)
+
+
+def mean_rms(x: Tensor) -> Tensor:
+    """Return the mean over tokens of sqrt(mean_d x^2), for x [..., dim]; at least in fp32."""
+    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=wide(x))
+    return norms.mean() / math.sqrt(x.shape[-1])
+
+
+def largest(x: Tensor) -> Tensor:
+    """Return max |x|."""
+    norm: Tensor = torch.linalg.vector_norm(x, ord=math.inf)
+    return norm
+
+
+def joint_norm(tensors: Iterable[Tensor]) -> Tensor | None:
+    """Return the Euclidean norm of all tensors as one vector, at least in fp32; None without tensors.
+
+    Of sharded tensors it is the norm of the whole: all processes must call this together.
+    """
+    # Made whole one by one: norms of tensors on different meshes cannot be stacked.
+    norms = [whole(torch.linalg.vector_norm(tensor, dtype=wide(tensor))) for tensor in tensors]
+    if not norms:
+        return None
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return total
+
+
+def whole(x: Tensor) -> Tensor:
+    """Return a sharded tensor in one piece."""
+    complete: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return complete
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """Return the dtype to measure x in."""
+    return torch.promote_types(x.dtype, torch.float32)
+
 
 class Hook:
-    """A hook for one module alone: copies and pickles of that module have a hook that does nothing."""
+    """A hook of one module: copies and pickles of that module have a hook that does nothing."""
 
     def __init__(self, module: nn.Module | None = None, action: Callable[..., None] | None = None) -> None:
         self.module, self.action = module, action
 
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
-        """Act if the module is ours."""
+        """Call the action if the module is the one that the hook was made for."""
         if self.action is not None and module is self.module:
             self.action(*arguments)
 
@@ -39,7 +111,7 @@ class Hook:
 
 
 class Probe:
-    """Stands at the two ends of a module's forward pass while a step is measured."""
+    """Measures before and after the forward pass of a module, while a step is measured."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -57,19 +129,19 @@ class Probe:
             after.remove()
 
     def enter(self, into: Measurements, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """See what goes in."""
+        """Measure the arguments."""
 
     def leave(self, into: Measurements, arguments: tuple[Any, ...], result: Any) -> None:
-        """See what comes out: None where the forward pass failed."""
+        """Measure the result: None where the forward pass failed."""
 
     @property
     def counts(self) -> bool:
-        """Whether the pass is one of training: no evaluation, and no recomputation inside a backward pass."""
+        """Whether this is a forward pass of training: not an evaluation, and not a recomputation in a backward pass."""
         return (self.module.training or torch.is_grad_enabled()) and torch._C._current_graph_task_id() == -1
 
 
 class ConnectionProbe(Probe):
-    """The streams in the connections of one block, as every sublayer meets them."""
+    """Measures the streams at every connection of one block, before and after the write."""
 
     def __init__(self, block: nn.Module, connections: Mapping[str, Connection], names: tuple[str, ...]) -> None:
         super().__init__(block)
@@ -85,7 +157,7 @@ class ConnectionProbe(Probe):
             vars(connection)["write"] = partial(self._write, into, name, connection.write)
 
     def leave(self, into: Measurements, arguments: tuple[Any, ...], result: Any) -> None:
-        """Give the writes back."""
+        """Restore the writes."""
         for connection in self.connections.values():
             vars(connection).pop("write", None)
 
@@ -101,7 +173,7 @@ class ConnectionProbe(Probe):
         with torch.no_grad():
             into.add(("sublayer", name, "output"), mean_rms(output))
             settled = name_streams(streams, self.names, output)
-            # A pending write has changed nothing yet: it hands the output on to the next read.
+            # A pending write has changed nothing yet: the next read adds the output.
             changed = name_streams(written, self.names, output) if len(written) <= len(streams) else {}
             for stream, x in settled.items():
                 measure_stream(into, ("stream", name, stream), x)
@@ -111,14 +183,14 @@ class ConnectionProbe(Probe):
 
 
 class ClosingProbe(Probe):
-    """The streams as they leave the last block, where no write is pending there."""
+    """Measures the streams after the last block, where no write is pending."""
 
     def __init__(self, closing: Closing, names: tuple[str, ...]) -> None:
         super().__init__(closing)
         self.names = names
 
     def leave(self, into: Measurements, arguments: tuple[Any, ...], result: Any) -> None:
-        """Measure the streams that were closed."""
+        """Measure the streams that the closing was given."""
         if result is None or len(arguments[0]) != len(self.names) or not self.counts:
             return
         with torch.no_grad():
@@ -127,9 +199,10 @@ class ClosingProbe(Probe):
 
 
 class BlockProbe(Probe):
-    """The residual stream of a block of any model: the first tensor that goes in, and the first that comes out.
+    """Measures the residual stream of a block of any model: its first floating tensor, as argument and as result.
 
-    The output is what the block adds, O = out - in; it is not measured where the block changes its input in place.
+    The output is what the block adds, O = result - argument; it is not measured where the block changes its argument in
+    place.
     """
 
     def __init__(self, name: str, block: nn.Module, *, last: bool) -> None:
@@ -138,7 +211,7 @@ class BlockProbe(Probe):
         self._entered: list[tuple[Tensor, int] | None] = []
 
     def enter(self, into: Measurements, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Measure what goes in."""
+        """Measure the stream before the block."""
         stream = first_tensor((*arguments, *named.values())) if self.counts else None
         self._entered.append(None if stream is None else (stream, stream._version))
         if stream is not None:
@@ -146,7 +219,7 @@ class BlockProbe(Probe):
                 measure_stream(into, ("stream", self.name, "residual"), stream)
 
     def leave(self, into: Measurements, arguments: tuple[Any, ...], result: Any) -> None:
-        """Measure what was added, and after the last block what comes out."""
+        """Measure what the block added, and the stream after the last block."""
         entered = self._entered.pop() if self._entered else None
         after = first_tensor(result)
         if entered is None or after is None:

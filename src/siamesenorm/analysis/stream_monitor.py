@@ -1,12 +1,13 @@
-"""Watch the residual streams of any model while any loop trains it, and say how the run fares.
+"""Measure the residual streams of any model while any loop trains it, and judge the run.
 
-Every so many steps the monitor puts its probes on, and takes them off when the step is measured: in between the model
-is as it was. It only reads, so training is bit for bit what it is without. A compiled model runs eagerly in a measured
-step, which may differ from its compiled self by rounding, and costs what the model costs uncompiled.
+Every so many steps the monitor attaches its probes, and removes them when the step is measured: in between the model is
+unchanged. It only reads, so training is bit for bit what it is without. A compiled model runs uncompiled in a measured
+step, which may differ from the compiled one by rounding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -17,13 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from siamesenorm.analysis.blocks import Blocks, find_anatomy
-from siamesenorm.analysis.loss_history import LossHistory
-from siamesenorm.analysis.measured_step import MeasuredStep
-from siamesenorm.analysis.measurements import Key, Measurements
-from siamesenorm.analysis.optimizers import listen, unwrapped
-from siamesenorm.analysis.record import Line, Record, gradient_norm, streams_line
-from siamesenorm.analysis.weights import WeightProbe
+from siamesenorm.analysis.blocks import Blocks, plan_probes
+from siamesenorm.analysis.measured_step import MeasuredStep, WeightProbe, listen, unwrapped
+from siamesenorm.analysis.probes import Key, Measurements
+from siamesenorm.analysis.record import Line, LossHistory, Record, gradient_norm, streams_line, summary
 from siamesenorm.errors import UserError
 from siamesenorm.training.verdict import DEFAULT_THRESHOLDS, Thresholds, Verdict
 
@@ -42,28 +40,34 @@ class StreamMonitor:
                 optimizer.zero_grad()
         print(monitor.verdict().sentence())
 
-    Streams are seen in a model's connections (a model of this package, or a rewired one), or else at the edges of
-    its blocks: `blocks` names their list or holds them, None finds the longest list of modules of one class.
+    Streams are measured in a model's connections (a model of this package, or a rewired one), or else at the edges of
+    its blocks: `blocks` is the path of their list or the blocks, None finds the longest list of modules of one class.
 
-    Measured are step 1 and every `every`-th one. Their lines, of kind "streams", hold
+    Measured are step 1 and every `every`-th one. Their lines, of kind "streams", have
     * `sublayers`, by name: `output` |O|, and for each of its `streams` before the output is added, `rms` |x| and `max`;
       `ratio` |O| / |x|; and `change`, by how much the write changed the stream, relative to |x|: unlike the ratio it
-      knows output norms, gates and scales (absent where a fused connection leaves the write to the next one).
+      includes output norms, gates and scales (absent where a fused connection leaves the write to the next one).
       |x| is the RMS over the width, averaged over tokens and micro-batches. For plain blocks O is what the block adds.
     * `end`: the streams after the last block, `rms` and `max`;
     * `blocks`, by name, and `other` for the rest: `gradient_norm`, `weight_norm` before the step, `update_norm`, and
       `update_ratio` ||delta w|| / ||w||; with `updates=False` neither is measured;
     * `gradient_norm` of the whole, and `learning_rate`.
-    Lines of kind "train" hold the loss of every step, and what is known of the gradient norm and the learning rate.
+    Lines of kind "train" have the loss of every step, and the gradient norm and the learning rate where known.
 
-    With an `optimizer` (or several) the gradients are those that it sees, and the copy of the weights that a measured
-    step needs lives from its step to `monitor.step`. Without, the copy lives for the whole step, and the gradients are
-    those still there at `monitor.step`; so too where an optimizer gets its gradients from a closure.
+    With an `optimizer` (or several) the gradients are those at its step, and the copy of the weights that a measured
+    step needs exists from its step to `monitor.step`. Without, the copy exists for the whole step, and the gradients
+    are those present at `monitor.step`; so too where an optimizer computes its gradients in a closure.
 
-    With a `path`, lines are appended to that file, and a resumed run goes on: with `step=` earlier than the file's last
-    step, the file is cut back. In a distributed run every process needs a monitor; the first one writes, what its
-    own streams show. `siamesenorm verdict` reads the file. `steps_total`, `warmup_steps` and `unigram_entropy` (nats)
-    sharpen the verdict where they are known. Raises UserError where no blocks can be found.
+    Args:
+        path: File of the lines, readable by `siamesenorm verdict`; in memory without one. A file that is there is
+            renamed to `<name>.old`, unless `resume`.
+        resume: Continue the file at `path`, if it is there; a `step` or `attach(after=)` before its last step cuts the
+            file back to that step.
+        write: Function that takes every line, which is then not kept.
+        steps_total, warmup_steps, floor, scale: What is known about the run, for the verdict; see `StabilityMonitor`.
+
+    In a distributed run every process needs a monitor; the first one writes the measurements of its own streams.
+    Raises UserError where no blocks can be found.
     """
 
     def __init__(
@@ -72,25 +76,29 @@ class StreamMonitor:
         *optimizers: Optimizer,
         every: int = 10,
         path: str | Path | None = None,
+        resume: bool = False,
+        write: Callable[[Line], None] | None = None,
         blocks: Blocks = None,
         updates: bool = True,
         steps_total: int | None = None,
         warmup_steps: int | None = None,
-        unigram_entropy: float | None = None,
+        floor: float | None = None,
+        scale: float | None = None,
         thresholds: Thresholds = DEFAULT_THRESHOLDS,
     ) -> None:
-        if every < 1:
-            raise UserError(f"every is {every}: measure every step (1) or fewer")
+        if not isinstance(model, nn.Module):
+            raise UserError(f"model is {model!r}: give a torch.nn.Module")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise UserError(f"every is {every!r}: give 1 to measure every step, or a larger whole number")
         self.model, self.every = model, every
-        self._anatomy = find_anatomy(model, blocks)
-        self._weights = WeightProbe(model, self._anatomy.blocks) if updates else None
-        self._history = LossHistory(
-            steps_total=steps_total,
-            warmup_steps=warmup_steps,
-            unigram_entropy=unigram_entropy,
-            thresholds=thresholds,
+        self._probes = plan_probes(model, blocks)
+        self._weights = WeightProbe(model, self._probes.blocks) if updates else None
+        facts = {"steps_total": steps_total, "warmup_steps": warmup_steps, "floor": floor, "scale": scale}
+        self._history = LossHistory(facts, thresholds)
+        first = _is_first_process()
+        self._record = Record(
+            Path(path) if path is not None and first else None, resume=resume, write=write if first else None
         )
-        self._record = Record(Path(path) if path is not None and _is_first_process() else None)
         lines = self._record.lines
         self._step = max((line["step"] for line in lines if "step" in line), default=0)
         self._history.restore(lines)
@@ -99,7 +107,7 @@ class StreamMonitor:
         self._measured: MeasuredStep | None = None
         self._hooks = ExitStack()
         self._optimizers: tuple[Optimizer, ...] = ()
-        self._attached = self._fresh = self._seen = False
+        self._attached = self._fresh = self._has_measured = False
         self.attach(*optimizers)
 
     # --- the loop
@@ -112,10 +120,10 @@ class StreamMonitor:
         gradient_norm: Number | None = None,
         learning_rate: Number | None = None,
     ) -> None:
-        """Take in a step of training, after the optimizer's.
+        """Add a step of training, after the step of the optimizer.
 
-        `loss` is the mean over the batch, in nats; a tensor is not waited for until a measured step. `step` numbers the
-        step where the loop does, else they are counted. `gradient_norm` is what clipping returned: before clipping.
+        `loss` is the mean over the batch; a tensor is not waited for until a measured step. `step` is the number of the
+        step, else steps are counted. `gradient_norm` is the norm before clipping, as clipping returns it.
         """
         if not self._attached:
             raise UserError("the monitor is closed: attach it again before its next step")
@@ -138,7 +146,7 @@ class StreamMonitor:
         gradient_norm: Number | None = None,
         learning_rate: Number | None = None,
     ) -> None:
-        """Take in the loss of a step alone, for loops that tell it apart from the step."""
+        """Add the loss of a step alone, for loops in which loss and step are separate events."""
         last = max(self._losses, default=self._history.last_step)
         if last is not None and step <= last:
             raise UserError(f"there is a loss of step {last} already: step {step} must be a later one")
@@ -153,38 +161,45 @@ class StreamMonitor:
             if value is not None
         }
 
-    # --- what it says
+    # --- results
 
     def verdict(self) -> Verdict:
-        """Return the verdict on the losses so far: stable, spiked or diverged; raises UserError without any."""
-        self._settle(Measurements())
+        """Return the verdict on the losses so far; raises UserError without any."""
+        self._flush(Measurements())
         return self._history.verdict()
 
     @property
     def should_stop(self) -> bool:
         """Whether the run has been lost for longer than the patience: ending it then cannot change its verdict.
 
-        Losses that are still on a device are looked at with the next measured step. Raises UserError without
+        Losses that are still on a device count from the next measured step on. Raises UserError without
         `steps_total`.
         """
         if not any(isinstance(value, Tensor) for numbers in self._losses.values() for value in numbers.values()):
-            self._settle(Measurements())
+            self._flush(Measurements())
         return self._history.should_stop()
 
     @property
     def records(self) -> list[Line]:
-        """The lines so far, those of the file where there is one."""
-        self._settle(Measurements())
+        """The lines so far; those of the file where there is one."""
+        self._flush(Measurements())
         return self._record.lines
 
-    # --- coming and going
+    def summary(self) -> str:
+        """Return a text table of the streams in the last measured step, with the first one beside it."""
+        return summary(self.records)
+
+    # --- attaching and closing
 
     def attach(self, *optimizers: Optimizer, after: int | None = None) -> None:
-        """Watch the model, and these optimizers, from the next step on; again after `close`, or anew.
+        """Monitor the model, and these optimizers, from the next step on; also again after `close`.
 
-        `after` is the step after which the run goes on: what was recorded of later ones is forgotten. Raises UserError
-        where the file would keep no step: it is the record of another run.
+        `after` is the step after which the run continues: the records of later ones are dropped. Raises UserError where
+        the file would keep no step: it is the record of another run.
         """
+        for optimizer in optimizers:
+            if not isinstance(optimizer, Optimizer) and not hasattr(optimizer, "optimizer"):
+                raise UserError(f"optimizer is {optimizer!r}: give a torch.optim.Optimizer")
         self._detach()
         if after is not None:
             self._cut_back(after)
@@ -200,15 +215,17 @@ class StreamMonitor:
         *,
         steps_total: int | None = None,
         warmup_steps: int | None = None,
-        unigram_entropy: float | None = None,
+        floor: float | None = None,
+        scale: float | None = None,
     ) -> None:
-        """Learn about the run what is not known yet."""
-        self._history.expect(steps_total=steps_total, warmup_steps=warmup_steps, unigram_entropy=unigram_entropy)
+        """Add facts about the run that are not known yet."""
+        facts = {"steps_total": steps_total, "warmup_steps": warmup_steps, "floor": floor, "scale": scale}
+        self._history.expect(facts)
 
     def close(self) -> None:
-        """Leave model and optimizers as they were, and the file complete."""
+        """Restore model and optimizers, and complete the file."""
         self._detach()
-        self._settle(Measurements())
+        self._flush(Measurements())
         self._record.close()
 
     def __enter__(self) -> Self:
@@ -233,8 +250,8 @@ class StreamMonitor:
 
     def _measure_next(self) -> None:
         self._stop_measuring()
-        self._measured = MeasuredStep(self._anatomy.probes, self._weights, remember=not self._optimizers)
-        # A monitor that is dropped unclosed takes its probes along.
+        self._measured = MeasuredStep(self._probes.probes, self._weights, remember=not self._optimizers)
+        # A monitor that is deleted without `close` removes its probes.
         self._abandon = finalize(self, self._measured.abandon)
 
     def _stop_measuring(self) -> None:
@@ -243,7 +260,7 @@ class StreamMonitor:
         self._measured = None
 
     def _before_update(self, optimizer: Optimizer, gradients_are_there: bool) -> None:
-        """Look at an optimizer that is about to step."""
+        """Measure before an optimizer steps."""
         if optimizer is self._optimizers[0]:
             rate = optimizer.param_groups[0]["lr"]
             self._learning_rate = rate.detach().clone() if isinstance(rate, Tensor) else rate
@@ -253,9 +270,9 @@ class StreamMonitor:
     def _record_measured(self, step: int, measured: MeasuredStep) -> None:
         self._measured = None
         self._abandon.detach()
-        values = self._settle(measured.finish(), step)
-        self._seen = self._seen or any(key[0] == "stream" for key in values)
-        if not self._seen:
+        values = self._flush(measured.finish(), step)
+        self._has_measured = self._has_measured or any(key[0] == "stream" for key in values)
+        if not self._has_measured:
             raise UserError(
                 f"no block of {type(self.model).__name__} ran in step {step}: monitor the model that is trained, not "
                 "a copy of it"
@@ -277,13 +294,13 @@ class StreamMonitor:
         return step
 
     def _cut_back(self, after: int) -> None:
-        self._settle(Measurements())
+        self._flush(Measurements())
         self._record.cut_back(after)
         self._history.cut_back(after)
         self._step = after
 
-    def _settle(self, measured: Measurements, at_step: int | None = None) -> dict[Key, float]:
-        """Fetch what was measured and the losses that wait, and record the losses; return what was measured."""
+    def _flush(self, measured: Measurements, at_step: int | None = None) -> dict[Key, float]:
+        """Fetch what was measured and the pending losses, and record the losses; return what was measured."""
         for step, numbers in self._losses.items():
             for name, value in numbers.items():
                 if isinstance(value, Tensor):
@@ -302,9 +319,10 @@ class StreamMonitor:
     def _append(self, line: Line) -> None:
         if self._record.is_empty:
             parameters = sum(parameter.numel() for parameter in self.model.parameters())
-            facts = {"label": type(self.model).__name__, "parameters": parameters, **self._history.facts()}
-            streams = list(self._anatomy.streams)
-            self._record.append({"kind": "model", **facts, "streams": streams, "every": self.every})
+            about = {"label": type(self.model).__name__, "parameters": parameters}
+            facts = {"steps" if name == "steps_total" else name: fact for name, fact in self._history.facts.items()}
+            streams = {"streams": list(self._probes.streams), "every": self.every}
+            self._record.append({"kind": "model", **about, **facts, **streams})
         self._record.append(line)
 
 

@@ -9,7 +9,8 @@ from typing import Annotated
 import tyro
 
 from siamesenorm.files import disk_errors
-from siamesenorm.training.calibration import calibrate, read_runs
+from siamesenorm.progress import ProgressDisplay
+from siamesenorm.training.calibration import DEFAULT_GRID, calibrate, read_runs
 from siamesenorm.training.verdict import Thresholds
 
 
@@ -18,18 +19,26 @@ class Arguments:
     """Count false positives on safe runs, and detections of spikes, divergences and plateaus injected into them."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Directories of runs known to be safe, such as Pre-Norm at a low learning rate."""
+    """Directories of runs known to be safe, such as Pre-Norm at a low learning rate; of any task."""
     out: Path | None = None
     """File for the result as JSON."""
     thresholds: Thresholds = Thresholds()
-    """What the words mean."""
+    """Numbers in the definitions of the four labels."""
 
 
 def run(arguments: Arguments) -> None:
     """Calibrate and print the tables."""
-    report = calibrate(read_runs(arguments.runs), thresholds=arguments.thresholds)
+    curves = read_runs(arguments.runs)
     if arguments.out is not None:
         with disk_errors(arguments.out):
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    with ProgressDisplay(DEFAULT_GRID.cells) as progress:
+        report = calibrate(
+            curves,
+            thresholds=arguments.thresholds,
+            on_detection=lambda detection: progress.update(progress.done + 1, str(detection.fault)),
+        )
+    if arguments.out is not None:
+        with disk_errors(arguments.out):
             report.write(arguments.out)
     print(report.markdown())

@@ -14,11 +14,10 @@ import tyro
 from typing_extensions import Doc
 
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.models.language import build_language_model
-from siamesenorm.models.sizes import SIZES
+from siamesenorm.models.block import count_parameters
+from siamesenorm.models.language import SIZES, build_language_model
 from siamesenorm.norms import NORMS, Norm, NormSpec, available_norms
 from siamesenorm.topologies import Topology, available_topologies, build_topology, topology_name
-from siamesenorm.training.accounting import count_parameters
 
 EXAMPLE_DIM = 2048
 BYTES = 2

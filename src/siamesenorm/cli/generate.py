@@ -1,32 +1,24 @@
-"""siamesenorm generate: a text continued by a model that was trained here, or one of transformers, as it comes."""
+"""siamesenorm generate: continue a text with a model that was trained here, or one of transformers."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import tyro
 
-from siamesenorm.data.tokenizer import Tokenizer
 from siamesenorm.errors import UserError
 from siamesenorm.files import encode_json
-from siamesenorm.interop.local_directory import LocalModel, imported, model_of_library
-from siamesenorm.interop.model_directory import look_into
-from siamesenorm.interop.native_model import read_stored
-from siamesenorm.interop.stored_model import build, require_known
-from siamesenorm.models.language import LanguageModel
+from siamesenorm.interop.generation import open_prompt
+from siamesenorm.interop.stored import detect
 
 COLDEST = 1e-6
 """The lowest temperature above 0."""
-Show = Callable[[str], None]
-Continuation = dict[str, str | int | bool]
-"""The `text`, its number of `tokens`, and whether the model `ended` it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +42,7 @@ class Arguments:
     """Print JSON."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be generated."""
+        """Raise UserError for values that no text can be generated with."""
         if self.tokens < 1:
             raise UserError(f"--tokens {self.tokens}: choose at least 1")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -61,7 +53,7 @@ class Arguments:
             )
         try:
             self.prompt.encode()
-        except UnicodeEncodeError as error:  # bytes of the shell that are no text come as lone surrogates
+        except UnicodeEncodeError as error:  # bytes that are no UTF-8 arrive as lone surrogates
             raise UserError(f"--prompt {self.prompt!r}: character {error.start + 1} is no text: give UTF-8") from error
         if not 0 <= self.seed < 2**63:
             raise UserError(f"--seed {self.seed}: choose a number from 0 to below 2^63")
@@ -69,63 +61,15 @@ class Arguments:
 
 def run(arguments: Arguments) -> None:
     """Generate, showing the text as it comes."""
-    continued = open_source(arguments)
+    stored = detect(arguments.model, data=arguments.data)
+    prompt = open_prompt(stored, arguments.prompt, tokens=arguments.tokens)
+    for note in prompt.notes:
+        print(f"siamesenorm: note: {note}", file=sys.stderr)
+    generate = partial(prompt, temperature=arguments.temperature, seed=arguments.seed)
     if arguments.json:
-        result = continued(lambda text: None)
-        print(encode_json({"prompt": arguments.prompt, **result}))
+        result = generate(lambda text: None)
+        print(encode_json({"prompt": arguments.prompt, **dataclasses.asdict(result)}))
         return
     print(arguments.prompt, end="", flush=True)
-    continued(lambda text: print(text, end="", flush=True))
+    generate(lambda text: print(text, end="", flush=True))
     print()
-
-
-def open_source(arguments: Arguments) -> Callable[[Show], Continuation]:
-    """Return what continues the text; raises UserError, with nothing shown yet, for a directory of no such model."""
-    found = look_into(arguments.model)
-    if found.library == "transformers":
-        return _in_transformers(model_of_library(found), arguments)
-    if found.kind == "library":
-        raise UserError(
-            f"{found.path} holds a {found.name} of {found.library}, which generates no text: name a language model"
-        )
-    stored = read_stored(found, data=arguments.data)
-    model, tokenizer = build(stored), stored.tokenizer()
-    (prompt,) = tokenizer.encode_batch([arguments.prompt])
-    ids = prompt.tolist() or [tokenizer.end_of_text]
-    require_known(ids, model.config.vocabulary, arguments.model)
-    _note_length(len(ids) + arguments.tokens, model.config.context)
-    return partial(generate, model, tokenizer, ids, arguments)
-
-
-def _in_transformers(source: LocalModel, arguments: Arguments) -> Callable[[Show], Continuation]:
-    imported(source)
-    from siamesenorm.interop.huggingface.continuation import Continued
-
-    continued = Continued(source, arguments.prompt, tokens=arguments.tokens)
-    return partial(continued.generate, temperature=arguments.temperature, seed=arguments.seed)
-
-
-def generate(
-    model: LanguageModel, tokenizer: Tokenizer, ids: list[int], arguments: Arguments, show: Show
-) -> Continuation:
-    """Return what continues the ids and whether the model ended it; `show` is called with every piece of text."""
-    generator = torch.Generator().manual_seed(arguments.seed)
-    continuation = model.continuation(torch.tensor([ids]), temperature=arguments.temperature, generator=generator)
-    found: list[int] = []
-    shown, ended = "", False
-    while not ended and len(found) < arguments.tokens:
-        token = int(next(continuation))
-        ended = token == tokenizer.end_of_text
-        found += [] if ended else [token]
-        text = tokenizer.decode(found)
-        # The bytes of one character may come in several tokens: until then, it is shown by nothing.
-        if ended or len(found) == arguments.tokens or not text.endswith("\ufffd"):
-            show(text[len(shown) :])
-            shown = text
-    return {"text": shown, "tokens": len(found), "ended": ended}
-
-
-def _note_length(tokens: int, context: int) -> None:
-    if tokens > context:
-        note = f"the model was trained on {context} tokens at a time, and this text may have {tokens}"
-        print(f"siamesenorm: note: {note}", file=sys.stderr)

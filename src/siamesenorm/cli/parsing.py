@@ -134,17 +134,27 @@ def _remedy(hint: object) -> str:
 
 
 def options_of(kind: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the flags of a dataclass, those of nested ones with their names before them, as tyro spells them."""
-    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
-        annotated = get_origin(kind) is Annotated
-        for member in get_args(kind)[:1] if annotated else get_args(kind):
+    """Yield the flags of a dataclass, those of nested ones with their names before them, as tyro spells them.
+
+    `kind` is a type or an instance, whose fields may hold instances of other types than their annotations.
+    """
+    from siamesenorm.norms import NormSpec
+    from siamesenorm.topologies import Topology
+
+    if get_origin(kind) is Annotated:
+        default = next((each.default for each in kind.__metadata__ if hasattr(each, "prefix_name")), None)
+        kind = default if dataclasses.is_dataclass(default) else get_args(kind)[0]
+    if not dataclasses.is_dataclass(kind):
+        for member in get_args(kind):
             yield from options_of(member, prefix)
         return
-    hints = get_type_hints(kind, include_extras=True)
+    hints = get_type_hints(kind if isinstance(kind, type) else type(kind), include_extras=True)
     for field in dataclasses.fields(kind):
         settings = [each for each in getattr(hints[field.name], "__metadata__", ()) if hasattr(each, "prefix_name")]
         renamed = next((each.name for each in settings if each.name is not None), None)
         name = field.name.replace("_", "-") if renamed is None else renamed
         flag = ".".join(filter(None, (prefix, name)))
-        nested = list(options_of(hints[field.name], flag))
+        value = None if isinstance(kind, type) else getattr(kind, field.name)
+        inner = value if dataclasses.is_dataclass(value) else hints[field.name]
+        nested = [] if isinstance(inner, (Topology, NormSpec)) else list(options_of(inner, flag))
         yield from nested or [f"--{flag}"]

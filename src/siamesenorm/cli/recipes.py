@@ -1,26 +1,102 @@
-"""Recipes by name with every field overridable, for the commands that train."""
+"""The arguments of commands that train."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
+from typing_extensions import Doc
 
 from siamesenorm.cli.parsing import PRESETS
-from siamesenorm.training.plan import RunPlan, presets
+from siamesenorm.errors import UserError
+from siamesenorm.models.config import inherited_operator
+from siamesenorm.norms import NormSpec, available_norms
+from siamesenorm.tasks.registry import TASKS
+from siamesenorm.topologies import Topology, available_topologies, build_topology, topology_name
+from siamesenorm.training.config import RunConfig
+from siamesenorm.training.presets import presets
+from siamesenorm.training.warm_start import start_defaults
+
+SIZES = ", ".join(size for task in TASKS.values() for size in task.available_sizes)
 
 
-def recipe_arguments(command: type[RunPlan]) -> Any:
-    """Return the type of a command's arguments: the name of a recipe, then overrides of its fields."""
+Size = Annotated[str | None, tyro.conf.arg(name="model.size"), Doc(f"Size that sets the model's shape: {SIZES}.")]
 
-    def defaults(plan: RunPlan) -> RunPlan:
-        fields = {each.name: getattr(plan, each.name) for each in dataclasses.fields(plan)}
-        return command(**{**fields, "data": tyro.MISSING})
 
-    return tyro.extras.subcommand_type_from_defaults(
-        {name: defaults(plan) for name, plan in presets(Path()).items()},
-        PRESETS,
-        prefix_names=False,
-    )
+@dataclass(frozen=True, kw_only=True)
+class RunCommand:
+    """A command that trains: a run with its prefix left out."""
+
+    run: Annotated[RunConfig, tyro.conf.arg(name="")]
+    size: Size = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunArguments:
+    """The arguments of a `RunCommand`: the name of a preset, then overrides of its fields.
+
+    Two options set the defaults of others, so they are read first: `--model.size`, and `--start` where the command has
+    it, which sets the model to that of a finished run.
+    """
+
+    command: type[RunCommand]
+
+    def prepare(self, words: Sequence[str]) -> tuple[Any, list[str], tyro.constructors.ConstructorRegistry]:
+        """Return the type that tyro reads, the words, and how tyro reads topologies and norms."""
+        size = _value_of(words, "--model.size")
+        start = _value_of(words, "--start") if "start" in self.command.__dataclass_fields__ else None
+        runs = presets(tyro.MISSING)
+        named = words[0] if words and words[0] in runs else None
+        if named is not None:
+            runs[named] = _with_defaults(runs[named], size, start)
+        kind = tyro.extras.subcommand_type_from_defaults(
+            {name: self.command(run=run) for name, run in runs.items()}, PRESETS, prefix_names=False
+        )
+        return kind, list(words), text_constructors(runs[named].task.model.norm if named else NormSpec())
+
+
+def _with_defaults(run: RunConfig, size: str | None, start: str | None) -> RunConfig:
+    if start and size:
+        raise UserError(f"--model.size {size}: the model is that of the run to start from: leave it out")
+    if start:
+        return start_defaults(run, Path(start))
+    return dataclasses.replace(run, task=run.task.of_size(size)) if size else run
+
+
+def _value_of(words: Sequence[str], option: str) -> str | None:
+    """Return the last value of an option; the parser refuses an option without one."""
+    found = [following for word, following in pairwise(words) if word == option]
+    found += [word.partition("=")[2] for word in words if word.startswith(f"{option}=")]
+    return found[-1] if found else None
+
+
+def text_constructors(operator: NormSpec) -> tyro.constructors.ConstructorRegistry:
+    """Return how tyro reads topologies and norms from text; a norm has eps and offset of `operator` unless given."""
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def rule(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+        if isinstance(info.type, type) and issubclass(info.type, Topology):
+            return tyro.constructors.PrimitiveConstructorSpec(
+                nargs=1,
+                metavar=f"{{{','.join(available_topologies())}}}",
+                instance_from_str=lambda words: build_topology(words[0]),
+                is_instance=lambda value: isinstance(value, Topology),
+                str_from_instance=lambda value: [topology_name(value)],
+            )
+        if info.type is NormSpec:
+            return tyro.constructors.PrimitiveConstructorSpec(
+                nargs=1,
+                metavar=f"{{{','.join(available_norms())}}}",
+                instance_from_str=lambda words: inherited_operator(operator, words[0]),
+                is_instance=lambda value: isinstance(value, NormSpec),
+                str_from_instance=lambda value: [str(value)],
+            )
+        return None
+
+    return registry

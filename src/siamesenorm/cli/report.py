@@ -1,4 +1,4 @@
-"""siamesenorm report: tables, figures and a page of a sweep."""
+"""siamesenorm report: tables, figures and a page of a sweep, of another experiment, or of a single run."""
 
 from __future__ import annotations
 
@@ -10,33 +10,54 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from siamesenorm.comparison.comparison_report import comparison_report, run_report
 from siamesenorm.comparison.findings import find
-from siamesenorm.comparison.renderings import for_terminal
+from siamesenorm.comparison.plan import Part, read_plan
 from siamesenorm.comparison.report import write_report
-from siamesenorm.comparison.results import read_sweep
-from siamesenorm.comparison.tables import at_chosen_rates, by_learning_rate
+from siamesenorm.comparison.results import read_experiment, read_single_run
+from siamesenorm.comparison.sections import Report
+from siamesenorm.comparison.tables import for_terminal
+from siamesenorm.recipes.continued_report import continued_report, find_continued
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
-    """Make the report of a sweep, finished or not."""
+class ReportArguments:
+    """Make the report of a sweep, of another experiment, or of a single run, finished or not."""
 
-    sweep: Annotated[Path, tyro.conf.Positional]
-    """Directory of the sweep."""
+    directory: Annotated[Path, tyro.conf.Positional]
+    """Directory of the experiment or of the run."""
     out: Path | None = None
-    """Directory of the report; SWEEP/report if not given."""
+    """Directory of the report; DIRECTORY/report if not given."""
+    title: str = ""
+    """Title of the report; methods and data if not given."""
+    mixed: bool = False
+    """Allow runs that were computed with different kernels, or partly compiled."""
 
 
-def run(arguments: Arguments) -> None:
-    """Write the report and print its table and its path."""
-    show_report(arguments.sweep, arguments.out or arguments.sweep / "report")
+Arguments = ReportArguments
 
 
-def show_report(sweep: Path, out: Path) -> None:
-    """Write the report of a sweep, print its tables, and say where the page is."""
-    findings = find(read_sweep(sweep))
-    paths = write_report(findings, out)
+def run(arguments: ReportArguments) -> None:
+    """Write the report and print its tables and its path."""
+    report = build_report(arguments.directory, title=arguments.title, mixed=arguments.mixed)
+    show_report(report, arguments.out or arguments.directory / "report")
+
+
+def build_report(directory: Path, *, title: str = "", mixed: bool = False) -> Report:
+    """Return the report that suits a directory; raises UserError where it has nothing to report."""
+    plan = read_plan(directory)
+    if plan is None and (directory / "config.json").is_file():
+        return run_report(read_single_run(directory), title=title)
+    results = read_experiment(directory, mixed=mixed)
+    if any(run.part is Part.CONTINUED for run in results.plan.runs.values()):
+        return continued_report(find_continued(results), title=title)
+    return comparison_report(find(results), title=title)
+
+
+def show_report(report: Report, out: Path) -> None:
+    """Write a report, print its tables, and where the page is."""
+    paths = write_report(report, out)
     console = Console() if sys.stdout.isatty() else Console(width=140)
-    for table in (by_learning_rate(findings), at_chosen_rates(findings)):
+    for table in report.tables:
         console.print(for_terminal(table, console.width))
     print(f"report: {paths.page}")

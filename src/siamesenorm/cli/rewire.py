@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,22 +13,19 @@ from typing_extensions import Doc
 
 from siamesenorm.errors import UserError
 from siamesenorm.files import encode_json
-from siamesenorm.interop.export import check_new, new_directory
-from siamesenorm.interop.local_directory import Source
-from siamesenorm.interop.local_native import open_model
 from siamesenorm.interop.rewire import RewireReport, rewire
-from siamesenorm.models.language import LanguageModel
+from siamesenorm.interop.stored import detect
+from siamesenorm.interop.stored_model import StoredModel, check_new, new_directory
 from siamesenorm.norms import NormSpec, available_norms
-from siamesenorm.topologies import Topology, available_topologies, build_topology, topology_to_json
-from siamesenorm.topologies.pre_norm import PreNorm
+from siamesenorm.topologies import available_topologies, build_topology, topology_to_json
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
     """Give a model in a local directory another residual topology: of transformers, diffusers or timm, or a run's.
 
-    The function is kept, exactly or up to the eps of a norm of a norm; the report says which, and what became of every
-    norm. The weights that are written are safetensors, and no other code takes the model for what it was.
+    The function is kept, exactly or up to the eps of a norm of a norm; the report says which, with a bound, and what
+    became of every norm. The weights are written as safetensors, and no other code loads the model as what it was.
     """
 
     model: Annotated[Path, tyro.conf.Positional]
@@ -53,69 +49,46 @@ class Arguments:
 
 def run(arguments: Arguments) -> None:
     """Check everything that can be checked, load, rewire, write whole or not at all, and print the report."""
-    topology = build_topology(arguments.topology)
+    build_topology(arguments.topology)
     if arguments.norm is not None:
         NormSpec.parse(arguments.norm)
-    source = open_model(arguments.model, data=arguments.data)
-    refuse_rewired(source)
+    stored = detect(arguments.model, data=arguments.data)
+    _refuse_rewired(stored)
     check_new(arguments.out)
-    model = source.start(arguments.seed) if arguments.scratch else source.load()
-    if isinstance(model, LanguageModel):
-        refuse_unreachable(model, topology, arguments)
-    with in_words_of_the_command(topology):
-        report = rewire(model, arguments.topology, preserve=not arguments.scratch, norm=arguments.norm)
+    model = stored.initialise(arguments.seed) if arguments.scratch else stored.load()
+    for note in stored.notes:
+        print(f"siamesenorm: note: {note}", file=sys.stderr)
+    report = rewire(model, arguments.topology, preserve=not arguments.scratch, norm=arguments.norm)
     with new_directory(arguments.out) as directory:
-        source.save(model, directory)
+        stored.save(model, directory)
     print(
-        encode_json(to_json(report, arguments), indent=1) if arguments.json else f"{report}\nwritten: {arguments.out}"
+        encode_json(_to_json(report, arguments), indent=1) if arguments.json else f"{report}\nwritten: {arguments.out}"
     )
 
 
-def refuse_rewired(source: Source) -> None:
-    """Raise UserError for a model with a topology of ours already."""
-    for step in source.steps:
+def _refuse_rewired(stored: StoredModel) -> None:
+    """Raise UserError for a model that has a topology of ours already."""
+    for step in stored.steps:
         if step.get("operation") == "rewire":
             topology = step.get("topology")
             name = topology.get("name") if isinstance(topology, dict) else None
             raise UserError(
-                f"{source.directory} was rewired already, to {name or 'an unnamed topology'}: rewire the original"
+                f"{stored.path} was rewired already, to {name or 'an unnamed topology'}: rewire the original"
             )
 
 
-def refuse_unreachable(model: LanguageModel, topology: Topology, arguments: Arguments) -> None:
-    """Raise UserError for what a model of this library becomes by training alone."""
-    remedy = f"train one that has it, siamesenorm train --model.topology {arguments.topology}"
-    if arguments.scratch:
-        raise UserError(f"--scratch on a model of this library: {remedy}")
-    if isinstance(model.config.topology, PreNorm) and topology.pre_norm_refusal:
-        raise UserError(
-            f"{topology.title} cannot keep the function of a Pre-Norm model: {topology.pre_norm_refusal}; {remedy}, or "
-            "choose a topology that can, such as siamese-post-pre"
-        )
-
-
-@contextmanager
-def in_words_of_the_command(topology: Topology) -> Iterator[None]:
-    """Tell a refusal of `rewire` with this command's options in place of that function's arguments."""
-    try:
-        yield
-    except UserError as refusal:
-        words = str(refusal).replace("siamesenorm.rewire with preserve=", "preserve=")
-        if topology.pre_norm_refusal:  # without --scratch it would be refused as well
-            words = words.replace(", or preserve=True", "")
-        words = words.replace("preserve=False", "--scratch").replace("preserve=True", "no --scratch")
-        raise UserError(words) from refusal
-
-
-def to_json(report: RewireReport, arguments: Arguments) -> dict[str, Any]:
+def _to_json(report: RewireReport, arguments: Arguments) -> dict[str, Any]:
     """Return the report for machines."""
+    differences = report.differences
     return {
         "model": str(arguments.model),
         "out": str(arguments.out),
         "topology": topology_to_json(report.topology),
         "blocks": report.blocks,
         "function_kept": report.function_kept,
-        "exact": report.exact,
-        "differences": report.differences,
+        "bound": report.bound,
+        "differences": None
+        if differences is None
+        else [{"kind": one.kind.name.lower(), "bound": one.bound, "detail": one.detail} for one in differences],
         "norms": [dataclasses.asdict(norm) for norm in report.norms],
     }

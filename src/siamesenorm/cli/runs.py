@@ -13,7 +13,6 @@ from rich.table import Table
 
 from siamesenorm.errors import UserError
 from siamesenorm.files import encode_json
-from siamesenorm.topologies import topology_name
 from siamesenorm.training.metrics import read_metrics
 from siamesenorm.training.run_directory import RunDirectory
 
@@ -64,13 +63,13 @@ def describe(path: Path) -> dict[str, Any]:
         directory = RunDirectory(path)
         config = directory.read_config()
         row |= {
-            "method": topology_name(config.model.topology),
+            "method": config.label,
             "learning_rate": config.optimizer.learning_rate,
             "seed": config.seed,
         }
         row["steps"] = config.steps
         verdict = directory.read_verdict()
-        row["verdict"] = None if verdict is None else verdict.word
+        row["verdict"] = None if verdict is None else verdict.label
         steps = [record["step"] for record in read_metrics(directory.metrics_file) if "step" in record]
         row["step"] = max(steps, default=0)
     except UserError as error:

@@ -6,15 +6,14 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from typing_extensions import Doc
 
-from siamesenorm.models.language import build_language_model
-from siamesenorm.models.language_config import language_model_config
-from siamesenorm.models.sizes import SIZES
+from siamesenorm.models.block import count_flops, count_parameters
+from siamesenorm.models.language import SIZES, build_language_model, language_model_config
 from siamesenorm.topologies import available_topologies
-from siamesenorm.training.accounting import count_flops, count_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,9 @@ def count(size: str, topologies: tuple[str, ...]) -> list[dict[str, Any]]:
     reference = 0
     for name in topologies:
         config = language_model_config(size, topology=name)
-        parameters, embedding = count_parameters(build_language_model(config, device="meta"))
+        model = build_language_model(config, device="meta")
+        parameters, embedding = count_parameters(model)
+        tokens = torch.zeros(1, config.context, dtype=torch.int64, device="meta")
         reference = reference or parameters
         rows.append(
             {
@@ -69,7 +70,7 @@ def count(size: str, topologies: tuple[str, ...]) -> list[dict[str, Any]]:
                 "parameters": parameters,
                 "non_embedding_parameters": parameters - embedding,
                 "extra_percent": 100 * (parameters - reference) / reference,
-                "flops_per_token": count_flops(config),
+                "flops_per_token": round(count_flops(model, tokens) / config.context),
             }
         )
     return rows

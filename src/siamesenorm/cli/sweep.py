@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shlex
 import sys
 from dataclasses import dataclass
@@ -12,15 +11,14 @@ from typing import Annotated
 
 from typing_extensions import Doc
 
-from siamesenorm.cli.recipes import recipe_arguments
-from siamesenorm.cli.report import show_report
-from siamesenorm.comparison.console import SweepConsole
-from siamesenorm.comparison.grid import Grid
-from siamesenorm.comparison.sweep import SweepRun, shared_gpus
+from siamesenorm.cli.recipes import RunArguments, RunCommand
+from siamesenorm.cli.report import build_report, show_report
+from siamesenorm.comparison.console import ExperimentConsole
+from siamesenorm.comparison.experiment import Experiment, Stages, usual_jobs
+from siamesenorm.comparison.sweep import SweepGrid
 from siamesenorm.errors import UserError
-from siamesenorm.topologies import available_topologies
+from siamesenorm.topologies import available_topologies, build_topology, topology_name
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.plan import ModelPlan, RunPlan
 
 Methods = Annotated[
     tuple[str, ...],
@@ -29,8 +27,8 @@ Methods = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepArguments(RunPlan):
-    """Train a grid of methods x learning rates x seeds, several at a time; repeat the command to go on.
+class SweepArguments(RunCommand):
+    """Train a grid of methods x learning rates x seeds, several at a time; repeat the command to resume it.
 
     A method is a topology, and what differs after plus signs: "siamese", "pre + qkv", "dhc-2:streams=4 + seednorm".
     """
@@ -45,59 +43,91 @@ class SweepArguments(RunPlan):
     control: bool = True
     """Add Pre-Norm with QKV-norm where a method has QKV-norm."""
     jobs: int = 0
-    """Runs at a time; as many as cores (or GPUs) if 0."""
+    """Runs at a time; as many as cores (or GPUs) if 0. Step times are reported only of runs that ran alone (1)."""
+    mixed: bool = False
+    """Allow runs that are computed with different kernels, or partly compiled."""
+    title: str = ""
+    """Title of the report; methods and data if not given."""
     out: Path = Path("runs/sweep")
     """Directory of the sweep."""
 
+    @property
+    def grid(self) -> SweepGrid:
+        """The grid of methods, learning rates and seeds."""
+        return SweepGrid(
+            methods=self.methods,
+            learning_rates=self.learning_rates,
+            selection_seed=self.run.seed,
+            seeds=self.seeds,
+            reported=self.reported,
+            control=self.control,
+        )
 
-Arguments = recipe_arguments(SweepArguments)
+
+Arguments = RunArguments(SweepArguments)
 
 
 def run(arguments: SweepArguments) -> None:
     """Train the grid, then write the report."""
-    grid = Grid(
-        methods=arguments.methods,
-        learning_rates=arguments.learning_rates,
-        selection_seed=arguments.seed,
-        seeds=arguments.seeds,
-        reported=arguments.reported,
-        control=arguments.control,
-    )
     command = shlex.join(["siamesenorm", *sys.argv[1:]])
-    run_sweep(grid, arguments, arguments.out, arguments.jobs, report=arguments.out / "report", command=command)
+    experiment = sweep_experiment(arguments.grid, arguments.run, arguments.out, arguments.jobs, command)
+    experiment.mixed = arguments.mixed
+    run_sweep(arguments.grid, experiment, report=arguments.out / "report", title=arguments.title)
 
 
-def run_sweep(grid: Grid, plan: RunPlan, out: Path, jobs: int, *, report: Path, command: str) -> None:
-    """Train a grid from a plan and show its report; raises UserError at the end when runs have failed."""
+def sweep_experiment(grid: SweepGrid, run: RunConfig, out: Path, jobs: int, command: str) -> Experiment:
+    """Return the experiment of a grid; raises UserError for options that methods have, and for bad ones."""
+    template = template_of(run)
+    return Experiment(
+        directory=out,
+        template=template,
+        jobs=chosen_jobs(jobs, template),
+        comparisons=grid.comparisons(template),
+        command=command,
+        notes=tuple(
+            f"{control} is added as a control: Pre-Norm with the QKV-norm of other methods (--no-control)"
+            for control in grid.added_controls
+        ),
+    )
+
+
+def run_sweep(grid: SweepGrid, experiment: Experiment, *, report: Path, title: str = "") -> None:
+    """Train a grid and show its report; raises UserError at the end when runs have failed."""
+    train_experiment(experiment, grid.stages)
+    if not experiment.nothing_finished:
+        show_report(build_report(experiment.directory, title=title, mixed=experiment.mixed), report)
+    raise_failures(experiment)
+
+
+def train_experiment(experiment: Experiment, stages: Stages) -> None:
+    """Train an experiment, with its progress on the console."""
+    with ExperimentConsole(experiment.directory) as experiment.observer:
+        experiment.train(stages)
+
+
+def raise_failures(experiment: Experiment) -> None:
+    """Raise UserError when runs have failed."""
+    if experiment.failures:
+        name, error = next(iter(experiment.failures.items()))
+        failed = f"{len(experiment.failures)} of {len(experiment.trained)} runs failed"
+        raise UserError(f"{failed}, such as {name}: {error}")
+
+
+def chosen_jobs(jobs: int, template: RunConfig) -> int:
+    """Return the number of runs at a time; raises UserError for a negative one."""
     if jobs < 0:
         raise UserError(f"jobs is {jobs}: choose at least 1, or 0 for one a core")
-    template = _template(plan)
-    jobs = jobs or jobs_at_hand(plan.execution.device, template.execution.threads)
-    with SweepConsole(out) as console:
-        sweep = SweepRun(grid=grid, template=template, directory=out, jobs=jobs, observer=console, command=command)
-        sweep.run()
-    if len(sweep.failures) < len(sweep.planned):
-        show_report(out, report)
-    if sweep.failures:
-        name, error = next(iter(sweep.failures.items()))
-        raise UserError(f"{len(sweep.failures)} of {len(sweep.planned)} runs failed, such as {name}: {error}")
+    return jobs or usual_jobs(template.execution.device, template.execution.threads)
 
 
-def _template(plan: RunPlan) -> RunConfig:
+def template_of(run: RunConfig) -> RunConfig:
     """Return the run that all runs of a grid are made from; raises UserError for options that methods have."""
-    if plan.model.attention_norm != "auto":
-        value = plan.model.attention_norm
+    model = run.task.model
+    if model.attention_norm != "auto":
+        value = model.attention_norm
         raise UserError(f"attention norm {value!r} for all methods: write it in the methods, as in 'pre + {value}'")
-    if plan.model.topology != ModelPlan().topology:
-        raise UserError(f"topology {plan.model.topology!r} for all methods: name topologies with --methods")
-    execution = dataclasses.replace(plan.execution, threads=plan.execution.threads or 1)
-    model = dataclasses.replace(plan.model, topology="pre")
-    return dataclasses.replace(plan, model=model, execution=execution).resolve()
-
-
-def jobs_at_hand(device: str, threads: int) -> int:
-    """Return how many runs fit at a time: one a GPU, or one for every `threads` cores."""
-    if not device.startswith("cpu"):
-        return max(1, len(shared_gpus(device)))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // threads)
+    if model.topology not in (build_topology("pre"), type(model)().topology):
+        name = topology_name(model.topology)
+        raise UserError(f"topology {name!r} for all methods: name topologies with --methods")
+    execution = dataclasses.replace(run.execution, threads=run.execution.threads or 1)
+    return dataclasses.replace(run, execution=execution).with_method("pre").resolved()

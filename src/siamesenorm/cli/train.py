@@ -1,42 +1,43 @@
-"""siamesenorm train: one language model, from a recipe with overrides."""
+"""siamesenorm train: one run, from a preset with overrides."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from siamesenorm.cli.recipes import recipe_arguments
+from siamesenorm.analysis.monitor_instrument import MonitorOptions
+from siamesenorm.cli.recipes import RunArguments, RunCommand
 from siamesenorm.files import encode_json
-from siamesenorm.training.console import ConsoleObserver
-from siamesenorm.training.loop import Observer, train
-from siamesenorm.training.plan import RunPlan
-from siamesenorm.training.start import resolve_continued
-from siamesenorm.training.trackers import build_trackers
+from siamesenorm.training.instruments import Console, build_trackers
+from siamesenorm.training.loop import train
+from siamesenorm.training.warm_start import continue_run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(RunPlan):
-    """Train one language model, or go on with it where it stopped."""
+class Train(RunCommand):
+    """Train one model, or resume it where it stopped."""
 
     start: Path | None = None
     """Directory of a finished run whose weights to start from, converted to --model.topology and --model.norm."""
     out: Path | None = None
     """Directory of the run; runs/<id> if not given."""
+    monitor: MonitorOptions = MonitorOptions()
+    """Streams, gradients and updates in the record."""
     json: bool = False
     """Print the verdict as JSON."""
 
 
-Arguments = recipe_arguments(Train)
+Arguments = RunArguments(Train)
 
 
 def run(arguments: Train) -> None:
     """Train, showing progress, and print the verdict."""
-    config = arguments.resolve() if arguments.start is None else resolve_continued(arguments, arguments.start)
+    start = arguments.start
+    config = arguments.run.resolved() if start is None else continue_run(arguments.run, start)
     directory = arguments.out or Path("runs") / config.identity[:12]
-    console = ConsoleObserver()
-    observers: tuple[Observer, ...] = (console, *build_trackers(config, directory))
-    try:
-        verdict = train(config, directory, observers=observers)
-    finally:
-        console.close()
-    print(encode_json(verdict.to_json()) if arguments.json else f"{directory}: {verdict.sentence()}")
+    instruments = (Console(), *build_trackers(config, directory), *arguments.monitor.instruments())
+    verdict = train(config, directory, instruments=instruments)
+    if arguments.json:
+        print(encode_json(verdict.to_json()))
+    else:
+        print(f"{directory}: {verdict.sentence()}\n(siamesenorm report {directory} makes a page of it)")

@@ -1,50 +1,83 @@
-"""siamesenorm verdict: stable, spiked or diverged, for any loss curve."""
+"""siamesenorm verdict: stable, spiked, diverged or not learned, for runs and for any loss curve."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from siamesenorm.errors import UserError
 from siamesenorm.files import encode_json
 from siamesenorm.training.curves import read_loss_curve
-from siamesenorm.training.stability import judge_curve
-from siamesenorm.training.verdict import Thresholds
+from siamesenorm.training.run_directory import RunDirectory
+from siamesenorm.training.verdict import Thresholds, judge
+
+FACTS = ("steps_total", "warmup_steps", "floor", "scale", "held_out")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Say whether a loss curve was stable, spiked or diverged, and why.
+    """Classify loss curves as stable, spiked, diverged or not learned, and say why.
 
-    Reads a run's metrics.jsonl, CSV with or without a header, JSON, JSON lines, or trainer_state.json.
+    Reads directories of runs, metrics.jsonl, CSV with or without a header, JSON, JSON lines, and trainer_state.json.
     """
 
-    curve: Annotated[Path, tyro.conf.Positional]
-    """The file, or the directory of a run."""
+    curves: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Files, directories of runs, or directories that contain runs."""
     column: str = "loss"
-    """Column or field that holds the loss, in nats."""
+    """Column or field of the loss."""
     steps_total: int | None = None
     """Planned steps, if the curve stops before them."""
     warmup_steps: int | None = None
     """Steps of warm-up, in which spikes do not count."""
-    unigram_entropy: float | None = None
-    """Unigram entropy of the data in nats; without it, not learned cannot be told."""
+    floor: float | None = None
+    """Loss of a model that has learned nothing, such as the unigram entropy; without it, learning is not checked."""
+    scale: float | None = None
+    """Unit of the thresholds, in units of the loss; that of the record, else 1 (nats of a language model)."""
+    held_out: float | None = None
+    """Last held-out loss."""
     thresholds: Thresholds = Thresholds()
-    """What the words mean."""
+    """Numbers in the definitions of the four labels."""
+    write: bool = False
+    """Write the verdict of every finished run into its directory, in place of the one there."""
     json: bool = False
-    """Print JSON."""
+    """Print JSON: the verdict, or for several curves an object with the verdict of each."""
 
 
 def run(arguments: Arguments) -> None:
-    """Judge the curve."""
-    curve = read_loss_curve(arguments.curve, column=arguments.column)
-    given = {
-        name: getattr(arguments, name)
-        for name in ("steps_total", "warmup_steps", "unigram_entropy")
-        if getattr(arguments, name) is not None
-    }
-    verdict = judge_curve(dataclasses.replace(curve, **given), arguments.thresholds)
-    print(encode_json(verdict.to_json(), indent=1) if arguments.json else verdict.sentence())
+    """Judge the curves."""
+    paths = [path for given in arguments.curves for path in _curves_at(given)]
+    if not paths:
+        raise UserError("no curve is given: name files, or directories of runs")
+    given = {name: getattr(arguments, name) for name in FACTS if getattr(arguments, name) is not None}
+    curves = {path: read_loss_curve(path, column=arguments.column) for path in paths}
+    verdicts = {path: judge(dataclasses.replace(curves[path], **given), arguments.thresholds) for path in paths}
+    if arguments.write:
+        directories = [RunDirectory(path) for path in paths]
+        for directory in directories:
+            if not directory.verdict_file.is_file():
+                raise UserError(f"{directory.path} is not the directory of a finished run: --write replaces verdicts")
+        for directory, verdict in zip(directories, verdicts.values(), strict=True):
+            directory.write_verdict(verdict)
+    if len(arguments.curves) == len(paths) == 1:
+        (verdict,) = verdicts.values()
+        print(encode_json(verdict.to_json(), indent=1) if arguments.json else verdict.sentence())
+    elif arguments.json:
+        print(encode_json({str(path): verdict.to_json() for path, verdict in verdicts.items()}, indent=1))
+    else:
+        for path, verdict in verdicts.items():
+            print(f"{path}: {verdict.sentence()}")
+
+
+def _curves_at(path: Path) -> Iterable[Path]:
+    """Return a file or the directory of a run as it is, and the runs in any other directory."""
+    if not path.is_dir() or (path / "metrics.jsonl").exists():
+        return [path]
+    runs = sorted(record.parent for record in path.rglob("metrics.jsonl"))
+    if not runs:
+        raise UserError(f"{path} has no metrics.jsonl: name a run, a directory of runs, or the file of a curve")
+    return runs

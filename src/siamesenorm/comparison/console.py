@@ -1,8 +1,9 @@
-"""What a person sees of a sweep: a live table on a terminal, a line a run elsewhere."""
+"""The progress of an experiment for people: a live table on a terminal, a line a run elsewhere."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -11,25 +12,28 @@ from typing import Any, Self
 from rich.table import Table
 from rich.text import Text
 
-from siamesenorm.comparison.sweep import Job
+from siamesenorm.comparison import quantities
+from siamesenorm.comparison.experiment import ExperimentObserver, Job
+from siamesenorm.comparison.tables import TERMINAL_STYLES, TONES
+from siamesenorm.errors import UserError
 from siamesenorm.progress import ProgressDisplay, format_duration
-from siamesenorm.training.verdict import Verdict
+from siamesenorm.training.metrics import read_metrics
+from siamesenorm.training.run_directory import RunDirectory
 
 TAIL_BYTES = 4096
 LINE_SECONDS = 30.0
-STYLES = {"stable": "green", "spiked": "yellow", "diverged": "red"}
 
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """How far a run has come."""
+    """The last step of a run with its loss, and the last held-out loss."""
 
     step: int
     loss: float | None
     held_out: float | None
 
 
-class SweepConsole:
+class ExperimentConsole(ExperimentObserver):
     """Follows the records of the runs; learning rates are columns, methods rows."""
 
     def __init__(self, directory: Path) -> None:
@@ -39,7 +43,9 @@ class SweepConsole:
         self.progress: dict[Job, RunProgress] = {}
         self.words: dict[Job, str] = {}
         self.first_steps: dict[Job, int] = {}
-        self.display = ProgressDisplay(unit="tokens", line_seconds=LINE_SECONDS, above=self._table, keep=True)
+        self.notes: dict[Job, int] = {}
+        self.estimated = False
+        self.display = ProgressDisplay(unit="samples", line_seconds=LINE_SECONDS, above=self._table, keep=True)
 
     def __enter__(self) -> Self:
         """Return the console."""
@@ -52,72 +58,70 @@ class SweepConsole:
         self.running = []
         self.display.close()
 
-    def planned(self, jobs: list[Job]) -> None:
-        """Take in new jobs, some of which may be finished."""
+    def planned(self, jobs: Sequence[Job]) -> None:
+        """Add jobs, some of which may be finished."""
         self.jobs += jobs
         done = 0
         for job in jobs:
             verdict = job.verdict
-            self.progress[job] = read_progress(job.directory / "metrics.jsonl")
+            self.progress[job] = read_progress(RunDirectory(job.directory).metrics_file)
             self.first_steps[job] = self.progress[job].step
+            self.notes[job] = len(read_notes(RunDirectory(job.directory)))
             if verdict is not None:
-                self.words[job] = verdict.word
+                self.words[job] = verdict.label
                 done += 1
-        self._print(f"{len(jobs)} runs in {self.directory}, {done} of them finished before")
+        self._print(f"{quantities.plural(len(jobs), 'run')} in {self.directory}, {done} of them finished before")
 
-    def progressed(self, running: list[Job]) -> None:
+    def progressed(self, running: Sequence[Job]) -> None:
         """Read the records of the running jobs."""
         for job in running:
-            self.progress[job] = read_progress(job.directory / "metrics.jsonl")
-            # A run that goes on from a checkpoint cuts its record back.
+            self.progress[job] = read_progress(RunDirectory(job.directory).metrics_file)
+            # A run that resumes from a checkpoint cuts its record back.
             self.first_steps[job] = min(self.first_steps[job], self.progress[job].step)
-        self.running = running
+        self.running = list(running)
         done = self._measure()
         if running:
-            now = ", ".join(f"{job.name}: {_told(self.progress[job], job)}" for job in running)
+            now = ", ".join(f"{job.name}: {_description(self.progress[job], job)}" for job in running)
             self.display.update(done, "" if self.display.terminal else now)
 
-    def _measure(self) -> int:
-        """Count the tokens of all runs, and return those that are done."""
-        batch = self.jobs[0].config.batch_tokens
-        done = batch * sum(map(self._steps_done, self.jobs))
-        measured = batch * sum(self.progress[job].step - self.first_steps[job] for job in self.jobs)
-        self.display.measure(done, batch * sum(job.config.steps for job in self.jobs), done - measured)
-        return done
-
     def ended(self, job: Job, error: str | None) -> None:
-        """Say how a job ended."""
-        self.progress[job] = progress = read_progress(job.directory / "metrics.jsonl")
-        verdict: Verdict | None = job.verdict
-        self.words[job] = "failed" if verdict is None else verdict.word
-        for line in _lines_going_back(job.directory / "log.txt"):
-            self.told(f"{job.name}: {line}")
+        """Print how a job ended, and after the first one how long the rest will take."""
+        self.progress[job] = progress = read_progress(RunDirectory(job.directory).metrics_file)
+        verdict = job.verdict
+        self.words[job] = "failed" if verdict is None else verdict.label
+        for line in read_notes(RunDirectory(job.directory))[self.notes[job] :]:
+            self.note(f"{job.name}: {line}")
         self._measure()
-        told = error or (verdict.sentence() if verdict else "no verdict")
+        result = error or (verdict.sentence() if verdict else "no verdict")
         # After an error the last validation is that of an interrupted run, not a result.
         held_out = "" if error or progress.held_out is None else f", held-out {progress.held_out:.3f}"
-        self._print(f"[{len(self.words)}/{len(self.jobs)}] {job.name}: {told}{held_out}; {self._time()}")
+        self._print(f"[{len(self.words)}/{len(self.jobs)}] {job.name}: {result}{held_out}; {self._time()}")
+        left = len(self.jobs) - len(self.words)
+        if left and not self.estimated and (time_left := self.display.time_left()):
+            self.note(f"{quantities.plural(left, 'run')} of {len(self.jobs)} to train: about {time_left}")
+        self.estimated = True
 
-    def told(self, line: str) -> None:
-        """Say something, above the live table where there is one."""
+    def note(self, line: str) -> None:
+        """Print a line, above the live table where there is one."""
         self.display.line(line)
 
+    def _measure(self) -> int:
+        """Count the samples of all runs, and return those that are done."""
+        done = sum(job.config.batch * self._steps_done(job) for job in self.jobs)
+        measured = sum(job.config.batch * (self.progress[job].step - self.first_steps[job]) for job in self.jobs)
+        self.display.measure(done, sum(job.config.batch * job.config.steps for job in self.jobs), done - measured)
+        return done
+
     def _table(self) -> Table:
-        rates = sorted({job.config.optimizer.learning_rate for job in self.jobs})
-        table = Table(title=f"sweep in {self.directory}", title_justify="left", header_style="bold")
+        rates = sorted({job.planned.learning_rate for job in self.jobs})
+        table = Table(title=f"runs in {self.directory}", title_justify="left", header_style="bold")
         table.add_column("method")
         for rate in rates:
             table.add_column(f"lr {rate:g}", justify="right", min_width=16)
-        for method in dict.fromkeys(job.config.model.label for job in self.jobs):
-            cells = []
-            for rate in rates:
-                here = [
-                    job
-                    for job in self.jobs
-                    if job.config.model.label == method and job.config.optimizer.learning_rate == rate
-                ]
-                cells.append(self._cell(here))
-            table.add_row(method, *cells)
+        for method in dict.fromkeys(job.planned.method for job in self.jobs):
+            of_method = [job for job in self.jobs if job.planned.method == method]
+            cells = [[job for job in of_method if job.planned.learning_rate == rate] for rate in rates]
+            table.add_row(of_method[0].planned.label, *map(self._cell, cells))
         return table
 
     def _cell(self, jobs: list[Job]) -> Text:
@@ -125,13 +129,14 @@ class SweepConsole:
         active = [job for job in jobs if job in self.running]
         ended = [job for job in jobs if job in self.words]
         if active:
-            return Text(_told(self.progress[active[0]], active[0]), style="cyan")
+            return Text(_description(self.progress[active[0]], active[0]), style="cyan")
         if not ended:
             return Text("·" if jobs else "", style="dim")
         job = ended[-1]
         loss, word = self.progress[job].held_out, self.words[job]
         text = word if loss is None else f"{loss:.3f} {word}"
-        return Text(text + (f" x{len(ended)}" if len(ended) > 1 else ""), style=STYLES.get(word, "red"))
+        style = TERMINAL_STYLES[TONES.get(word, "bad")]
+        return Text(text + (f" x{len(ended)}" if len(ended) > 1 else ""), style=style)
 
     def _steps_done(self, job: Job) -> int:
         return job.config.steps if job in self.words else self.progress[job].step
@@ -146,7 +151,7 @@ class SweepConsole:
 
 
 def read_progress(path: Path) -> RunProgress:
-    """Return how far a record has come, from its last lines."""
+    """Return the state of a run, from the last lines of its record."""
     step, loss, held_out = 0, None, None
     for record in _last_records(path):
         if record.get("kind") == "train":
@@ -154,6 +159,14 @@ def read_progress(path: Path) -> RunProgress:
         elif record.get("kind") == "validation":
             held_out = _number(record["loss"])
     return RunProgress(step, loss, held_out)
+
+
+def read_notes(run: RunDirectory) -> list[str]:
+    """Return the notes for people in the record of a run."""
+    try:
+        return [str(record["text"]) for record in read_metrics(run.metrics_file) if record.get("kind") == "note"]
+    except UserError:  # not started, or damaged: the report says so
+        return []
 
 
 def _last_records(path: Path) -> list[dict[str, Any]]:
@@ -174,18 +187,10 @@ def _last_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _lines_going_back(log: Path) -> list[str]:
-    """Return what a worker said of checkpoints that it passed over."""
-    try:
-        return [line for line in log.read_text(errors="replace").splitlines() if "going back to " in line]
-    except OSError:
-        return []
-
-
 def _number(value: float | str) -> float | None:
     return None if isinstance(value, str) else float(value)
 
 
-def _told(progress: RunProgress, job: Job) -> str:
+def _description(progress: RunProgress, job: Job) -> str:
     loss = "" if progress.loss is None else f" loss {progress.loss:.2f}"
     return f"{100 * progress.step // job.config.steps}%{loss}"

@@ -1,4 +1,4 @@
-"""The figures of a report, each to be drawn in a light and in a dark theme, with the words that go with it."""
+"""The figures of a report, each drawn in a light and in a dark theme, with caption and alternative text."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from matplotlib.figure import Figure as Drawing
 
 from siamesenorm.comparison import quantities
 from siamesenorm.comparison.findings import Findings, Outcome
-from siamesenorm.comparison.frontier import draw_frontier
+from siamesenorm.comparison.rate_figures import draw_frontier, draw_sensitivity, noise_band
 from siamesenorm.comparison.results import DIVERGED
-from siamesenorm.comparison.sensitivity import draw_sensitivity
 from siamesenorm.comparison.theme import Theme, applied
 from siamesenorm.comparison.training_curves import curves_at, draw_gradient_norms, draw_losses, references_at
 
@@ -26,9 +25,8 @@ PNG_DOTS_PER_INCH = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A figure to be drawn: the section it belongs to, its file name, title, caption and the text that replaces it."""
+    """A figure to be drawn: its file name, title, caption and the text that replaces it."""
 
-    section: str
     name: str
     title: str
     caption: str
@@ -36,13 +34,14 @@ class Figure:
     draw: Callable[[Theme], Drawing]
 
 
-def figures(findings: Findings) -> list[Figure]:
-    """Return the figures of a report: frontier and sensitivity, then loss and gradient norm at every learning rate."""
-    drawn = [_frontier(findings), _sensitivity(findings)]
-    for rate in findings.sweep.learning_rates:
-        if curves_at(findings, rate):
-            drawn += [_losses(findings, rate), _gradient_norms(findings, rate)]
-    return drawn
+def rate_figures(findings: Findings) -> tuple[Figure, ...]:
+    """Return the figures over methods and learning rates: frontier and sensitivity."""
+    return (_frontier(findings), _sensitivity(findings))
+
+
+def curve_figures(findings: Findings, rate: float) -> tuple[Figure, ...]:
+    """Return the figures of training at a learning rate: loss and gradient norm; none where no run has a curve."""
+    return (_losses(findings, rate), _gradient_norms(findings, rate)) if curves_at(findings, rate) else ()
 
 
 def render(figure: Figure, theme: Theme, form: Literal["svg", "png"]) -> bytes:
@@ -65,40 +64,39 @@ def _tidied(svg: str) -> str:
 
 def _frontier(findings: Findings) -> Figure:
     return Figure(
-        section="Where each method is stable",
         name="frontier",
         title="Stability frontier",
-        caption="Held-out loss (nats) by method and learning rate, the mean over the seeds that every method has "
-        "finished there, the diverged left out: the stronger the colour, the lower the loss. ● stable, ▲ spiked, "
-        "✕ and hatching: diverged, ○ unfinished.",
-        alternative="; ".join(_told(outcome) for outcome in findings.outcomes.values()),
+        caption=f"Held-out loss ({findings.results.unit}), the mean over the seeds that every method has finished at "
+        "that rate, without the diverged: the stronger the colour, the lower the loss. ● stable, ▲ spiked, "
+        "◇ not learned, ✕ and hatching: diverged, ○ unfinished.",
+        alternative="; ".join(map(_description, findings.outcomes.values())),
         draw=lambda theme: draw_frontier(findings, theme),
     )
 
 
 def _sensitivity(findings: Findings) -> Figure:
+    noise = noise_band(findings)
+    band = f" The band: one standard deviation over the seeds of {noise.method}, around its result." if noise else ""
     return Figure(
-        section="Where each method is stable",
         name="sensitivity",
         title="Learning-rate sensitivity",
-        caption="Held-out loss (nats) against learning rate, the mean over the seeds that every method has finished "
-        "there, the diverged left out; the tables have the intervals. A cross in the upper band: every seed diverged "
-        "there.",
-        alternative="Rate sensitivity, mean excess loss in nats: "
-        + "; ".join(f"{method.name} {value:.3f}" for method, value in findings.sensitivities.items()),
+        caption=f"Held-out loss ({findings.results.unit}), the mean over the seeds that every method has finished at "
+        f"that rate; the tables have the intervals. In the upper band: ✕ every seed diverged, ◇ not learned.{band}",
+        alternative="Rate sensitivity, mean excess loss: "
+        + "; ".join(f"{method} {value:.3f}" for method, value in findings.sensitivities.items()),
         draw=lambda theme: draw_sensitivity(findings, theme),
     )
 
 
 def _losses(findings: Findings, rate: float) -> Figure:
     at = quantities.rate(rate)
-    below = "Below: the difference to pre at the same step, on the same data. " if references_at(findings, rate) else ""
+    below = "Below: the difference to the baseline at the same step, on the same data. "
     return Figure(
-        section=f"Training at learning rate {at}",
         name=f"loss-{at}",
         title=f"Training loss at {at}",
-        caption=f"Seed {findings.sweep.selection_seed}, smoothed over 5 % of the steps, every step behind it. "
-        f"{below}✕ marks where a run diverged, ▲ where it spiked.",
+        caption=f"{_seed(findings)}, smoothed over 5 % of the steps, every step behind it. "
+        f"{below if references_at(findings, rate) else ''}Dotted: the loss of a model that has learned nothing. "
+        "✕ marks where a run diverged, ▲ where it spiked.",
         alternative=_outcomes_at(findings, rate),
         draw=lambda theme: draw_losses(findings, rate, theme),
     )
@@ -107,23 +105,24 @@ def _losses(findings: Findings, rate: float) -> Figure:
 def _gradient_norms(findings: Findings, rate: float) -> Figure:
     at = quantities.rate(rate)
     return Figure(
-        section=f"Training at learning rate {at}",
         name=f"gradient-norm-{at}",
         title=f"Gradient norm at {at}",
-        caption=f"Norm of the whole gradient before clipping, seed {findings.sweep.selection_seed}, smoothed over "
-        "5 % of the steps, every step behind it; logarithmic axis.",
+        caption=f"Norm of the whole gradient before clipping. {_seed(findings)}, smoothed over 5 % of the steps, every "
+        "step behind it; logarithmic axis.",
         alternative=_outcomes_at(findings, rate),
         draw=lambda theme: draw_gradient_norms(findings, rate, theme),
     )
 
 
+def _seed(findings: Findings) -> str:
+    return f"Seed {min(findings.results.plan.selection_seeds, default=0)}"
+
+
 def _outcomes_at(findings: Findings, rate: float) -> str:
-    return "; ".join(_told(outcome) for (at, _), outcome in findings.outcomes.items() if at == rate)
+    return "; ".join(_description(outcome) for (at, _), outcome in findings.outcomes.items() if at == rate)
 
 
-def _told(outcome: Outcome) -> str:
+def _description(outcome: Outcome) -> str:
     loss = outcome.held_out_loss
     reached = f", held-out loss {loss.mean:.3f}" if loss and outcome.verdict != DIVERGED else ""
-    return (
-        f"{outcome.method.name} at {quantities.rate(outcome.learning_rate)}: {outcome.verdict or 'unfinished'}{reached}"
-    )
+    return f"{outcome.method} at {quantities.rate(outcome.learning_rate)}: {outcome.verdict or 'unfinished'}{reached}"

@@ -1,4 +1,4 @@
-"""How a report writes its numbers: learning rates, perplexities, counts, seconds and bytes, for people to read."""
+"""Numbers as text: learning rates, metrics, counts, seconds and bytes, with as many digits as a reader needs."""
 
 from __future__ import annotations
 
@@ -14,44 +14,51 @@ def rate(value: float) -> str:
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
-def perplexity(value: float) -> str:
-    """Write a perplexity with four significant digits: the paper's two decimals between 10 and 100."""
-    return f"{value:.{_decimals(value)}f}" if value < 1e6 else f"{value:.2e}"
+def significant(value: float, digits: int = 4) -> str:
+    """Write a number with so many significant digits: 12.606 as `12.61`."""
+    return f"{value:.{_decimals(value, digits)}f}" if abs(value) < 1e6 else f"{value:.2e}"
 
 
-def perplexity_estimate(estimate: Estimate) -> str:
-    """Write a mean perplexity and the half width of its interval, if it has one, to the same decimal."""
-    if estimate.half_width is None:
-        return perplexity(estimate.mean)
-    return f"{perplexity(estimate.mean)} ± {estimate.half_width:.{_decimals(estimate.mean)}f}"
+def estimate(value: Estimate, form: str) -> str:
+    """Write a mean and the half width of its interval, if it has one, in the format of its metric.
+
+    `form` is a format of Python: `.4f`, `.1%`, or `.4g` for so many significant digits, zeros at the end included.
+    """
+    if value.half_width is None:
+        return formatted(value.mean, form)
+    if form.endswith("g"):
+        return f"{formatted(value.mean, form)} ± {value.half_width:.{_decimals(value.mean, int(form[1:-1]))}f}"
+    return f"{formatted(value.mean, form)} ± {formatted(value.half_width, form)}"
 
 
-def loss_estimate(estimate: Estimate) -> str:
-    """Write a mean loss in nats and the half width of its interval, if it has one."""
-    if estimate.half_width is None:
-        return f"{estimate.mean:.4f}"
-    return f"{estimate.mean:.4f} ± {estimate.half_width:.4f}"
+def formatted(value: float, form: str) -> str:
+    """Write a value in the format of its metric."""
+    return significant(value, int(form[1:-1])) if form.endswith("g") else format(value, form)
+
+
+def loss_estimate(value: Estimate) -> str:
+    """Write a mean loss and the half width of its interval, if it has one."""
+    return estimate(value, ".4f")
 
 
 def signed(value: float, decimals: int = 4) -> str:
     """Write a difference with its sign, a typographic minus included."""
-    text = f"{value:+.{decimals}f}"
-    return text.replace("-", MINUS)
+    return f"{value:+.{decimals}f}".replace("-", MINUS)
 
 
-def interval(estimate: Estimate) -> str:
+def interval(value: Estimate) -> str:
     """Write the interval of a difference, if it has one."""
-    if estimate.low is None or estimate.high is None:
-        return ""
-    return f"[{signed(estimate.low)}, {signed(estimate.high)}]"
+    if value.low is None or value.high is None:
+        return NOTHING
+    return f"[{signed(value.low)}, {signed(value.high)}]"
 
 
 def count(value: float) -> str:
     """Write a large count with three significant digits and its unit: 1,284,096 as `1.28 M`."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= 0.9995 * size:  # below that, three digits round up to 1000 of the smaller unit
-            return f"{_three_digits(value / size)} {unit}"
-    return _three_digits(value)
+            return f"{significant(value / size, 3)} {unit}"
+    return significant(value, 3)
 
 
 def percent(ratio: float) -> str:
@@ -62,8 +69,8 @@ def percent(ratio: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Write a duration of one step."""
-    return f"{_three_digits(value)} s" if value >= 0.9995 else f"{_three_digits(1e3 * value)} ms"
+    """Write the duration of one step."""
+    return f"{significant(value, 3)} s" if value >= 0.9995 else f"{significant(1e3 * value, 3)} ms"
 
 
 def memory(value: float) -> str:
@@ -84,11 +91,7 @@ def listed(names: list[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _decimals(value: float, digits: int = 4) -> int:
+def _decimals(value: float, digits: int) -> int:
     """Return how many decimals give so many significant digits after rounding."""
     exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
     return max(0, digits - 1 - exponent)
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.{_decimals(value, 3)}f}"

@@ -1,86 +1,79 @@
-"""A report of a sweep on disk: one HTML page, the same in Markdown, every number as CSV, and the figures as files."""
+"""The files of a report: an HTML page, the same in Markdown, the figures, and CSV."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from siamesenorm.comparison.figures import Figure, figures, render
-from siamesenorm.comparison.findings import Findings
-from siamesenorm.comparison.page import TITLE, render_page
-from siamesenorm.comparison.records import comparisons_csv, runs_csv
-from siamesenorm.comparison.renderings import for_markdown
-from siamesenorm.comparison.summary import Statement, conclusions, environment, footnotes, subject, unfinished
-from siamesenorm.comparison.tables import at_chosen_rates, by_learning_rate
+from siamesenorm.comparison.figures import Figure, render
+from siamesenorm.comparison.page import render_page
+from siamesenorm.comparison.sections import Code, Gallery, Report, Statements
+from siamesenorm.comparison.tables import Table, for_markdown
 from siamesenorm.comparison.theme import LIGHT, THEMES
 from siamesenorm.files import disk_errors, write_atomically
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportPaths:
-    """Where the parts of a report are."""
+    """The files of a report."""
 
     page: Path
     markdown: Path
-    runs: Path
-    comparisons: Path
+    records: tuple[Path, ...]
     figures: tuple[Path, ...]
 
 
-def write_report(findings: Findings, out: Path) -> ReportPaths:
-    """Write the report of a sweep into the directory `out`, each file whole or not at all.
+def write_report(report: Report, out: Path) -> ReportPaths:
+    """Write a report into the directory `out`, each file whole or not at all.
 
     The page, which holds everything, is written last. Raises `UserError` where `out` cannot be written.
     """
-    drawn = figures(findings)
+    drawn = report.figures
     drawings = {f"{figure.name}-{theme.name}": render(figure, theme, "svg") for figure in drawn for theme in THEMES}
     files: dict[Path, bytes] = {out / "figures" / f"{name}.svg": svg for name, svg in drawings.items()}
     files |= {out / "figures" / f"{figure.name}.png": render(figure, LIGHT, "png") for figure in drawn}
     paths = ReportPaths(
         page=out / "report.html",
         markdown=out / "report.md",
-        runs=out / "results.csv",
-        comparisons=out / "comparisons.csv",
+        records=tuple(out / name for name in report.records),
         figures=tuple(files),
     )
-    files[paths.runs] = runs_csv(findings.sweep).encode()
-    files[paths.comparisons] = comparisons_csv(findings).encode()
-    files[paths.markdown] = render_markdown(findings, drawn).encode()
-    files[paths.page] = render_page(findings, drawings, drawn).encode()
+    files |= {out / name: text.encode() for name, text in report.records.items()}
+    files[paths.markdown] = render_markdown(report).encode()
+    files[paths.page] = render_page(report.title, report.subject, report.sections, drawings).encode()
     with disk_errors(out):
-        (out / "figures").mkdir(parents=True, exist_ok=True)
+        (out / "figures" if drawn else out).mkdir(parents=True, exist_ok=True)
         for path, content in files.items():
             write_atomically(path, content)
     return paths
 
 
-def render_markdown(findings: Findings, drawn: Sequence[Figure]) -> str:
+def render_markdown(report: Report) -> str:
     """Return the report as Markdown, with the figures as files beside it."""
-    parts = [
-        f"# {TITLE}\n",
-        " ".join(subject(findings)) + "\n",
-        _statements(conclusions(findings)),
-        f"## {at_chosen_rates(findings).title}\n",
-        for_markdown(at_chosen_rates(findings)),
-        f"## {by_learning_rate(findings).title}\n",
-        for_markdown(by_learning_rate(findings)),
-        _statements(footnotes(findings)),
-        "## Figures\n",
-        *(_figure(figure) for figure in drawn),
-    ]
-    if absent := unfinished(findings.sweep):
-        parts += ["## Unfinished runs\n", _statements(absent)]
-    if findings.sweep.command:
-        parts += ["## How to repeat it\n", f"```\n{findings.sweep.command}\n```\n"]
-    if entries := environment(findings.sweep):
-        parts += ["## Environment\n", _statements(entries)]
+    parts = [f"# {report.title}\n", " ".join(report.subject) + "\n"]
+    for section in report.sections:
+        parts.append(f"## {section.title}\n")
+        for block in section.blocks:
+            match block:
+                case Statements():
+                    parts.append(statements_in_markdown(block))
+                case Table():
+                    parts.append(for_markdown(block))
+                case Gallery():
+                    parts.extend(map(_figure, block.figures))
+                case Code():
+                    parts.append(f"```\n{block.text}\n```\n")
     return "\n".join(parts)
 
 
-def _statements(statements: Sequence[Statement]) -> str:
-    return "".join(f"- **{each.topic}**: {each.text.replace('*', chr(92) + '*')}\n" for each in statements)
+def statements_in_markdown(statements: Statements) -> str:
+    """Write statements as a list, each under its topic."""
+    lines = []
+    for each in statements.items:
+        link = f" [{each.link[0]}]({each.link[1]})" if each.link else ""
+        lines.append(f"- **{each.topic}**: {each.text.replace('*', chr(92) + '*')}{link}\n")
+    return "".join(lines)
 
 
 def _figure(figure: Figure) -> str:

@@ -1,53 +1,36 @@
-"""What the runs of a sweep left on disk, read back: a `RunResult` a run directory, `SweepResults` a sweep directory.
+"""The runs of an experiment read back: a `RunResult` for a run directory, `ExperimentResults` for an experiment's.
 
-Reading a sweep never fails because of one run: a run that has not ended has the status `unfinished`, and one that has
-not been started or cannot be read is listed as missing, with the reason. Nothing here needs torch.
+Reading an experiment never fails because of one run: a run that has not ended has the status `unfinished`, and one that
+has not been started or cannot be read is listed as missing, with the reason.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from siamesenorm.comparison.plan import PLAN_FILE, RUNS, ExperimentPlan, Part, PlannedRun, read_plan
 from siamesenorm.errors import UserError
-from siamesenorm.files import decode_json
-from siamesenorm.training.curves import loss_curve
-from siamesenorm.training.metrics import read_bytes, read_metrics
-from siamesenorm.training.stability import judge_curve
-from siamesenorm.training.verdict import Verdict
+from siamesenorm.tasks.task import Metric
+from siamesenorm.training.metrics import read_metrics
+from siamesenorm.training.run_directory import RunDirectory
+from siamesenorm.training.verdict import Verdict, judge
 
 FINISHED, STOPPED_EARLY, UNFINISHED = "finished", "stopped_early", "unfinished"
-STABLE, SPIKED, DIVERGED = "stable", "spiked", "diverged"
-QKV_NORM = "qkv-head"
+STABLE, SPIKED, NOT_LEARNED, DIVERGED = "stable", "spiked", "not learned", "diverged"
+KERNEL_SETTINGS = ("kernels", "compiled")
+"""What the environment of a run says of its kernels; runs that differ in it are not compared."""
 FINAL_FRACTION = 0.1
 """The last part of the steps whose mean training loss is the training loss of a run."""
 
 FloatArray = npt.NDArray[np.float64]
 Record = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Method:
-    """What is compared: one model configuration, by a name that no other method of its sweep has."""
-
-    name: str
-    topology: str
-    norm: str
-    attention_norm: str
-    specification: tuple[tuple[str, str], ...]
-
-    @property
-    def normalises_values(self) -> bool:
-        """Whether its attention has QKV-norm, which `pre` must then have too in a control row."""
-        return self.attention_norm == QKV_NORM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,30 +43,44 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunResult:
-    """One run: what was run, how it ended, what it reached and what it cost; losses in nats per token."""
+    """One run: what was run, how it ended, what it reached and what it cost.
+
+    `held_out` has the metrics of the last validation by name, `first_held_out` those before the first step; `facts` is
+    the first record of the run, which describes its model, data and metrics.
+    """
 
     path: Path
-    method: Method
-    learning_rate: float
-    seed: int
+    planned: PlannedRun
     status: str
     verdict: Verdict | None
     train_loss: float | None
-    held_out_loss: float | None
+    held_out: Mapping[str, float]
+    first_held_out: Mapping[str, float]
     held_out_step: int | None
     steps: int
     steps_done: int
-    batch_tokens: int | None
-    train_tokens_available: int | None
-    parameters: int | None
-    flops_per_token: float | None
     step_seconds: float | None
     peak_memory_bytes: int | None
-    unigram_entropy: float | None
     losses: Curve = field(repr=False)
     gradient_norms: Curve = field(repr=False)
+    facts: Record = field(repr=False)
     config: Record = field(repr=False)
-    environment: Record = field(repr=False)
+    environments: tuple[Record, ...] = field(repr=False)
+
+    @property
+    def method(self) -> str:
+        """The method of the run in its plan."""
+        return self.planned.method
+
+    @property
+    def learning_rate(self) -> float:
+        """The peak learning rate."""
+        return self.planned.learning_rate
+
+    @property
+    def seed(self) -> int:
+        """The seed of the initial weights and of the order of the data."""
+        return self.planned.seed
 
     @property
     def complete(self) -> bool:
@@ -93,7 +90,7 @@ class RunResult:
     @property
     def word(self) -> str | None:
         """The word of its verdict."""
-        return None if self.verdict is None else self.verdict.word
+        return None if self.verdict is None else self.verdict.label
 
     @property
     def diverged(self) -> bool:
@@ -101,156 +98,239 @@ class RunResult:
         return self.word == DIVERGED
 
     @property
-    def converged(self) -> bool:
-        """Whether it ended without diverging and has a held-out loss: only such runs have a result."""
+    def held_out_loss(self) -> float | None:
+        """The loss at the last validation."""
+        return self.held_out.get("loss")
+
+    @property
+    def has_result(self) -> bool:
+        """Whether it ended without diverging and has a held-out loss."""
         loss = self.held_out_loss
         return self.complete and not self.diverged and loss is not None and math.isfinite(loss)
 
     @property
     def score(self) -> float:
         """The held-out loss that it is compared by: infinite where the run has no result."""
-        return self.held_out_loss if self.converged and self.held_out_loss is not None else math.inf
+        loss = self.held_out_loss
+        return loss if self.has_result and loss is not None else math.inf
 
     @property
-    def train_perplexity(self) -> float | None:
-        """The exponential of the training loss; None where there is none, or it is no number a double holds."""
-        return _perplexity(self.train_loss)
+    def floor(self) -> float | None:
+        """The loss of a model that has learned nothing, where it is known."""
+        return _number(self.facts.get("floor"))
 
     @property
-    def held_out_perplexity(self) -> float | None:
-        """The same of the held-out loss."""
-        return _perplexity(self.held_out_loss)
+    def unit(self) -> str:
+        """The unit of the loss."""
+        return str(self.facts.get("unit", "nats"))
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """The metrics of its task, the loss first."""
+        return tuple(Metric(**each) for each in self.facts["metrics"])
+
+    @property
+    def normalises_values(self) -> bool:
+        """Whether its attention has QKV-norm."""
+        return self.facts.get("attention_norm") == "qkv-head"
+
+    @property
+    def parameters(self) -> int | None:
+        """The number of parameters."""
+        return _integer(self.facts.get("parameters"))
+
+    @property
+    def item(self) -> str:
+        """The item over which the loss is a mean, such as "token"."""
+        return str(self.facts.get("item", "sample"))
+
+    @property
+    def flops_per_item(self) -> float | None:
+        """The operations of training on one item."""
+        flops = self.facts.get("flops_per_sample")
+        return None if flops is None else float(flops) / int(self.facts.get("items_per_sample", 1))
+
+    @property
+    def items(self) -> int | None:
+        """The items of all planned steps; None where the record does not say."""
+        batch = self.facts.get("batch")
+        return None if batch is None else int(batch) * int(self.facts.get("items_per_sample", 1)) * self.steps
 
     @property
     def passes_over_data(self) -> float | None:
         """How often the planned steps go over the training data; None where the record does not say."""
-        if self.batch_tokens is None or not self.train_tokens_available:
-            return None
-        return self.batch_tokens * self.steps / self.train_tokens_available
+        available = self.facts.get("train_items")
+        return self.items / available if self.items and available else None
 
     @property
-    def saw_data_at_most_once(self) -> bool | None:
-        """Whether the run asked for no more tokens than the data has; None where the record does not say."""
-        return None if self.passes_over_data is None else self.passes_over_data <= 1.0
+    def base(self) -> str | None:
+        """The id of the run whose weights it started from."""
+        start = self.facts.get("start")
+        return None if start is None else str(start["run"])[:12]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingRun:
-    """A run that the sweep names and that has not been started, or cannot be read."""
+    """A run of the plan that has not been started, or cannot be read."""
 
     path: Path
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SweepResults:
-    """The runs of one sweep, with what `sweep.json` says of them."""
+class ExperimentResults:
+    """The runs of one experiment, in the order of its plan."""
 
     path: Path
+    plan: ExperimentPlan
     runs: tuple[RunResult, ...]
-    missing: tuple[MissingRun, ...]
-    data: Record
-    command: str | None
-    selection_seed: int
+    missing: tuple[MissingRun, ...] = ()
 
     @property
-    def methods(self) -> tuple[Method, ...]:
-        """The methods in the order of the sweep."""
-        return tuple({run.method: None for run in self.runs})
+    def methods(self) -> tuple[str, ...]:
+        """The methods in the order of the plan."""
+        return self.plan.methods
 
     @property
     def learning_rates(self) -> tuple[float, ...]:
         """The learning rates, ascending."""
-        return tuple(sorted({run.learning_rate for run in self.runs}))
+        return self.plan.learning_rates
 
     @property
     def seeds(self) -> tuple[int, ...]:
         """The seeds, ascending."""
-        return tuple(sorted({run.seed for run in self.runs}))
+        return tuple(sorted({run.seed for run in self.plan.runs.values()}))
 
     @property
     def unfinished(self) -> tuple[RunResult, ...]:
         """The runs that have not ended."""
         return tuple(run for run in self.runs if not run.complete)
 
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """The metrics of the task, the loss first."""
+        return self.runs[0].metrics
 
-def read_run(path: Path) -> RunResult:
-    """Read one run directory; raise `UserError` where its configuration is absent or not as written by a run."""
-    config = _read_json(path / "config.json")
-    environment = _read_json(path / "environment.json") if (path / "environment.json").exists() else {}
-    records = read_metrics(path / "metrics.jsonl") if (path / "metrics.jsonl").exists() else []
-    verdict = _verdict(path / "verdict.json", records) if _last(records, "end") else None
+    @property
+    def unit(self) -> str:
+        """The unit of the loss."""
+        return self.runs[0].unit
+
+    @property
+    def measured_alone(self) -> bool:
+        """Whether no two runs shared a device, so that their step times can be compared."""
+        return self.plan.jobs == 1
+
+    def runs_of(self, method: str) -> tuple[RunResult, ...]:
+        """Return the runs of a method that have been started."""
+        return tuple(run for run in self.runs if run.method == method)
+
+
+def read_run(path: Path, planned: PlannedRun | None = None) -> RunResult:
+    """Read one run directory; without a plan its configuration says what it is.
+
+    Raises `UserError` where the configuration is absent or not as written by a run.
+    """
+    directory = RunDirectory(path)
+    environments = directory.read_environments()
+    records = read_metrics(directory.metrics_file) if directory.metrics_file.exists() else []
+    verdict = _verdict(directory, records) if _last(records, "end") else None
+    config = directory.read_config()
+    planned = planned or PlannedRun(
+        method=config.label,
+        learning_rate=config.optimizer.learning_rate,
+        seed=config.seed,
+        part=Part.SELECTION,
+        label=config.label,
+    )
     try:
-        return _run_result(path, config, environment, records, verdict)
+        return _run_result(path, planned, config.to_json(), environments, records, verdict)
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is not a run this version can read ({error}): train it again") from error
+        raise UserError(f"{path} is not a run that this version can read ({error}): train it again") from error
 
 
-def read_sweep(path: Path) -> SweepResults:
-    """Read a sweep directory with all its runs; raise `UserError` where it is not one or nothing has started."""
-    if not (path / "sweep.json").exists():
-        raise UserError(f"{path} has no sweep.json: name the directory that `siamesenorm sweep` wrote")
-    description = _read_json(path / "sweep.json")
+def read_experiment(path: Path, *, mixed: bool = False) -> ExperimentResults:
+    """Read the directory of an experiment with all its runs.
+
+    Raises `UserError` where it has no plan or no run has started, and, unless `mixed`, where its runs were computed
+    with different kernels or partly compiled: their numbers differ for another reason than the methods.
+    """
+    plan = read_plan(path)
+    if plan is None:
+        raise UserError(f"{path} has no {PLAN_FILE}: name the directory of a sweep, or of a run")
     runs: list[RunResult] = []
     missing: list[MissingRun] = []
-    for name in description.get("runs", []):
-        run_path = path / name
-        if not (run_path / "metrics.jsonl").exists():
+    for name, planned in plan.runs.items():
+        run_path = path / RUNS / name
+        if not RunDirectory(run_path).metrics_file.exists():
             missing.append(MissingRun(path=run_path, reason="not started"))
             continue
         try:
-            runs.append(read_run(run_path))
+            runs.append(read_run(run_path, planned))
         except UserError as error:
             missing.append(MissingRun(path=run_path, reason=str(error).replace(f"{run_path}/", "")))
     if not runs:
-        raise UserError(f"no run of {path} has started: run `siamesenorm sweep` before the report")
-    return SweepResults(
-        path=path,
-        runs=_with_distinct_names(runs),
-        missing=tuple(missing),
-        data=description.get("data") or {},
-        command=description.get("command"),
-        selection_seed=_selection_seed(runs, (description.get("grid") or {}).get("selection_seed")),
-    )
+        raise UserError(f"no run of {path} has started: train it before the report")
+    if not mixed:
+        require_same_kernels(path, [each for run in runs for each in run.environments])
+    return ExperimentResults(path=path, plan=plan, runs=tuple(runs), missing=tuple(missing))
+
+
+def read_single_run(path: Path) -> ExperimentResults:
+    """Read one run as an experiment of its own."""
+    run = read_run(path)
+    return ExperimentResults(path=path, plan=ExperimentPlan(runs={path.name: run.planned}), runs=(run,))
+
+
+def require_same_kernels(path: Path, environments: Sequence[Record]) -> None:
+    """Raise UserError where environments name different kernels, or compilation in some and none in others."""
+    for name in KERNEL_SETTINGS:
+        values = {str(each[name]) for each in environments if each.get(name) is not None}
+        if len(values) > 1:
+            raise UserError(
+                f"the runs of {path} differ in {name} ({', '.join(sorted(values))}), and their numbers with it: train "
+                f"them alike, or add --mixed"
+            )
 
 
 def undisturbed_step_seconds(seconds: Sequence[float]) -> float | None:
-    """Return the median over the faster half of the steps: the half that compilation and neighbours left alone."""
+    """Return the median over the faster half of the steps, which compilation and other processes disturb least."""
     if not seconds:
         return None
     return float(np.median(sorted(seconds)[: (len(seconds) + 1) // 2]))
 
 
 def _run_result(
-    path: Path, config: Record, environment: Record, records: Sequence[Record], verdict: Verdict | None
+    path: Path,
+    planned: PlannedRun,
+    config: Record,
+    environments: Sequence[Record],
+    records: Sequence[Record],
+    verdict: Verdict | None,
 ) -> RunResult:
-    model, validation, end = (_last(records, kind) for kind in ("model", "validation", "end"))
+    facts, validation, end = (_last(records, kind) for kind in ("model", "validation", "end"))
     train = [record for record in records if record.get("kind") == "train"]
+    first = next((record for record in records if record.get("kind") == "validation"), {})
     losses = _curve(train, "loss")
-    steps = int(model.get("steps", config["steps"]))
+    steps = int(facts.get("steps", config["steps"]))
     return RunResult(
         path=path,
-        method=_method(config, model),
-        learning_rate=float(config["optimizer"]["learning_rate"]),
-        seed=int(config["seed"]),
+        planned=planned,
         status=str(end.get("status", UNFINISHED)),
         verdict=verdict,
         train_loss=_final_mean(losses, steps),
-        held_out_loss=_number(validation.get("loss")),
+        held_out=_values(validation, facts),
+        first_held_out=_values(first, facts) if first.get("step") == 0 else {},
         held_out_step=_integer(validation.get("step")),
         steps=steps,
         steps_done=len(train),
-        batch_tokens=_integer(model.get("batch_tokens", config.get("batch_tokens"))),
-        train_tokens_available=_integer(model.get("train_tokens_available")),
-        parameters=_integer(model.get("parameters")),
-        flops_per_token=_number(model.get("flops_per_token")),
         step_seconds=undisturbed_step_seconds([float(record["step_seconds"]) for record in train]),
         peak_memory_bytes=_integer(end.get("peak_memory_bytes")),
-        unigram_entropy=_number(model.get("unigram_entropy")),
         losses=losses,
         gradient_norms=_curve(train, "gradient_norm"),
+        facts=facts,
         config=config,
-        environment=environment,
+        environments=tuple(environments),
     )
 
 
@@ -259,57 +339,20 @@ def _last(records: Sequence[Record], kind: str) -> Record:
     return next((record for record in reversed(records) if record.get("kind") == kind), {})
 
 
-def _verdict(file: Path, records: Sequence[Record]) -> Verdict:
+def _values(validation: Record, facts: Record) -> dict[str, float]:
+    """Return the metrics of a validation by name; one that follows from the loss need not be in the record."""
+    values: dict[str, float] = {}
+    for metric in (Metric(**each) for each in facts["metrics"]):
+        if metric.name in validation:
+            values[metric.name] = float(validation[metric.name])
+        elif metric.of_loss and "loss" in validation:
+            values[metric.name] = metric.from_loss(float(validation["loss"]))
+    return values
+
+
+def _verdict(directory: RunDirectory, records: Sequence[Record]) -> Verdict:
     """Return the verdict stored with the run, else the one its record gives."""
-    return Verdict.from_json(_read_json(file)) if file.exists() else judge_curve(loss_curve(records))
-
-
-def _method(config: Record, model: Record) -> Method:
-    """Return the method of a run: its record names it."""
-    configured = config["model"]
-    return Method(
-        name=str(model.get("label") or configured["topology"]["name"]),
-        topology=str(configured["topology"]["name"]),
-        norm=str(configured["norm"]["name"]),
-        attention_norm=str(model.get("attention_norm") or configured.get("attention_norm", "auto")),
-        specification=tuple(sorted(_flattened(configured))),
-    )
-
-
-def _flattened(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    """Yield every leaf of a nested configuration as its dotted name and its JSON text."""
-    for key, inner in value.items():
-        if isinstance(inner, Mapping):
-            yield from _flattened(inner, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", json.dumps(inner, sort_keys=True)
-
-
-def _with_distinct_names(runs: Sequence[RunResult]) -> tuple[RunResult, ...]:
-    """Add to the name of every method that shares it with another what tells them apart."""
-    alike: dict[str, set[Method]] = {}
-    for run in runs:
-        alike.setdefault(run.method.name, set()).add(run.method)
-    renamed = {
-        method: replace(method, name=" · ".join([name, *_distinguishing_parts(method, methods)]))
-        for name, methods in alike.items()
-        for method in methods
-    }
-    return tuple(replace(run, method=renamed[run.method]) for run in runs)
-
-
-def _distinguishing_parts(method: Method, alike: Iterable[Method]) -> list[str]:
-    common = set.intersection(*(set(other.specification) for other in alike))
-    own = [(key, json.loads(text)) for key, text in method.specification if (key, text) not in common]
-    return [str(value) if key.endswith("name") else f"{key.rpartition('.')[2]}={value}" for key, value in own]
-
-
-def _selection_seed(runs: Sequence[RunResult], named: int | None) -> int:
-    """Return the seed that chooses the rates: the one the sweep names, else the one run most often, then the lowest."""
-    if named is not None:
-        return int(named)
-    count = Counter(run.seed for run in runs)
-    return min(count, key=lambda seed: (-count[seed], seed))
+    return directory.read_verdict() or judge(records)
 
 
 def _curve(records: Sequence[Record], key: str) -> Curve:
@@ -326,21 +369,6 @@ def _final_mean(losses: Curve, steps: int) -> float | None:
         return None
     final = losses.values[losses.steps > steps - max(1, math.floor(FINAL_FRACTION * steps))]
     return float(np.mean(final))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    text = read_bytes(path)
-    try:
-        content = decode_json(text)
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): train this run again") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} does not hold a JSON object: train this run again")
-    return content
-
-
-def _perplexity(loss: float | None) -> float | None:
-    return math.exp(loss) if loss is not None and loss < 700.0 else None  # e^709 is the largest double
 
 
 def _integer(value: Any) -> int | None:

@@ -1,7 +1,7 @@
 """Intervals and tests of a comparison: Student's t over seeds, differences paired by seed, Holm's correction.
 
 Student's distribution is computed here from the regularised incomplete beta function, so that a report needs
-no statistics package; the tests hold it against published tables.
+no statistics package; the tests compare it with published tables.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Estimate:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether there is an interval and zero lies outside it."""
+        """Whether there is an interval and it excludes zero."""
         return self.half_width is not None and abs(self.mean) > self.half_width
 
 
@@ -66,7 +66,7 @@ class PairedDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HolmDecision:
-    """What Holm's procedure says of one hypothesis, and the confidence of the interval that says the same."""
+    """The decision of Holm's procedure on one hypothesis, and the confidence of the interval that agrees with it."""
 
     adjusted_p: float
     confidence: float
@@ -95,7 +95,7 @@ def student_t_tail(t: float, degrees: int) -> float:
 def student_t_quantile(confidence: float, degrees: int) -> float:
     """Return the t with `P(|T| <= t) = confidence`: the factor of a two-sided interval."""
     if not 0.0 < confidence < 1.0:
-        raise ValueError(f"a confidence lies strictly between 0 and 1, got {confidence}")
+        raise ValueError(f"a confidence is strictly between 0 and 1, got {confidence}")
     tail = 1.0 - confidence
     high = 1.0
     while student_t_tail(high, degrees) > tail:
@@ -126,7 +126,7 @@ def paired_difference(first: Mapping[int, float], second: Mapping[int, float]) -
 def holm(p_values: Sequence[float], confidence: float = CONFIDENCE) -> list[HolmDecision]:
     """Return Holm's step-down decisions, in the order given.
 
-    The i-th smallest of m p-values is held against `alpha / (m - i)`, i = 0, 1, ..., and the first that fails
+    The i-th smallest of m p-values is compared with `alpha / (m - i)`, i = 0, 1, ..., and the first that fails
     ends the rejections. The interval at `1 - alpha / (m - i)`, with i no larger than the first failure,
     excludes zero exactly for the rejected.
     """

@@ -1,202 +1,177 @@
-"""Train a grid of runs, several at a time, and go on where an interrupted sweep stopped.
-
-A sweep is a directory with `sweep.json` and `runs/<id>`; a run's name is its identity, so a run that is finished is
-never trained twice. Each run has a process of its own; one that fails does not stop the others.
-"""
+"""A sweep: methods x learning rates x seeds, all from one template, as a generator of plans."""
 
 from __future__ import annotations
 
-import itertools
-import os
-import subprocess
-import sys
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import torch
-
+from siamesenorm.comparison.experiment import Experiment, Planned
 from siamesenorm.comparison.findings import choose_learning_rate
-from siamesenorm.comparison.grid import Grid
-from siamesenorm.comparison.results import read_sweep
-from siamesenorm.comparison.sweep_directory import SweepDirectory
+from siamesenorm.comparison.plan import ComparisonKind, Part, PlannedComparison, PlannedRun
+from siamesenorm.comparison.results import read_experiment
+from siamesenorm.errors import UserError, unknown
+from siamesenorm.models.config import read_method
+from siamesenorm.topologies import available_topologies, topology_name
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.language import LanguageTask
-from siamesenorm.training.run_directory import RunDirectory
-from siamesenorm.training.trackers import build_trackers
-from siamesenorm.training.verdict import Verdict
 
-POLL_SECONDS = 0.2
+CONTROL = "pre + qkv"
+QKV_NORM = "qkv-head"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One run of a sweep."""
+class SweepGrid:
+    """The methods, learning rates and seeds of a sweep.
 
-    config: RunConfig
-    directory: Path
+    A method is a text: a topology, then what differs after plus signs: "siamese", "pre + qkv", "dhc-2:streams=4 +
+    seednorm". Every method runs at every learning rate with `selection_seed`, which chooses the method's rate by
+    held-out loss; at that rate it runs with the other `seeds`, on which it is reported. `reported` limits the second
+    part to some methods; empty means all. `control` adds Pre-Norm with QKV-norm where a method has QKV-norm, with the
+    method's operator.
+    """
+
+    methods: tuple[str, ...]
+    learning_rates: tuple[float, ...]
+    selection_seed: int = 0
+    seeds: tuple[int, ...] = ()
+    reported: tuple[str, ...] = ()
+    control: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse empty grids, unknown methods, negative seeds and learning rates that are not positive numbers."""
+        if not self.methods:
+            raise UserError(f"no methods to compare: choose from {', '.join(available_topologies())}")
+        if not self.learning_rates:
+            raise UserError("no learning rates: give at least one, such as 1e-3")
+        for rate in self.learning_rates:
+            if not (math.isfinite(rate) and rate > 0):
+                raise UserError(f"learning rate {rate} is not a positive number: write one such as 1e-3")
+        for seed in (self.selection_seed, *self.seeds):
+            if seed < 0:
+                raise UserError(f"seed {seed}: choose at least 0")
+        for method in (*self.methods, *self.reported):
+            read_method(method)
+        for method in map(normalised, self.reported):
+            if method not in self.all_methods:
+                raise unknown("reported method", method, self.all_methods)
 
     @property
-    def name(self) -> str:
-        """Method, learning rate and seed."""
-        method = f"{self.config.model.label}{', continued' if self.config.start else ''}"
-        return f"{method} @ {self.config.optimizer.learning_rate:g}, seed {self.config.seed}"
+    def all_methods(self) -> tuple[str, ...]:
+        """The methods, with the control rows."""
+        own = tuple(dict.fromkeys(map(normalised, self.methods)))
+        place = own.index("pre") + 1 if "pre" in own else 0
+        return (*own[:place], *self.added_controls, *own[place:])
 
     @property
-    def verdict(self) -> Verdict | None:
-        """The verdict, once the run is finished."""
-        return RunDirectory(self.directory).read_verdict()
+    def added_controls(self) -> tuple[str, ...]:
+        """The control rows that are not among the methods: one for every operator that comes with QKV-norm."""
+        if not self.control:
+            return ()
+        fields = [read_method(method) for method in self.methods]
+        norms = dict.fromkeys(each.get("norm") for each in fields if _attention_norm(each) == QKV_NORM)
+        due = [CONTROL if norm is None else f"{CONTROL} + {norm}" for norm in norms]
+        return tuple(control for control in due if read_method(control) not in fields)
 
+    @property
+    def reported_methods(self) -> tuple[str, ...]:
+        """The methods that run with the other seeds."""
+        return tuple(map(normalised, self.reported)) or self.all_methods
 
-class SweepObserver(Protocol):
-    """What wants to know how a sweep goes on."""
+    def comparisons(self, template: RunConfig) -> tuple[PlannedComparison, ...]:
+        """Return which methods are compared with which baselines; see `comparisons_of`."""
+        return comparisons_of(self.all_methods, template)
 
-    def planned(self, jobs: list[Job]) -> None:
-        """Jobs were added to the plan; some may be finished already."""
+    def selection_runs(self, template: RunConfig) -> list[Planned]:
+        """Return the runs that choose the learning rates, the lowest learning rate first."""
+        rates = sorted(set(self.learning_rates))
+        runs = [(rate, method) for rate in rates for method in self.all_methods]
+        return [_planned(template, method, rate, self.selection_seed, Part.SELECTION) for rate, method in runs]
 
-    def progressed(self, running: list[Job]) -> None:
-        """Some time has passed; these jobs are running."""
-
-    def told(self, line: str) -> None:
-        """Something a person should know."""
-
-    def ended(self, job: Job, error: str | None) -> None:
-        """A job has ended, with a verdict or an error."""
-
-
-@dataclass(slots=True, kw_only=True)
-class SweepRun:
-    """A grid being trained in a directory, `jobs` runs at a time with `threads` threads each."""
-
-    grid: Grid
-    template: RunConfig
-    directory: Path
-    jobs: int
-    observer: SweepObserver
-    command: str | None = None
-    planned: list[Job] = field(default_factory=list)
-    failures: dict[str, str] = field(default_factory=dict)
-
-    def run(self) -> None:
-        """Train everything that is not finished yet; `failures` then names the runs that ended with an error.
-
-        Raises UserError when the directory holds another sweep or something else, for methods that cannot be
-        configured, and where data, device or trackers are not at hand; it has then written nothing.
-        """
-        selection = list(self.grid.selection_runs(self.template))
-        LanguageTask(self.template)
-        build_trackers(self.template, self.directory)
-        with SweepDirectory(self.directory).claimed(self.template):
-            self._train(selection)
-            self._train(self._reported_runs())
-
-    def _reported_runs(self) -> Iterator[RunConfig]:
-        """Yield the runs with further seeds at each method's chosen rate, and name the methods that have none."""
-        if set(self.grid.seeds) <= {self.grid.selection_seed} or len(self.failures) == len(self.planned):
+    def stages(self, experiment: Experiment) -> Iterator[Sequence[Planned]]:
+        """Yield the runs that choose the rates, then, from their results, the runs with further seeds."""
+        yield self.selection_runs(experiment.template)
+        seeds = [seed for seed in dict.fromkeys(self.seeds) if seed != self.selection_seed]
+        if not seeds or experiment.nothing_finished:
             return
-        results = read_sweep(self.directory)
-        method_of = {run.path: run.method for run in results.runs}
-        for method in self.grid.reported_methods:
-            tried = map(SweepDirectory(self.directory).run_directory, self.grid.rates_of(self.template, method))
-            result = next((method_of[path] for path in tried if path in method_of), None)
-            choice = choose_learning_rate(results, result) if result else None
+        results = read_experiment(experiment.directory, mixed=experiment.mixed)
+        further: list[Planned] = []
+        for method in self.reported_methods:
+            first = configured(experiment.template, method, min(self.learning_rates), self.selection_seed)
+            choice = choose_learning_rate(results, experiment.name_of(first))
             if choice is None:
-                self.observer.told(
-                    f"{method}: no further seeds, for no run of seed {self.grid.selection_seed} has a result"
+                experiment.observer.note(
+                    f"{method}: no further seeds, because no run of seed {self.selection_seed} has a result"
                 )
             else:
-                yield from self.grid.reported_runs(self.template, method, choice.learning_rate)
-
-    def _train(self, configs: Iterable[RunConfig]) -> None:
-        known = {job.directory for job in self.planned}
-        named = {SweepDirectory(self.directory).run_directory(config): config for config in configs}
-        jobs = [Job(config=named[path], directory=path) for path in named if path not in known]
-        if not jobs:
-            return
-        self.planned += jobs
-        self._write_plan()
-        self.observer.planned(jobs)
-        self.failures |= train_jobs(jobs, self.jobs, self.observer)
-
-    def _write_plan(self) -> None:
-        directories = [job.directory for job in self.planned]
-        SweepDirectory(self.directory).write_plan(self.template, self.grid, directories, self.command)
-        for job in self.planned:
-            RunDirectory(job.directory).prepare(job.config)
+                further += [
+                    _planned(experiment.template, method, choice.learning_rate, seed, Part.REPORT) for seed in seeds
+                ]
+        yield further
 
 
-def train_jobs(jobs: list[Job], at_once: int, observer: SweepObserver) -> dict[str, str]:
-    """Train the jobs that are not finished, each in a process of its own; return the errors of those that failed.
+def normalised(method: str) -> str:
+    """Return the text of a method in one spelling: "pre+qkv-head" as "pre + qkv"."""
+    parts = [part.strip() for part in method.split("+")]
+    return " + ".join("qkv" if part == QKV_NORM else part for part in parts)
 
-    The configurations of the jobs are in their directories already.
+
+def comparisons_of(methods: Sequence[str], template: RunConfig) -> tuple[PlannedComparison, ...]:
+    """Return the comparisons of methods that differ from each other in one thing.
+
+    * Topology: a topology against Pre-Norm with the same operator; *control*: with QKV-norm against Pre-Norm with it.
+    * Operator: another operator than the template's against the same method with the template's.
+    * Ablation: a topology with options of its own, or with an attention norm that it does not have by itself, against
+      the same topology as it is registered.
     """
-    waiting = iter([job for job in jobs if job.verdict is None])
-    running: dict[Job, subprocess.Popen[bytes]] = {}
-    places: dict[Job, int] = {}
-    failures: dict[str, str] = {}
-    with _all_ended(running):
-        while True:
-            for job in itertools.islice(waiting, at_once - len(running)):
-                places[job] = min(set(range(at_once)) - {places[other] for other in running})
-                running[job] = _start(job, places[job])
-            if not running:
-                return failures
-            time.sleep(POLL_SECONDS)
-            for job in [job for job, process in running.items() if process.poll() is not None]:
-                error = _error_of(job, running.pop(job))
-                if error is not None:
-                    failures[job.name] = error
-                observer.ended(job, error)
-            observer.progressed(list(running))
+    models = {method: template.with_method(method).task.model for method in methods}
+    baselines: dict[tuple[str, str], ComparisonKind] = {}
+    for method, model in models.items():
+        name = topology_name(model.topology)
+        plain, attention = name.partition(":")[0], model.attention_shape.attention_norm
+        changes: dict[ComparisonKind, dict[str, Any]] = {}
+        if name != "pre":
+            changes[ComparisonKind.TOPOLOGY] = {"topology": "pre", "attention_norm": "auto"}
+            if attention == QKV_NORM:
+                changes[ComparisonKind.CONTROL] = {"topology": "pre", "attention_norm": QKV_NORM}
+        if model.norm != template.task.model.norm:
+            changes[ComparisonKind.OPERATOR] = {"norm": template.task.model.norm}
+        if name != plain or attention != _usual_attention(model):
+            changes[ComparisonKind.ABLATION] = {"topology": plain, "attention_norm": "auto"}
+        for kind, fields in changes.items():
+            wanted = _signature(_with_fields(model, fields))
+            baseline = next((other for other in methods if _signature(models[other]) == wanted), None)
+            if baseline is not None and baseline != method:
+                baselines.setdefault((method, baseline), kind)
+    return tuple(
+        PlannedComparison(method=method, baseline=baseline, kind=kind) for (method, baseline), kind in baselines.items()
+    )
 
 
-def _error_of(job: Job, process: subprocess.Popen[bytes]) -> str | None:
-    """Wait for the process of a job that has ended, and return the last thing it said if it failed."""
-    with process:  # closes its standard input
-        process.wait()
-    if not process.returncode:
-        return None
-    lines = (job.directory / "log.txt").read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else f"exit code {process.returncode}"
+def _planned(template: RunConfig, method: str, rate: float, seed: int, part: Part) -> Planned:
+    run = PlannedRun(method=method, learning_rate=rate, seed=seed, part=part, label=method)
+    return run, configured(template, method, rate, seed)
 
 
-def _start(job: Job, place: int) -> subprocess.Popen[bytes]:
-    threads = str(job.config.execution.threads or 1)
-    environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-    if gpus := shared_gpus(job.config.execution.device):
-        environment["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
-    with open(job.directory / "log.txt", "wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "siamesenorm.training.worker", str(job.directory)],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            env=environment,
-        )
+def configured(template: RunConfig, method: str, rate: float, seed: int) -> RunConfig:
+    """Return the template with a method, a learning rate and a seed."""
+    optimizer = dataclasses.replace(template.optimizer, learning_rate=rate)
+    return dataclasses.replace(template.with_method(method), optimizer=optimizer, seed=seed).resolved()
 
 
-def shared_gpus(device: str) -> list[str]:
-    """Return the GPUs that workers take turns on, each seeing only its own: all for `cuda`, none for `cuda:1` or a CPU.
-
-    They are named as in CUDA_VISIBLE_DEVICES.
-    """
-    if device != "cuda":
-        return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+def _attention_norm(fields: dict[str, Any]) -> str:
+    return str(fields.get("attention_norm", fields["topology"].attention_norm))
 
 
-@contextmanager
-def _all_ended(running: dict[Job, subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Leave no worker behind, however the block ends."""
-    try:
-        yield
-    finally:
-        for process in running.values():
-            process.terminate()
-        for process in running.values():
-            with process:
-                process.wait()
+def _usual_attention(model: Any) -> str:
+    return str(dataclasses.replace(model, attention_norm="auto").attention_shape.attention_norm)
+
+
+def _with_fields(model: Any, fields: dict[str, Any]) -> Any:
+    named = {**fields, **(read_method(fields["topology"]) if "topology" in fields else {})}
+    return dataclasses.replace(model, **named)
+
+
+def _signature(model: Any) -> tuple[Any, ...]:
+    return model.topology, model.norm, model.attention_shape.attention_norm

@@ -1,23 +1,32 @@
-"""How figures look: a light and a dark theme, and one colour and dash for a method in every figure.
+"""The look of figures: a light and a dark theme, one colour and dash for a method, and labels at the ends of curves.
 
 Families of topologies, the part of the name before a hyphen, share a hue (`pre` the colour of ink, `siamese` green, the
-others in the order of the sweep), and their members differ by dash. The hues keep their distance under simulated
-protanopia and deuteranopia, and a contrast of 3:1 on their surface; a test holds them to it.
+others in the order of the experiment), and their members differ by dash. The hues keep their distance under simulated
+protanopia and deuteranopia, and a contrast of 3:1 on their surface; a test checks both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
-
-from siamesenorm.comparison.results import Method
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
 
 Dash = tuple[float, tuple[float, ...]]
 
+WIDTH = 4.6
+"""The width of every figure in inches: small, so that its text can still be read on a telephone."""
+LABEL_SIZE = 8.5
+LETTER_WIDTH = 0.0725
+"""Inches of a letter at that size, on average, in DejaVu Sans."""
+LABEL_STOPS = (0.02, 0.09, 0.14, 0.36, 0.41)
+"""Inches right of the axes: a leader's start, its bend and its end; the end of the line's sample; the text."""
+LONGEST_NAME = 24
 DASHES: tuple[Dash, ...] = ((0, ()), (0, (4, 1.6)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 MARKERS = ("o", "s", "D", "v", "p", "<", "h", ">", "d")
 RESERVED_HUES = {"pre": "ink", "siamese": "green"}
@@ -26,7 +35,7 @@ HUES = ("rust", "blue", "purple", "amber", "cyan", "pink", "brown")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Theme:
-    """The colours of one theme; `surface` equals the page's card, on which the figures lie."""
+    """The colours of one theme; `surface` equals the card of the page, the background of the figures."""
 
     name: str
     surface: str
@@ -106,13 +115,14 @@ class MethodStyle:
         return theme.hues[self.hue]
 
 
-def styles_of(methods: Sequence[Method]) -> dict[Method, MethodStyle]:
+def styles_of(methods: Sequence[str]) -> dict[str, MethodStyle]:
     """Give every method its style: by the family of its topology, and its turn in the family."""
+    topologies = {method: method.partition("+")[0].partition(":")[0].strip() for method in methods}
     hues: dict[str, str] = {}
     members: dict[str, int] = {}
-    styles: dict[Method, MethodStyle] = {}
-    for index, method in enumerate(sorted(methods, key=lambda m: ("-" in m.topology, m.name != m.topology))):
-        family = method.topology.partition("-")[0]
+    styles: dict[str, MethodStyle] = {}
+    for index, method in enumerate(sorted(methods, key=lambda m: ("-" in topologies[m], m != topologies[m]))):
+        family = topologies[method].partition("-")[0]
         taken = len(hues.keys() - RESERVED_HUES.keys())
         hues.setdefault(family, RESERVED_HUES.get(family, HUES[taken % len(HUES)]))
         turn = members.get(hues[family], 0)
@@ -121,7 +131,7 @@ def styles_of(methods: Sequence[Method]) -> dict[Method, MethodStyle]:
             hue=hues[family],
             dash=DASHES[turn % len(DASHES)],
             marker=MARKERS[index % len(MARKERS)],
-            width=2.2 if method.topology == "siamese" else 1.6,
+            width=2.2 if method == "siamese" else 1.6,
         )
     return styles
 
@@ -160,3 +170,81 @@ def applied(theme: Theme) -> Iterator[None]:
     }
     with mpl.rc_context(settings):  # type: ignore[arg-type]
         yield
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveLabel:
+    """The label at the end of a line: its text, a sample of the line, and the height (data) of the end."""
+
+    height: float
+    text: str
+    color: str
+    dash: Dash
+    width: float
+
+
+def grid_height(methods: int) -> float:
+    """Return the height in inches of the two figures over all methods, side by side in the page."""
+    return max(3.0, 0.95 + 0.34 * methods)
+
+
+def label_of(style: MethodStyle, theme: Theme, *, height: float, text: str) -> CurveLabel:
+    """Return the label of a method's line."""
+    return CurveLabel(height=height, text=text, color=style.color(theme), dash=style.dash, width=style.width)
+
+
+def label_ends(axes: Axes, labels: Sequence[CurveLabel]) -> None:
+    """Write the labels beside the right edge, each as near to the end of its curve as the others allow."""
+    if not labels:
+        return
+    box = axes.get_window_extent().transformed(axes.figure.dpi_scale_trans.inverted())
+    ends = [float(np.clip(_axes_fraction(axes, label.height), 0.0, 1.0)) for label in labels]
+    gap = min(1.35 * LABEL_SIZE / 72 / box.height, 1.0 / len(labels))
+    start, bend, sample, end_of_sample, text = (1 + inches / box.width for inches in LABEL_STOPS)
+    for label, end, place in zip(labels, ends, spread(ends, gap, 0.0, 1.0), strict=True):
+        line: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False, "color": label.color}
+        axes.plot([start, bend, sample], [end, place, place], linewidth=0.9, **line)
+        axes.plot([sample, end_of_sample], [place, place], linewidth=label.width, linestyle=label.dash, **line)
+        axes.text(text, place, label.text, transform=axes.transAxes, fontsize=LABEL_SIZE, va="center_baseline")
+
+
+def shortened(name: str) -> str:
+    """Return a name that fits a figure, an ellipsis for what does not."""
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
+
+
+def label_room(names: Iterable[str]) -> float:
+    """Return the part of a figure's width that labels take, with room for a mark after the longest name."""
+    return (LABEL_STOPS[-1] + 2 * LETTER_WIDTH) / WIDTH + name_room(names)
+
+
+def name_room(names: Iterable[str]) -> float:
+    """Return the part of a figure's width that the longest name takes."""
+    return LETTER_WIDTH * max((len(shortened(name)) for name in names), default=0) / WIDTH
+
+
+def spread(positions: Sequence[float], gap: float, low: float, high: float) -> npt.NDArray[np.float64]:
+    """Return the nearest positions (least squares) at least `gap` apart, in the same order, moved into [low, high].
+
+    With the gaps taken out, this is isotonic regression, which pooling adjacent violators solves.
+    """
+    order = np.argsort(positions, kind="stable")
+    targets = np.asarray(positions, dtype=float)[order] - gap * np.arange(len(positions))
+    pools: list[tuple[float, int]] = []
+    for target in targets:
+        mean, size = float(target), 1
+        while pools and pools[-1][0] > mean:
+            other, count = pools.pop()
+            mean, size = (mean * size + other * count) / (size + count), size + count
+        pools.append((mean, size))
+    placed = np.repeat([mean for mean, _ in pools], [size for _, size in pools])
+    room = high - gap * (len(positions) - 1)
+    placed = np.clip(placed, low, max(low, room)) + gap * np.arange(len(positions))
+    result = np.empty(len(positions))
+    result[order] = placed
+    return result
+
+
+def _axes_fraction(axes: Axes, height: float) -> float:
+    _, pixel = axes.transData.transform((axes.get_xlim()[0], height))
+    return float(axes.transAxes.inverted().transform((0.0, pixel))[1])

@@ -1,7 +1,7 @@
-"""Curves over training: loss, its difference to `pre`, and gradient norms, labelled at their ends.
+"""Curves over training: loss, its difference to the baseline, and gradient norms, labelled at their ends.
 
-Curves are those of the selection seed: on one seed all methods see the same data in the same order, so that their
-differences are theirs and not the data's.
+Curves are those of one selection seed: on one seed all methods see the same data in the same order, so that the data
+cause no differences. Curves are smoothed, and thinned without losing spikes.
 """
 
 from __future__ import annotations
@@ -14,47 +14,59 @@ from matplotlib.figure import Figure as Drawing
 from matplotlib.transforms import blended_transform_factory
 
 from siamesenorm.comparison import quantities
-from siamesenorm.comparison.curves import difference, finite_part, smoothed, thinned
-from siamesenorm.comparison.findings import Findings, baseline_of
-from siamesenorm.comparison.labels import WIDTH, Label, label_ends, label_of, label_room, shortened
-from siamesenorm.comparison.results import SPIKED, Curve, Method, RunResult
-from siamesenorm.comparison.theme import MethodStyle, Theme, styles_of
+from siamesenorm.comparison.findings import Findings
+from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, Curve, FloatArray, RunResult
+from siamesenorm.comparison.theme import (
+    WIDTH,
+    CurveLabel,
+    MethodStyle,
+    Theme,
+    label_ends,
+    label_of,
+    label_room,
+    shortened,
+    styles_of,
+)
 
 HEIGHT = 4.5
 LEFT = 0.175
-UNIGRAM_ENTROPY = "unigram entropy"
+FLOOR = "nothing learned"
 DOTTED = (0.0, (1.0, 2.0))
 SHORTEST = 4
 """The fewest finite losses that make a curve."""
+SMOOTHING_FRACTION = 0.05
+MOST_POINTS = 400
 
 
-def curves_at(findings: Findings, rate: float) -> dict[Method, RunResult]:
+def curves_at(findings: Findings, rate: float) -> dict[str, RunResult]:
     """Return the runs of the selection seed at a rate that have enough finite losses to draw."""
-    sweep = findings.sweep
+    results = findings.results
+    seed = min(results.plan.selection_seeds, default=0)
     return {
         run.method: run
-        for run in sweep.runs
-        if run.learning_rate == rate
-        and run.seed == sweep.selection_seed
-        and len(finite_part(run.losses).steps) >= SHORTEST
+        for run in results.runs
+        if run.learning_rate == rate and run.seed == seed and len(finite_part(run.losses).steps) >= SHORTEST
     }
 
 
-def references_at(findings: Findings, rate: float) -> dict[Method, RunResult]:
-    """Return, for the methods drawn at a rate, the run of `pre` that theirs is compared with, if it is drawn too."""
-    runs, methods = curves_at(findings, rate), findings.sweep.methods
-    return {m: runs[base] for m in runs if (base := baseline_of(m, methods)) in runs and base != m}
+def references_at(findings: Findings, rate: float) -> dict[str, RunResult]:
+    """Return, for the methods drawn at a rate, the run of their first baseline in the plan, if it is drawn too."""
+    runs = curves_at(findings, rate)
+    baselines: dict[str, str] = {}
+    for planned in findings.results.plan.comparisons:
+        baselines.setdefault(planned.method, planned.baseline)
+    return {method: runs[base] for method in runs if (base := baselines.get(method)) in runs}
 
 
 def draw_losses(findings: Findings, rate: float, theme: Theme) -> Drawing:
-    """Draw the training losses at one rate and, below, their differences to `pre`."""
+    """Draw the training losses at one rate and, below, their differences to the baselines."""
     runs = curves_at(findings, rate)
-    styles = styles_of(findings.sweep.methods)
+    styles = styles_of(findings.results.methods)
     references = references_at(findings, rate)
     drawing = Drawing(figsize=(WIDTH, HEIGHT))
     ratios = (1.25, 1) if references else (1,)
     panels = drawing.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
-    room = label_room([*(method.name for method in runs), UNIGRAM_ENTROPY])
+    room = label_room([*runs, FLOOR])
     drawing.subplots_adjust(left=LEFT, right=1 - room, top=0.92, bottom=0.1, hspace=0.13)
     _draw_losses(panels[0], runs, styles, theme)
     panels[0].set_title(f"Training loss at {quantities.rate(rate)}")
@@ -67,10 +79,10 @@ def draw_losses(findings: Findings, rate: float, theme: Theme) -> Drawing:
 def draw_gradient_norms(findings: Findings, rate: float, theme: Theme) -> Drawing:
     """Draw the gradient norms at one rate on a logarithmic axis."""
     runs = curves_at(findings, rate)
-    styles = styles_of(findings.sweep.methods)
+    styles = styles_of(findings.results.methods)
     drawing = Drawing(figsize=(WIDTH, HEIGHT))
     axes = drawing.subplots()
-    drawing.subplots_adjust(left=LEFT, right=1 - label_room(m.name for m in runs), top=0.92, bottom=0.1)
+    drawing.subplots_adjust(left=LEFT, right=1 - label_room(runs), top=0.92, bottom=0.1)
     axes.set_yscale("log")
     axes.set_title(f"Gradient norm at {quantities.rate(rate)}")
     axes.set_xlabel("step")
@@ -88,33 +100,31 @@ def draw_gradient_norms(findings: Findings, rate: float, theme: Theme) -> Drawin
     return drawing
 
 
-def _draw_losses(
-    axes: Axes, runs: Mapping[Method, RunResult], styles: Mapping[Method, MethodStyle], theme: Theme
-) -> None:
+def _draw_losses(axes: Axes, runs: Mapping[str, RunResult], styles: Mapping[str, MethodStyle], theme: Theme) -> None:
     smooth = {method: smoothed(finite_part(run.losses)) for method, run in runs.items()}
     for method, run in runs.items():
         _draw_curve(axes, finite_part(run.losses), smooth[method], styles[method], theme)
-    entropy = next((run.unigram_entropy for run in runs.values() if run.unigram_entropy is not None), None)
+    floor = next((run.floor for run in runs.values() if run.floor is not None), None)
     axes.set_xlim(0, max(run.steps for run in runs.values()))
-    axes.set_ylim(*_loss_range([smooth[m] for m in runs if not runs[m].diverged] or list(smooth.values()), entropy))
-    _label_height(axes, "loss (nats)")
+    axes.set_ylim(*_loss_range([smooth[m] for m in runs if not runs[m].diverged] or list(smooth.values()), floor))
+    _label_height(axes, f"loss ({_unit(runs)})")
     for method, run in runs.items():
         _mark_verdict(axes, run, smooth[method], styles[method], theme)
     labels = [
         label_of(styles[method], theme, height=float(smooth[method].values[-1]), text=_name(run))
         for method, run in runs.items()
     ]
-    if entropy is not None:
-        axes.axhline(entropy, color=theme.muted, linewidth=0.9, linestyle=DOTTED)
-        labels.append(Label(height=entropy, text=UNIGRAM_ENTROPY, color=theme.muted, dash=DOTTED, width=0.9))
+    if floor is not None:
+        axes.axhline(floor, color=theme.muted, linewidth=0.9, linestyle=DOTTED)
+        labels.append(CurveLabel(height=floor, text=FLOOR, color=theme.muted, dash=DOTTED, width=0.9))
     label_ends(axes, labels)
 
 
 def _draw_differences(
     axes: Axes,
-    runs: Mapping[Method, RunResult],
-    references: Mapping[Method, RunResult],
-    styles: Mapping[Method, MethodStyle],
+    runs: Mapping[str, RunResult],
+    references: Mapping[str, RunResult],
+    styles: Mapping[str, MethodStyle],
     theme: Theme,
 ) -> None:
     """Draw loss minus reference; the axis shows the runs that did not diverge, after the first fifth of the steps."""
@@ -133,7 +143,7 @@ def _draw_differences(
     low, high = min(shown), max(shown)
     margin = 0.08 * (high - low) or 0.05
     axes.set_ylim(low - margin, high + margin)
-    _label_height(axes, "loss − pre (nats)")
+    _label_height(axes, f"difference ({_unit(runs)})")
     label_ends(axes, labels)
 
 
@@ -147,7 +157,7 @@ def _draw_curve(axes: Axes, raw: Curve | None, smooth: Curve, style: MethodStyle
 
 
 def _mark_verdict(axes: Axes, run: RunResult, smooth: Curve, style: MethodStyle, theme: Theme) -> None:
-    """Mark where the run diverged and where it spiked, at the edge of the axes where that is outside them."""
+    """Mark the steps where the run diverged and spiked, at the edge of the axes where that is outside them."""
     if run.verdict is None:
         return
     marks = [(step, "^") for step in run.verdict.spikes if run.word == SPIKED]
@@ -167,17 +177,17 @@ def _label_height(axes: Axes, text: str) -> None:
     axes.yaxis.set_label_coords(0.048, 0.5, blended_transform_factory(axes.figure.transFigure, axes.transAxes))
 
 
-def _loss_range(curves: Sequence[Curve], entropy: float | None) -> tuple[float, float]:
-    """Return the axis that shows the curves from a tenth of the steps on, and the unigram entropy."""
-    known = [] if entropy is None else [entropy]
+def _loss_range(curves: Sequence[Curve], floor: float | None) -> tuple[float, float]:
+    """Return the axis that shows the curves from a tenth of the steps on, and the floor."""
+    known = [] if floor is None else [floor]
     low = min([*(float(curve.values.min()) for curve in curves), *known])
     high = max([*(float(curve.values[int(0.1 * len(curve.values)) :].max()) for curve in curves), *known])
     return low - 0.05 * (high - low), high + 0.16 * (high - low)
 
 
 def _name(run: RunResult) -> str:
-    mark = " ✕" if run.diverged else " *" if run.word == SPIKED else "" if run.complete else " ○"
-    return f"{shortened(run.method.name)}{mark}"
+    mark = {DIVERGED: " ✕", NOT_LEARNED: " ◇", SPIKED: " *"}.get(run.word or "", "" if run.complete else " ○")
+    return f"{shortened(run.planned.label)}{mark}"
 
 
 def _logarithm(curve: Curve) -> Curve:
@@ -187,3 +197,51 @@ def _logarithm(curve: Curve) -> Curve:
 
 def _exponential(curve: Curve) -> Curve:
     return Curve(steps=curve.steps, values=np.exp(curve.values))
+
+
+def _unit(runs: Mapping[str, RunResult]) -> str:
+    return next(iter(runs.values())).unit
+
+
+def finite_part(curve: Curve) -> Curve:
+    """Return the curve up to the step before its first value that is not finite."""
+    broken = np.flatnonzero(~np.isfinite(curve.values))
+    end = int(broken[0]) if len(broken) else len(curve.values)
+    return Curve(steps=curve.steps[:end], values=curve.values[:end])
+
+
+def smoothed(curve: Curve) -> Curve:
+    """Return the curve of midmeans over 5 % of the steps, at 400 steps or fewer: spikes do not move it.
+
+    A midmean is the mean of the middle half of a window; at the ends the window is cut, not padded.
+    """
+    length = len(curve.values)
+    reach = max(1, round(SMOOTHING_FRACTION * length / 2))
+    places = np.unique(np.linspace(0, length - 1, min(length, MOST_POINTS)).round().astype(int))
+    values = [_midmean(curve.values[max(0, place - reach) : place + reach + 1]) for place in places]
+    return Curve(steps=curve.steps[places], values=np.array(values))
+
+
+def thinned(curve: Curve) -> Curve:
+    """Return at most about 400 points: the lowest and the highest of each stretch, so that no spike is lost."""
+    length = len(curve.values)
+    if length <= MOST_POINTS:
+        return curve
+    edges = np.linspace(0, length, MOST_POINTS // 2 + 1).astype(int)
+    kept: set[int] = {0, length - 1}
+    for start, end in zip(edges[:-1], edges[1:], strict=True):
+        stretch = curve.values[start:end]
+        kept |= {int(start + np.argmin(stretch)), int(start + np.argmax(stretch))}
+    indices = np.array(sorted(kept))
+    return Curve(steps=curve.steps[indices], values=curve.values[indices])
+
+
+def difference(curve: Curve, reference: Curve) -> Curve:
+    """Return `curve - reference` at the steps that both have."""
+    steps, own, other = np.intersect1d(curve.steps, reference.steps, assume_unique=True, return_indices=True)
+    return Curve(steps=steps, values=curve.values[own] - reference.values[other])
+
+
+def _midmean(window: FloatArray) -> float:
+    trimmed = len(window) // 4
+    return float(np.mean(np.sort(window)[trimmed : len(window) - trimmed]))

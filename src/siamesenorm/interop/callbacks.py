@@ -1,7 +1,7 @@
-"""`StreamMonitor` in the loops of others: the Trainer of Hugging Face, and Lightning.
+"""`StreamMonitor` in the Trainer of Hugging Face and in Lightning.
 
-`StreamMonitorCallback` and `LightningStreamMonitor` get their library's base class at their first use, so that neither
-library is needed for the other's.
+`StreamMonitorCallback` and `LightningStreamMonitor` are made of their library's base class at their first use, so that
+neither library is needed for the other's.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from siamesenorm.analysis.stream_monitor import StreamMonitor
 class HuggingFaceEvents:
     """A callback of Hugging Face's `Trainer`: `Trainer(..., callbacks=[StreamMonitorCallback(monitor)])`.
 
-    The monitor is made of the model that the trainer gets; optimizer, length of the run and warm-up come from the
-    trainer. The loss is what the trainer logs, the mean since its last log: `logging_steps=1` makes the verdict as
-    sharp as it gets, and `logging_nan_inf_filter=False` lets it see losses that are not finite (a warning says so).
-    `stop_when_lost` ends a run that cannot be saved.
+    Make the monitor of the trainer's model; optimizer, length of the run and warm-up come from the trainer. The loss
+    is what the trainer logs, the mean since its last log: `logging_steps=1` makes the verdict sharpest, and
+    `logging_nan_inf_filter=False` includes losses that are not finite (there is a warning without it). With
+    `stop_when_lost` a run ends once nothing can change its verdict. Where training resumes from a checkpoint, make the
+    monitor with `resume=True` to continue its file.
     """
 
     def __init__(self, monitor: StreamMonitor, *, stop_when_lost: bool = False) -> None:
         self.monitor, self.stop_when_lost = monitor, stop_when_lost
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any) -> None:
-        """Attach the monitor, after the step of the checkpoint where there is one."""
+        """Attach the monitor, after the step of the checkpoint if there is one."""
         if args.logging_nan_inf_filter:
             warnings.warn(
-                "the Trainer hides losses that are not finite from its log, and so from the monitor's verdict: set "
+                "the Trainer leaves losses that are not finite out of its log, and so out of the verdict: set "
                 "logging_nan_inf_filter=False",
                 stacklevel=2,
             )
@@ -43,11 +44,11 @@ class HuggingFaceEvents:
         self.monitor.attach(*([] if optimizer is None else [optimizer]), after=state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take in a step."""
+        """Add a step."""
         self.monitor.step(step=state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
-        """Take in the loss: of the log's entries, only those of training are called so."""
+        """Add the loss: only entries of training have this name in the log."""
         if not logs or "loss" not in logs:
             return
         self.monitor.observe_loss(
@@ -60,16 +61,16 @@ class HuggingFaceEvents:
             control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         self.monitor.close()
 
 
 class LightningEvents:
     """A callback of Lightning: `Trainer(..., callbacks=[LightningStreamMonitor(monitor)])`.
 
-    The monitor is made of the LightningModule, or of the network in it; optimizers and the length of the run come from
-    the trainer. The loss is what `training_step` returns, averaged over micro-batches. `stop_when_lost` ends a run that
-    cannot be saved.
+    Make the monitor of the LightningModule, or of the network in it; optimizers and the length of the run come from
+    the trainer. The loss is what `training_step` returns, averaged over micro-batches. With `stop_when_lost` a run ends
+    once nothing can change its verdict. Where training resumes from a checkpoint, make the monitor with `resume=True`.
     """
 
     def __init__(self, monitor: StreamMonitor, *, stop_when_lost: bool = False) -> None:
@@ -78,14 +79,14 @@ class LightningEvents:
         self._step = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach the monitor, after the step of the checkpoint where there is one."""
+        """Attach the monitor, after the step of the checkpoint if there is one."""
         steps = trainer.estimated_stepping_batches
         self.monitor.expect(steps_total=int(steps) if math.isfinite(steps) and steps > 0 else None)
         self.monitor.attach(*trainer.optimizers, after=trainer.global_step)
         self._step, self._losses = trainer.global_step, []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Take in a micro-batch, and a step after its last one."""
+        """Add a micro-batch, and a step after its last one."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             # Automatic optimization has divided the loss by the number of micro-batches.
@@ -100,11 +101,11 @@ class LightningEvents:
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         self.monitor.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the model as it was, and keep the losses that led there."""
+        """Restore the model, and keep the losses before the exception."""
         self.monitor.close()
 
 
@@ -123,7 +124,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _lightning() -> Any:
-    """Return Lightning under the name by which the caller knows it: the two names have different classes."""
+    """Return Lightning under the name that was imported: `lightning` and `pytorch_lightning` have different classes."""
     if "lightning" not in sys.modules and "pytorch_lightning" in sys.modules:
         return sys.modules["pytorch_lightning"]
     return importlib.import_module("lightning.pytorch")

@@ -1,14 +1,16 @@
-"""Save and load operated models of diffusers: each gets a class of its own, "SiameseNorm" before its host's name.
+"""Save and load converted models of diffusers: each gets a class of its own, "SiameseNorm" before its host's name.
 
-The saved configuration holds the steps, so that loading builds the host, repeats them, and then reads the weights. No
-plain diffusers takes it for the host: the class name is unknown to it, and a DiT's `norm_type` names none it knows.
-A pipeline finds the class once this module is imported. It notes the classes of its parts when it is built: build it
-after the operation, or call `pipeline.register_modules(transformer=pipeline.transformer)` before saving it.
+The saved configuration holds the steps, so that loading builds the host, repeats them, and then reads the weights; the
+host's configuration is nested in it, under "host". Plain diffusers refuses it: the class name is unknown to it, and to
+a DiT so is a `norm_type` of null. A pipeline finds the class once this module is imported. It records the classes of
+its parts when it is built: build it after the conversion, or call
+`pipeline.register_modules(transformer=pipeline.transformer)` before saving it.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -19,48 +21,32 @@ from diffusers import ModelMixin  # by this name a pipeline knows how to load wh
 from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.library import read_config, refuse_loading_info, require_whole, weights_file
-from siamesenorm.interop.surgery import Step, replay_steps
+from siamesenorm.interop.conversion_log import replay_steps
+from siamesenorm.interop.stored_model import Step
 
 PREFIX = "SiameseNorm"
-MARK = "siamesenorm:"
-"""Stands before `norm_type` in a configuration: DiTTransformer2DModel refuses norm types that it does not know."""
+HOST = "host"
+"""The field of config.json with the host's configuration."""
+COMMON = ("_class_name", "_diffusers_version", "_name_or_path", "siamesenorm", "quantization_config")
+"""Fields of every converted model."""
 
 
 def adopt(model: nn.Module, steps: Sequence[Step]) -> None:
-    """Give an operated model the class that saves and loads it, and its configuration the steps."""
+    """Give a converted model the class that saves and loads it, and its configuration the steps."""
     assert isinstance(model, ModelMixin)
-    model.__class__ = operated_class(_host_of(type(model)))
-    _record(model, steps)
-
-
-def load(path: str | Path, **options: Any) -> nn.Module:
-    """Return the operated model that `save_pretrained` wrote to a directory.
-
-    `options` are those of diffusers' `from_pretrained`. Raises UserError for a directory that holds none, or other
-    weights than its own.
-    """
-    refuse_loading_info(options)
-    name = str(read_config(Path(path)).get("_class_name", ""))
-    if not name.startswith(PREFIX):
-        raise UserError(f"{path} holds no operated model of diffusers: its class is {name or 'not given'}")
-    kind: Any = operated_class(_host_named(name))
-    weights_file(Path(path))
-    model, found = kind.from_pretrained(path, **{"local_files_only": True, **options}, output_loading_info=True)
-    require_whole(Path(path), found)
-    loaded: nn.Module = model
-    return loaded
+    model.__class__ = converted_class(_host_of(type(model)))
+    model.register_to_config(siamesenorm=list(steps))  # type: ignore[operator]
 
 
 @cache
-def operated_class(host: type) -> type:
-    """Return the class of operated models whose host is of class `host`; one for each."""
-    members = {"__doc__": f"An operated {host.__name__}.", "__module__": __name__, "__init__": _build_of(host)}
-    return type(f"{PREFIX}{host.__name__}", (OperatedModel, host), members)
+def converted_class(host: type) -> type:
+    """Return the class of converted models whose host is of class `host`; one for each."""
+    members = {"__doc__": f"A converted {host.__name__}.", "__module__": __name__, "__init__": _build_of(host)}
+    return type(f"{PREFIX}{host.__name__}", (ConvertedDiffusersModel, host), members)
 
 
-class OperatedModel:
-    """Mixed in before a host's class: a configuration with the steps builds the operated model."""
+class ConvertedDiffusersModel:
+    """Mixed in before a host's class: a configuration with the steps builds the converted model."""
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> Any:
@@ -71,20 +57,35 @@ class OperatedModel:
         `device_map`, which needs the meta device.
         """
         if options.get("device_map") is not None:
-            raise UserError("device_map: operated models of diffusers are built in memory: leave it out, and use .to()")
+            raise UserError(
+                "device_map: converted models of diffusers are built in memory: leave it out, and use .to()"
+            )
         options = {"use_safetensors": True, **options, "low_cpu_mem_usage": False}
         return super().from_pretrained(path, **options)  # type: ignore[misc]
+
+    @classmethod
+    def extract_init_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
+        """Return the arguments of `__init__` in the content of config.json or in a configuration in memory."""
+        host = config_dict.get(HOST)
+        own = {name: value for name, value in config_dict.items() if name in COMMON} if host else config_dict
+        return super().extract_init_dict({**own, **(host or {})}, **options)  # type: ignore[misc]
+
+    def to_json_string(self) -> str:
+        """Return the content of config.json."""
+        whole = json.loads(super().to_json_string())  # type: ignore[misc]
+        record = {name: value for name, value in whole.items() if name in COMMON}
+        record[HOST] = {name: value for name, value in whole.items() if name not in COMMON}
+        record |= {"norm_type": None} if "norm_type" in whole else {}
+        return json.dumps(record, indent=2, sort_keys=True) + "\n"
 
 
 def _build_of(host: type) -> Any:
     """Return an `__init__` with the host's arguments, which diffusers reads off its signature, and the steps."""
 
     def build(self: Any, *, siamesenorm: Sequence[Step] = (), **options: Any) -> None:
-        if "norm_type" in options:
-            options["norm_type"] = options["norm_type"].removeprefix(MARK)
         host.__init__(self, **options)  # type: ignore[misc]
         replay_steps(self, siamesenorm)
-        _record(self, siamesenorm)
+        self.register_to_config(siamesenorm=list(siamesenorm))
 
     steps = inspect.Parameter("siamesenorm", inspect.Parameter.KEYWORD_ONLY, default=())
     of_host = inspect.signature(host.__init__)  # type: ignore[misc]
@@ -92,28 +93,23 @@ def _build_of(host: type) -> Any:
     return build
 
 
-def _record(model: Any, steps: Sequence[Step]) -> None:
-    kind = model.config.get("norm_type")
-    marked = {} if kind is None else {"norm_type": MARK + kind.removeprefix(MARK)}
-    model.register_to_config(siamesenorm=list(steps), **marked)
-
-
 def _host_of(kind: type) -> type:
-    return kind.__mro__[2] if issubclass(kind, OperatedModel) else kind
+    return kind.__mro__[2] if issubclass(kind, ConvertedDiffusersModel) else kind
 
 
-def _host_named(name: str) -> type:
+def class_named(name: str) -> Any:
+    """Return the class of converted models of this name; raises UserError for an unknown host."""
     host = getattr(diffusers, name.removeprefix(PREFIX), None)
     if not (isinstance(host, type) and issubclass(host, ModelMixin)):
         raise UserError(f"{name}: this diffusers ({diffusers.__version__}) has no {name.removeprefix(PREFIX)}")
-    return host
+    return converted_class(host)
 
 
 def __getattr__(name: str) -> Any:
-    """Return the class of operated models by its name: that is how pipelines ask for it."""
+    """Return the class of converted models by its name: that is how pipelines ask for it."""
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return operated_class(_host_named(name))
+        return class_named(name)
     except UserError as reason:
         raise AttributeError(str(reason)) from reason

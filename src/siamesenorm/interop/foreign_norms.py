@@ -1,8 +1,8 @@
-"""Read what a norm of another library computes, without importing that library.
+"""Read what a norm of another library computes, without importing that library, and replace it by one of ours.
 
-Class names only propose: Gemma's RMSNorm multiplies by 1 + weight, Gemma 3n's by weight, and Nemotron's LayerNorm is a
-subclass of torch's that multiplies by 1 + weight. So a copy of the module with known weights is run on known numbers,
-and a formula is believed only when it gives the same values.
+Class names are not enough: Gemma's RMSNorm multiplies by 1 + weight, Gemma 3n's by weight, and Nemotron's LayerNorm is
+a subclass of torch's that multiplies by 1 + weight. So a copy of the module with known weights is run on known numbers,
+and a formula is accepted only when it gives the same values.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import copy
 import inspect
 import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from siamesenorm.norms import Norm, NormFunction
+from siamesenorm.errors import UserError
+from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec
 
 _PER_TOKEN = re.compile(r"(rms|layer)_?norm", re.IGNORECASE)
 _CHANNELS_FIRST = re.compile(r"2d", re.IGNORECASE)
@@ -36,7 +39,7 @@ def looks_like_norm(module: nn.Module) -> bool:
 
 
 def read_norm(module: nn.Module) -> NormFunction:
-    """Return the function of a norm, with the module's own tensors; raises Unreadable where there is none to be had."""
+    """Return the function of a norm, with the module's own tensors; raises Unreadable where no formula fits."""
     if isinstance(module, Norm):
         _refuse_attachments(module)
         return module.function()
@@ -113,7 +116,7 @@ def _identify(module: nn.Module, dim: int, candidates: tuple[float, ...], axis: 
     for eps in candidates:
         try:
             x, given, weight, bias = _run_copy(module, dim, eps, axis)
-        except Exception as error:  # whatever a class of unknown origin raises is its answer
+        except Exception as error:  # a class of unknown origin may raise anything
             kind = "channels-first images" if axis == 1 else "tokens"
             raise Unreadable(f"its forward does not take {kind}: {str(error).partition(chr(10))[0]}") from error
         for statistic in ("layernorm", "rmsnorm"):
@@ -156,3 +159,57 @@ def _evaluate(statistic: str, x: Tensor, gain: Tensor | None, bias: Tensor | Non
     else:
         normalised = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return normalised * (1.0 if gain is None else gain.double()) + (0.0 if bias is None else bias.double())
+
+
+# --- the norm of ours that replaces it
+
+
+def inheriting(spec: NormSpec, function: NormFunction, *, bias: bool = False) -> NormSpec:
+    """Return an operator with eps and offset of a norm, where it has none of its own; with `bias`, its lack of one."""
+    inherited = {"eps": function.eps, "offset": function.offset if function.gain is not None else None}
+    if bias and function.gain is not None and function.bias is None:
+        inherited["bias"] = False
+    known, given = NORMS[spec.name].option_defaults(), dict(spec.options)
+    return spec.with_options(**{k: v for k, v in inherited.items() if v is not None and k in known and k not in given})
+
+
+def replacement(
+    module: nn.Module, function: NormFunction, spec: NormSpec, model: nn.Module
+) -> tuple[Norm, list[Inexact]]:
+    """Return the new norm with the parameters of the old one, and the differences between the two."""
+    old = next(module.parameters(), None)
+    affine = module.affine if isinstance(module, Norm) else function.affine
+    like = old if old is not None else next(filter(torch.is_floating_point, model.parameters()), torch.empty(0))
+    new = inheriting(spec, function).build(function.dim, affine=affine, axis=function.axis)
+    new = new.to(device=like.device, dtype=like.dtype).train(module.training)
+    differences = new.copy_from(function)
+    if old is not None:
+        new.requires_grad_(any(parameter.requires_grad for parameter in module.parameters()))
+    return new, differences
+
+
+def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Replace the module of a name."""
+    parent, _, key = name.rpartition(".")
+    setattr(model.get_submodule(parent), key, new)
+
+
+def replay(model: nn.Module, record: Mapping[str, Any]) -> None:
+    """Repeat on a freshly built model the structural part of `swap_norms`, for weights to be loaded into.
+
+    The model may be the same backbone with another head, or none: norms of a head that is absent are left out.
+    """
+    spec, prefix = NormSpec.from_json(record["norm"]), f"{getattr(model, 'base_model_prefix', '')}."
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for recorded in record["names"]:
+        bare = recorded.removeprefix(prefix)
+        name = next((known for known in (recorded, bare, prefix + bare) if known in modules), None)
+        if name is None:
+            if recorded != bare:
+                raise UserError(f"{type(model).__name__} has no {recorded}, whose norm was replaced in what was saved")
+            continue
+        try:
+            new, _ = replacement(modules[name], read_norm(modules[name]), spec, model)
+        except Unreadable as reason:
+            raise UserError(f"{name} is no norm that can be replaced: {reason}") from reason
+        replace_module(model, name, new)

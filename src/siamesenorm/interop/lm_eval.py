@@ -1,7 +1,7 @@
 """lm-evaluation-harness on our models: a run, a checkpoint or an exported directory by path, and tasks of local files.
 
-Importing this module registers the model "siamesenorm". A harness that knows entry points imports it; 0.4.13 does not,
-and its command line is told to:
+Importing this module registers the model "siamesenorm". A harness that reads entry points imports it; for 0.4.13, which
+does not, the command line is:
 
     python -c "import siamesenorm.interop.lm_eval; from lm_eval.__main__ import cli_evaluate; cli_evaluate()" \\
         run --model siamesenorm --model_args pretrained=runs/x --tasks my_task --include_path my_tasks
@@ -32,9 +32,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from siamesenorm.errors import UserError
 from siamesenorm.interop.huggingface import SiameseNormForCausalLM
-from siamesenorm.interop.huggingface.tokenizer import tokenizer_for
-from siamesenorm.interop.native_model import open_stored
-from siamesenorm.interop.stored_model import build
+from siamesenorm.interop.stored import open_native
+from siamesenorm.interop.tokenizer import tokenizer_for
 
 PROMPT = "Question: {{question}}\nAnswer:"
 FIELDS = "question, choices and label"
@@ -45,7 +44,7 @@ class SiameseNormLM(HFLM):  # type: ignore[misc]
     """The harness's Hugging Face model, which reads our directories too.
 
     `pretrained` is a path (a run, a checkpoint, an exported directory), whose tokenizer is used, or a model of
-    transformers with its `tokenizer`, which is left as it is; `data` is the prepared data of a run, where they were
+    transformers with its `tokenizer`, which is not changed; `data` is the prepared data of a run, where they were
     moved; `dtype` and `device` are where and in what the model computes: fp32 and the GPU, if there is one. Other
     options are those of HFLM. Raises UserError for what cannot be scored.
     """
@@ -63,8 +62,8 @@ class SiameseNormLM(HFLM):  # type: ignore[misc]
         _require_counts(options)
         place = _device(device), _dtype(dtype)
         if isinstance(pretrained, (str, Path)):
-            stored = open_stored(pretrained, data=Path(data) if data else None)
-            native = build(stored)
+            stored = open_native(pretrained, data=Path(data) if data else None)
+            native = stored.load()
             own = tokenizer_for(stored.tokenizer(), native.config.context)
             tokenizer = tokenizer or own
             pretrained = SiameseNormForCausalLM.from_native(native, eos_token_id=own.eos_token_id)
@@ -78,7 +77,7 @@ class SiameseNormLM(HFLM):  # type: ignore[misc]
         elif tokenizer is None and not (pretrained.name_or_path and Path(pretrained.name_or_path).is_dir()):
             raise UserError(f"{type(pretrained).__name__} is not from a directory with a tokenizer: give its tokenizer")
         elif pretrained.training or any(_place_of(tensor) != place for tensor in _floating(pretrained)):
-            pretrained = copy.deepcopy(pretrained)  # the caller's goes on as it is
+            pretrained = copy.deepcopy(pretrained)  # the caller's is not changed
         nn.Module.to(pretrained, *place)
         super().__init__(pretrained=pretrained, tokenizer=tokenizer, **{"backend": "causal", **options})
 

@@ -1,96 +1,106 @@
-"""A native language model as it lies on disk, whatever wrote it, and the model in memory that is built from it.
-
-A model is read to be used, not to go on with its run: it computes in the dtype of its weights, where a run in bfloat16
-relied on autocast, and by the plain formulas.
-"""
+"""What a model on disk offers, whichever library wrote it; a new directory to write one into, whole or not at all."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
+from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.models.language import LanguageModel, build_language_model
-from siamesenorm.models.language_config import LanguageModelConfig
-from siamesenorm.topologies.topology import Reader
+from siamesenorm.files import disk_errors, sync_directory
 
-if TYPE_CHECKING:
-    from siamesenorm.data.tokenizer import Tokenizer
-
-CONFIG_FILE, WEIGHTS_FILE, TOKENIZER_FILE, CARD_FILE = "config.json", "model.safetensors", "tokenizer.json", "README.md"
-NATIVE_FORMAT = "siamesenorm"
-"""The value of "format" in the configuration of a directory in the native format."""
-KINDS = "name the directory of a run, of one of its checkpoints, or of an exported model"
+Step = dict[str, Any]
+"""One conversion of a model, as JSON; see `conversion_log`."""
 
 
-class StoredModel(Protocol):
-    """What can be read of a model on disk; everything raises UserError for files that are missing or damaged."""
+@dataclass(frozen=True, kw_only=True)
+class StoredModel(ABC):
+    """A model in a directory. Every method raises UserError for files that are missing or damaged."""
+
+    library: ClassVar[str]
+    path: Path
+    record: dict[str, Any]
+    """The content of config.json."""
+    name: str
+    """What the library calls the model: its type or its class."""
 
     @property
-    def path(self) -> Path:
-        """Where it was found."""
+    def converted(self) -> bool:
+        """Whether the model is of another library and was rewired or had its norms swapped."""
+        return False
 
-    def config(self) -> LanguageModelConfig:
-        """Return the configuration, for use."""
+    @property
+    def steps(self) -> list[Step]:
+        """The recorded conversions, none for a model that is what its library builds."""
+        return []
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return the weights by their native names."""
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user of the model should know, such as a damaged checkpoint that was passed over."""
+        return ()
 
-    def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer that goes with the model."""
+    @abstractmethod
+    def load(self, **options: Any) -> nn.Module:
+        """Return the model with its weights, in evaluation mode; `options` are those of the library's loading."""
 
-    def seed(self) -> int:
-        """Return the seed of the initial weights."""
+    def initialise(self, seed: int) -> nn.Module:
+        """Return the model; where there are no weights at all, with the library's initial ones of this seed."""
+        return self.load()
 
-    def card(self) -> str:
-        """Return the model card."""
+    @abstractmethod
+    def save(self, model: Any, target: Path) -> None:
+        """Write a model, this one after a conversion, and its tokenizer; raises OSError where the disk refuses."""
 
 
-def build(stored: StoredModel) -> LanguageModel:
-    """Return the model with its weights; raises UserError if they are not those of its configuration.
+def check_new(out: Path) -> None:
+    """Raise UserError unless `out` is absent or empty and can be created."""
+    with disk_errors(out):
+        if out.is_symlink():
+            raise UserError(f"{out} is a link: choose another directory, or name {out.readlink()} itself")
+        if out.is_dir() and any(out.iterdir()):
+            raise UserError(f"{out} is not empty: choose another directory")
+        place = next(path for path in (out, *out.absolute().parents) if path.exists())
+        if not place.is_dir():
+            raise UserError(f"{out} cannot be created, {place} is a file: choose another directory")
+        place = next(path for path in out.absolute().parents if path.exists())
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise UserError(f"{out} cannot be created in {place}: choose another directory, or permissions")
 
-    Weights of fewer bits than fp32 are widened, which is exact.
+
+@contextmanager
+def new_directory(out: Path) -> Iterator[Path]:
+    """Yield a directory beside `out` to write into, which becomes `out` at the end; on an error nothing is left.
+
+    Raises UserError as `check_new`.
     """
-    weights = stored.weights()
-    model = build_language_model(stored.config(), device="meta").to_empty(device="cpu")
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    if found != expected:
-        wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
-        name = wrong[0]
-        raise UserError(
-            f"{stored.path}: {len(wrong)} weights are not those of its configuration, such as {name}: "
-            f"{found.get(name, 'none')} there, {expected.get(name, 'none')} needed"
-        )
-    wide = any(tensor.dtype == torch.float64 for tensor in weights.values())
-    model = model.double() if wide else model
-    model.load_state_dict(weights)
-    if model.config.residual_dtype != "inherit":
-        compute_in(model, model.embedding.weight.dtype)
-    return model.eval()
-
-
-def require_known(ids: Sequence[int], tokens: int, directory: Path) -> None:
-    """Raise UserError for the id of a token that a model of so many tokens does not know."""
-    if max(ids) >= tokens:
-        raise UserError(
-            f"{directory}: its tokenizer gives token {max(ids)}, and the model knows {tokens}, from 0: save the "
-            "model's own tokenizer beside it"
-        )
-
-
-def compute_in(model: LanguageModel, dtype: torch.dtype) -> None:
-    """Let sublayers and head see this dtype, that of their weights, whatever the dtype of the streams."""
-    for module in model.modules():
-        if isinstance(module, Reader):
-            module.compute_dtype = dtype
-
-
-def for_use(config: LanguageModelConfig) -> LanguageModelConfig:
-    """Return the configuration without what belongs to the way a run was carried out."""
-    return dataclasses.replace(config, compute_dtype="inherit", kernels="plain")
+    check_new(out)
+    out = out.absolute()
+    with disk_errors(out):
+        missing = [parent for parent in out.parents if not parent.exists()]
+        out.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = out.with_name(f".{out.name}.partial")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            unfinished.mkdir()
+            yield unfinished
+            for file in unfinished.iterdir():
+                with open(file, "rb") as opened:
+                    os.fsync(opened.fileno())
+            sync_directory(unfinished)
+            if out.exists():
+                out.rmdir()
+            unfinished.rename(out)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            with suppress(OSError):  # where another process has written something
+                for parent in missing:
+                    parent.rmdir()
+            raise
+        sync_directory(out.parent)

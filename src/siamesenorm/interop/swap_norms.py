@@ -1,23 +1,23 @@
-"""Replace the norms of any model by another operator, and say of each one what became of its function."""
+"""Replace the norms of any model by another operator, and report what became of the function of each."""
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
-import torch
 from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.foreign_norms import Unreadable, looks_like_norm, read_norm
-from siamesenorm.interop.rewire.host_norms import inheriting
-from siamesenorm.interop.rewire.native import on_the_residual_path, refuse_native_inside, swapped_config
-from siamesenorm.interop.surgery import record_step, refuse_unsavable
-from siamesenorm.models.language import LanguageModel
-from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec
+from siamesenorm.interop.converted_models import record_step, refuse_unsavable
+from siamesenorm.interop.foreign_norms import Unreadable, looks_like_norm, read_norm, replace_module, replacement
+from siamesenorm.interop.rewire_report import norms_of
+from siamesenorm.models.config import inherited_operator
+from siamesenorm.models.conversion import ResidualPath
+from siamesenorm.models.language import LanguageModel, LanguageModelConfig
+from siamesenorm.norms import NORMS, Inexact, Norm, NormSpec
 from siamesenorm.topologies.boundary import BoundaryConnection
 
 
@@ -28,7 +28,7 @@ class Replacement:
     name: str
     was: str
     now: str
-    differences: tuple[str, ...] = ()
+    differences: tuple[Inexact, ...] = ()
 
     @property
     def function_kept(self) -> bool:
@@ -53,7 +53,9 @@ class SwapReport:
         """Return the report as a table, one norm a line."""
         rows = [("norm", "outcome", "detail")]
         for one in self.replaced:
-            function = "function kept" if one.function_kept else f"function changed: {'; '.join(one.differences)}"
+            function = (
+                "function kept" if one.function_kept else f"function changed: {'; '.join(map(str, one.differences))}"
+            )
             rows.append((one.name, "replaced", f"{one.was} -> {one.now}, {function}"))
         for outcome, entries in (("kept", self.kept), ("refused", self.refused)):
             rows.extend((name, outcome, reason) for name, reason in entries)
@@ -64,7 +66,7 @@ class SwapReport:
 def swap_norms(model: nn.Module, norm: str | NormSpec, where: Callable[[str], bool] | str | None = None) -> SwapReport:
     """Replace the norms of `model` in place by `norm` ("seednorm", "rmsnorm:eps=1e-6", ...) and return a report.
 
-    Knows LayerNorm and RMSNorm of torch, timm (channels-first too) and Hugging Face (Gemma's 1 + w too), and this
+    Supports LayerNorm and RMSNorm of torch, timm (channels-first too) and Hugging Face (Gemma's 1 + w too), and this
     library's norms. Gain, bias, eps, axis, dtype, device, training flag and requires_grad are carried over, and with
     them the function, where the new formula allows it: RMSNorm -> SeeDNorm keeps it, LayerNorm -> RMSNorm does not. An
     `eps` given in `norm` wins. The parameters are new: build the optimizer afterwards.
@@ -75,14 +77,13 @@ def swap_norms(model: nn.Module, norm: str | NormSpec, where: Callable[[str], bo
     configuration that save it as what it is.
 
     Raises UserError for an unknown norm or option, a pattern that selects nothing, and a model that no configuration
-    would describe afterwards; the model is then untouched.
+    would describe afterwards; the model is then unchanged.
     """
     specification = NormSpec.parse(norm) if isinstance(norm, str) else norm
-    refuse_native_inside(model, "swap the norms of")
     refuse_unsavable(model, "swap the norms of")
     names = _names_of_norms(model)
     if isinstance(model, LanguageModel):
-        swapped = swapped_config(model.config, specification)
+        swapped = _swapped_config(model.config, specification)
         plan = _plan(model, names, specification, _selection_in_native(model, where))
         if plan.refused:
             name, reason = plan.refused[0]
@@ -91,32 +92,11 @@ def swap_norms(model: nn.Module, norm: str | NormSpec, where: Callable[[str], bo
     else:
         plan = _plan(model, names, specification, _selection(where, names))
     for name, new in plan.new.items():
-        _put(model, name, new)
+        replace_module(model, name, new)
     if plan.new and not isinstance(model, LanguageModel):
         step = {"operation": "swap_norms", "norm": specification.to_json(), "names": list(plan.new)}
         record_step(model, step)
     return SwapReport(replaced=tuple(plan.replaced), kept=tuple(plan.kept), refused=tuple(plan.refused))
-
-
-def replay(model: nn.Module, record: Mapping[str, Any]) -> None:
-    """Repeat on a freshly built model the structural part of a swap, for weights to be loaded into.
-
-    The model may be the same backbone with another head, or none: norms of the head that was are left out.
-    """
-    specification, prefix = NormSpec.from_json(record["norm"]), f"{getattr(model, 'base_model_prefix', '')}."
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for recorded in record["names"]:
-        bare = recorded.removeprefix(prefix)
-        name = next((known for known in (recorded, bare, prefix + bare) if known in modules), None)
-        if name is None:
-            if recorded != bare:
-                raise UserError(f"{type(model).__name__} has no {recorded}, whose norm was replaced in what was saved")
-            continue
-        try:
-            new, _ = _replacement(modules[name], read_norm(modules[name]), specification, model)
-        except Unreadable as reason:
-            raise UserError(f"{name} is no norm that can be replaced: {reason}") from reason
-        _put(model, name, new)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,19 +127,12 @@ def _plan(
         if _is_already(module, specification):
             plan.kept.append((name, f"is {specification} already"))
             continue
-        new, differences = _replacement(module, function, specification, model)
+        new, differences = replacement(module, function, specification, model)
         plan.new[name] = new
         plan.replaced.append(
-            Replacement(
-                name=name, was=type(module).__name__, now=type(new).__name__, differences=tuple(map(str, differences))
-            )
+            Replacement(name=name, was=type(module).__name__, now=type(new).__name__, differences=tuple(differences))
         )
     return plan
-
-
-def _put(model: nn.Module, name: str, new: nn.Module) -> None:
-    parent, _, key = name.rpartition(".")
-    setattr(model.get_submodule(parent), key, new)
 
 
 def _names_of_norms(model: nn.Module) -> dict[str, nn.Module]:
@@ -181,7 +154,7 @@ def _selection(where: Callable[[str], bool] | str | None, names: Collection[str]
 def _selection_in_native(model: LanguageModel, where: Callable[[str], bool] | str | None) -> Callable[[str], bool]:
     if where is not None:
         raise UserError(f"where={where!r}: a model of this library has one operator on its residual path: leave it out")
-    return on_the_residual_path(model).__contains__
+    return _on_the_residual_path(model).__contains__
 
 
 def _refuse_shared(name: str, module: nn.Module, names: dict[str, nn.Module]) -> None:
@@ -207,16 +180,20 @@ def _is_already(module: nn.Module, specification: NormSpec) -> bool:
     return all(settings[option] == value for option, value in specification.options)
 
 
-def _replacement(
-    module: nn.Module, function: NormFunction, specification: NormSpec, model: nn.Module
-) -> tuple[Norm, list[Inexact]]:
-    """Return the new norm with what the old one hands on, and the differences between the two."""
-    old = next(module.parameters(), None)
-    affine = module.affine if isinstance(module, Norm) else function.affine
-    like = old if old is not None else next(filter(torch.is_floating_point, model.parameters()), torch.empty(0))
-    new = inheriting(specification, function).build(function.dim, affine=affine, axis=function.axis)
-    new = new.to(device=like.device, dtype=like.dtype).train(module.training)
-    differences = new.copy_from(function)
-    if old is not None:
-        new.requires_grad_(any(parameter.requires_grad for parameter in module.parameters()))
-    return new, differences
+def _on_the_residual_path(model: LanguageModel) -> set[str]:
+    """Return the names of the norms that a topology made, which are of the configuration's operator."""
+    inside = {id(norm) for part in ResidualPath.of(model).parts for norm in norms_of(part).values()}
+    return {name for name, norm in norms_of(model).items() if id(norm) in inside}
+
+
+def _swapped_config(config: LanguageModelConfig, norm: NormSpec) -> LanguageModelConfig:
+    """Return the configuration of a model whose norms on the residual path were replaced, with its weights.
+
+    Raises UserError for an operator with which the configuration would describe another model in other parts as well.
+    """
+    swapped = dataclasses.replace(config, norm=inherited_operator(config.norm, norm))
+    if NORMS[norm.name].scales_embedding != NORMS[config.norm.name].scales_embedding:
+        raise UserError(f"norm {norm} comes with another scale of the embedding: build the model with it")
+    if swapped.attention_shape != config.attention_shape:
+        raise UserError(f"norm {norm} comes with other norms in the attention: build the model with it")
+    return swapped

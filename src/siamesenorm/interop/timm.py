@@ -1,8 +1,8 @@
-"""timm: registered names of models with another topology, and operated models that save and load in timm's own format.
+"""timm: registered names of models with another topology, and converted models that save and load in timm's own format.
 
 Importing this module registers "siamesenorm_vit_tiny_patch16_224" and the like: timm's model of the rest of that name,
 to train from scratch, with `topology` and `norm` as further arguments of `timm.create_model`. What is saved names
-"siamesenorm_operated", or its registered name, as its architecture, which timm without this import does not know.
+"siamesenorm_converted", or its registered name, as its architecture, which timm without this import does not know.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from timm.models.vision_transformer import checkpoint_filter_fn  # by which posi
 from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.library import read_config
+from siamesenorm.interop.conversion_log import replay_steps, steps_of
 from siamesenorm.interop.rewire import rewire
-from siamesenorm.interop.surgery import Step, replay_steps, steps_of
+from siamesenorm.interop.stored_model import Step
 
 PREFIX = "siamesenorm_"
-OPERATED = f"{PREFIX}operated"
+CONVERTED = f"{PREFIX}converted"
 HOSTS = (
     "vit_tiny_patch16_224",
     "vit_small_patch16_224",
@@ -38,28 +38,28 @@ TOPOLOGY = "siamese-post-pre:post_norm=lazy,readout=code"
 """The form of the released SiameseNorm DeiT (arXiv 2602.08064)."""
 DATA = ("input_size", "fixed_input_size", "interpolation", "crop_pct", "mean", "std", "num_classes", "first_conv",
         "classifier")  # fmt: skip
-"""What a registered name takes over of its host's configuration: everything but weights and their origin."""
+"""What a registered name copies of its host's configuration: everything but weights and their origin."""
 
 default_cfgs = generate_default_cfgs(
     {f"{PREFIX}{host}": {name: getattr(timm.get_pretrained_cfg(host), name) for name in DATA} for host in HOSTS}
 )
-__all__ = ["load", "save_pretrained"]
+__all__ = ["save_pretrained"]
 
 
 def save_pretrained(model: nn.Module, directory: str | Path) -> None:
-    """Save an operated model of timm: model.safetensors, and config.json in timm's format with the steps.
+    """Save a converted model of timm: model.safetensors, and config.json in timm's format with the steps.
 
-    Raises UserError for a model that was not operated on, or that timm.create_model did not make.
+    Raises UserError for a model that was not converted, or that timm.create_model did not make.
     """
     steps = steps_of(model)
     if not steps:
-        raise UserError(f"{type(model).__name__} was not operated on: call siamesenorm.rewire first, or save_for_hf")
+        raise UserError(f"{type(model).__name__} was not converted: call siamesenorm.rewire first, or save_for_hf")
     if not hasattr(model, "_model_args"):  # where create_model notes its arguments
         raise UserError(f"{type(model).__name__} was not made by timm.create_model: timm could not build it again")
     architecture = str(model.pretrained_cfg["architecture"])  # type: ignore[index]
     arguments: dict[str, Any] = {"siamesenorm": steps}
     if not architecture.startswith(PREFIX):
-        architecture, arguments = OPERATED, {"host": architecture, **arguments}
+        architecture, arguments = CONVERTED, {"host": architecture, **arguments}
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=target) as written:
@@ -74,27 +74,13 @@ def save_pretrained(model: nn.Module, directory: str | Path) -> None:
             os.replace(Path(written, name), target / name)
 
 
-def load(path: str | Path, **options: Any) -> nn.Module:
-    """Return the operated model that `save_pretrained` wrote to a directory; `options` are those of timm.create_model.
-
-    Raises UserError for a directory that holds none.
-    """
-    architecture = str(read_config(Path(path)).get("architecture", ""))
-    if not architecture.startswith(PREFIX):
-        raise UserError(f"{path} holds no operated model of timm: its architecture is {architecture or 'not given'}")
-    if not (Path(path) / "model.safetensors").is_file():
-        raise UserError(f"{path} has no model.safetensors: save the model again with siamesenorm.interop.timm")
-    model: nn.Module = timm.create_model(f"local-dir:{path}", pretrained=True, **options)
-    return model
-
-
-def siamesenorm_operated(
+def siamesenorm_converted(
     pretrained: bool = False, host: str = "", siamesenorm: list[Step] | None = None, **options: Any
 ) -> nn.Module:
-    """Build timm's model `host` and repeat the steps on it: what a saved operated model names as its architecture."""
+    """Build timm's model `host` and repeat the steps on it: the architecture that a saved converted model names."""
     if not host or not siamesenorm:
-        raise UserError(f"{OPERATED} is the architecture of saved models: load one with siamesenorm.from_pretrained")
-    return _create(OPERATED, host, lambda model: replay_steps(model, siamesenorm), pretrained, options)
+        raise UserError(f"{CONVERTED} is the architecture of saved models: load one with siamesenorm.from_pretrained")
+    return _create(CONVERTED, host, lambda model: replay_steps(model, siamesenorm), pretrained, options)
 
 
 def _entry_point(host: str) -> Callable[..., nn.Module]:
@@ -105,13 +91,13 @@ def _entry_point(host: str) -> Callable[..., nn.Module]:
         siamesenorm: list[Step] | None = None,
         **options: Any,
     ) -> nn.Module:
-        def operate(model: nn.Module) -> None:
-            if siamesenorm:  # a saved model: what was done to it decides, not what names mean today
+        def convert(model: nn.Module) -> None:
+            if siamesenorm:  # a saved model: its record decides, not what names mean today
                 replay_steps(model, siamesenorm)
             else:
                 rewire(model, topology, preserve=False, norm=norm)
 
-        return _create(create.__name__, host, operate, pretrained, options)
+        return _create(create.__name__, host, convert, pretrained, options)
 
     create.__name__ = create.__qualname__ = f"{PREFIX}{host}"
     create.__doc__ = f"Build timm's {host} with the residual path of `topology` and the operator `norm`."
@@ -119,14 +105,14 @@ def _entry_point(host: str) -> Callable[..., nn.Module]:
 
 
 def _create(
-    name: str, host: str, operate: Callable[[nn.Module], None], pretrained: bool, options: dict[str, Any]
+    name: str, host: str, convert: Callable[[nn.Module], None], pretrained: bool, options: dict[str, Any]
 ) -> nn.Module:
     if pretrained and not (options.get("pretrained_cfg") or options.get("pretrained_cfg_overlay")):
         raise UserError(f"{name} has no pretrained weights: create {host} with pretrained=True, and rewire it")
 
     def build(**arguments: Any) -> nn.Module:
         model: nn.Module = model_entrypoint(host)(pretrained=False, **arguments)
-        operate(model)
+        convert(model)
         return model
 
     features = {"out_indices": 3, "feature_cls": "getter"}
@@ -136,5 +122,5 @@ def _create(
     return model
 
 
-for _create_model in (siamesenorm_operated, *map(_entry_point, HOSTS)):
+for _create_model in (siamesenorm_converted, *map(_entry_point, HOSTS)):
     register_model(_create_model)

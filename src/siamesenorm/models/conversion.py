@@ -15,13 +15,13 @@ from torch import nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.models.block import TransformerBlock
-from siamesenorm.models.language import LanguageModel
-from siamesenorm.models.language_config import LanguageModelConfig
-from siamesenorm.norms import NORMS, Norm, NormFunction, NormSpec
-from siamesenorm.topologies import Topology, build_topology, topology_name, transformer_places
+from siamesenorm.models.config import inherited_operator
+from siamesenorm.models.language import LanguageModel, LanguageModelConfig
+from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec
+from siamesenorm.topologies import Kernels, Topology, build_topology, topology_name, transformer_places
 from siamesenorm.topologies.pre_norm import PreNorm
 
-FREE = ("context", "dropout", "document_mask", "residual_dtype", "compute_dtype", "kernels")
+FREE = ("context", "dropout", "document_mask", "residual_dtype", "compute_dtype")
 """Fields of a configuration that change neither the weights nor, but for rounding, what they compute on a token."""
 PATH = ("topology", "norm")
 """Fields of the residual path, which a conversion exchanges."""
@@ -68,7 +68,7 @@ def require_convertible(source: LanguageModelConfig, target: LanguageModelConfig
 
 
 @torch.no_grad()
-def convert(model: LanguageModel, target: LanguageModelConfig) -> tuple[str, ...]:
+def convert(model: LanguageModel, target: LanguageModelConfig) -> tuple[Inexact, ...]:
     """Give `model`, in place, the residual path of `target`, and return what its function differs in, each way once.
 
     Nothing, where the function is the same up to rounding. Raises UserError, with the model untouched, where it cannot
@@ -79,10 +79,10 @@ def convert(model: LanguageModel, target: LanguageModelConfig) -> tuple[str, ...
     if all(getattr(source, name) == getattr(target, name) for name in (*PATH, *FREE)):
         model.config = target
         return ()
-    path = ResidualPath.build(target, model.embedding.weight)
+    path = ResidualPath.build(target, model.embedding.weight, model.kernels)
     if all(getattr(source, name) == getattr(target, name) for name in PATH):
         path.load(model)
-        differences: dict[str, None] = {}
+        differences: dict[Inexact, None] = {}
     else:
         differences = path.init_as_pre_norm(model)
     path.install(model)
@@ -102,9 +102,9 @@ class ResidualPath:
     closing: nn.Module
 
     @classmethod
-    def build(cls, config: LanguageModelConfig, like: torch.Tensor) -> ResidualPath:
+    def build(cls, config: LanguageModelConfig, like: torch.Tensor, kernels: Kernels) -> ResidualPath:
         """Build a fresh path with the device and the dtype of a weight of the model."""
-        spec, places = config.residual_spec(), transformer_places(config.depth)
+        spec, places = config.residual_spec(kernels), transformer_places(config.depth)
         path = cls(
             opening=config.topology.opening(spec),
             connections=tuple(
@@ -136,13 +136,13 @@ class ResidualPath:
         for part, old in zip(self.parts, ResidualPath.of(model).parts, strict=True):
             part.load_state_dict(old.state_dict())
 
-    def init_as_pre_norm(self, model: LanguageModel) -> dict[str, None]:
+    def init_as_pre_norm(self, model: LanguageModel) -> dict[Inexact, None]:
         """Set the path to where it computes what a Pre-Norm model does; return the differences as keys."""
         _, *old = ResidualPath.of(model).parts
         self.opening.init_as_pre_norm()  # type: ignore[operator]
-        found: dict[str, None] = {}
+        found: dict[Inexact, None] = {}
         for part, norm in zip(self.parts[1:], map(_norm_of, old), strict=True):
-            found.update(dict.fromkeys(map(str, part.init_as_pre_norm(norm))))  # type: ignore[operator]
+            found.update(dict.fromkeys(part.init_as_pre_norm(norm)))  # type: ignore[operator]
         return found
 
     def install(self, model: LanguageModel) -> None:
@@ -162,14 +162,6 @@ def _norm_of(part: nn.Module) -> NormFunction:
     """Return the function of the one norm of a Pre-Norm connection or closing."""
     assert isinstance(part.norm, Norm)
     return part.norm.function()
-
-
-def inherited_operator(own: NormSpec, chosen: str | NormSpec) -> NormSpec:
-    """Return the chosen operator with the eps and the offset of the model's own, unless it has some of its own."""
-    spec = NormSpec.parse(chosen) if isinstance(chosen, str) else chosen
-    named, known = dict(spec.options), spec.to_json()
-    of_own = {name: value for name, value in own.to_json().items() if name in ("eps", "offset")}
-    return spec.with_options(**{name: value for name, value in of_own.items() if name in known and name not in named})
 
 
 def _refuse_source(source: LanguageModelConfig) -> None:

@@ -1,4 +1,4 @@
-"""The language model: embedding, blocks, head; the residual path is the topology's.
+"""The language model: configuration, named sizes, embedding, blocks, head; the residual path is the topology's.
 
 * decoder-only, causal, rotary positions, no biases by default (OLMo)
 * any topology, any norm; the attention norm is what the topology needs, else whole-width QK-norm
@@ -8,30 +8,109 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from siamesenorm.errors import UserError
+from siamesenorm.errors import UserError, unknown
 from siamesenorm.models.block import TransformerBlock, add_losses
+from siamesenorm.models.config import TransformerConfig, inherited_operator, require_positive
 from siamesenorm.models.initialisation import initialise
-from siamesenorm.models.language_config import LanguageModelConfig, language_model_config
-from siamesenorm.norms import NORMS, DeclaredModule
+from siamesenorm.norms import NORMS, DeclaredModule, NormSpec
 from siamesenorm.sublayers.attention import Attention
 from siamesenorm.sublayers.cache import AttentionCache
 from siamesenorm.sublayers.mlp import build_mlp
 from siamesenorm.sublayers.modulated import Losses
 from siamesenorm.sublayers.projection import Projection
 from siamesenorm.sublayers.rotary import Rotation, rotation
-from siamesenorm.topologies import (
-    Streams,
-    transformer_places,
-)
+from siamesenorm.topologies import Kernels, Streams, Topology, build_topology, transformer_places
+
+Positions = Literal["rotary", "none"]
+SIZES: dict[str, dict[str, Any]] = {
+    "nano": {"depth": 4, "dim": 64, "heads": 4, "hidden": 256, "context": 128},
+    "mini": {"depth": 8, "dim": 128, "heads": 4, "hidden": 352, "context": 128},
+    "small": {"depth": 12, "dim": 256, "heads": 4, "hidden": 704, "context": 512},
+    "390m-l10": {"depth": 10, "dim": 1280, "heads": 10, "hidden": 5120, "vocabulary": 50304, "context": 2048},
+    "390m-l17": {"depth": 17, "dim": 1024, "heads": 8, "hidden": 4096, "vocabulary": 50304, "context": 2048},
+    "390m-l33": {"depth": 33, "dim": 768, "heads": 6, "hidden": 3072, "vocabulary": 50304, "context": 2048},
+    "390m-l80": {"depth": 80, "dim": 512, "heads": 4, "hidden": 2048, "vocabulary": 50304, "context": 2048},
+    "olmo-1.3b": {"depth": 16, "dim": 2048, "heads": 16, "hidden": 8192, "vocabulary": 50304, "context": 2048},
+    "olmo2-1b": {
+        "depth": 16,
+        "dim": 2048,
+        "heads": 16,
+        "hidden": 8192,
+        "vocabulary": 100352,
+        "context": 4096,
+        "rope_theta": 500_000.0,
+        "initialisation": "normal",
+        "norm": NormSpec.parse("rmsnorm:eps=1e-6"),
+    },
+}
+"""Fields of named sizes: `olmo-1.3b` is the SiameseNorm paper's (arXiv 2602.08064, Table 4); the four `390m` depths fit
+the published number of parameters with an MLP of 4 d and heads of 128, which the paper does not state; `olmo2-1b` is
+OLMo 2's published shape. The others are for a CPU; their vocabulary is that of the data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelConfig(TransformerConfig):
+    """Everything that determines a language model's function and its initial weights, apart from the seed.
+
+    `document_mask` keeps attention inside a document; off, as in OLMo, tokens of packed documents see each other.
+    """
+
+    vocabulary: int = 257
+    """Number of token ids; in a run 0 is that of the data."""
+    context: int = 256
+    """Tokens of a sequence."""
+    tied: bool = False
+    """Share the embedding's weights with the head."""
+    positions: Positions = "rotary"
+    """Position embedding."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary angles."""
+    document_mask: bool = False
+    """Keep attention inside a document of a packed sequence."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be built."""
+        super().__post_init__()
+        require_positive(self, "context")
+        if self.vocabulary < 0:
+            raise UserError(f"vocabulary is {self.vocabulary}: choose at least 1, or 0 for that of a run's data")
+        if self.positions not in get_args(Positions):
+            raise unknown("positions", self.positions, get_args(Positions))
+        if not self.rope_theta > 0:
+            raise UserError(f"rope_theta is {self.rope_theta}: choose a positive number, such as 10000")
+        if self.positions == "rotary" and self.attention_shape.head_dim % 2:
+            raise UserError(f"a head is {self.attention_shape.head_dim} wide: rotary positions need an even width")
+
+
+def language_model_config(
+    size: str, *, topology: str | Topology = "siamese", norm: str | NormSpec | None = None, **overrides: Any
+) -> LanguageModelConfig:
+    """Return the configuration of a named size with a topology, a norm and overridden fields.
+
+    Raises UserError for an unknown size, topology, norm, option or field.
+    """
+    if size not in SIZES:
+        raise unknown("size", size, SIZES)
+    fields = {**SIZES[size], **overrides}
+    known = {field.name for field in dataclasses.fields(LanguageModelConfig)}
+    for name in fields:
+        if name not in known:
+            raise unknown("field of a language model", name, known)
+    usual = fields.pop("norm", NormSpec())
+    fields["norm"] = inherited_operator(usual, norm) if isinstance(norm, str) else norm or usual
+    fields["topology"] = build_topology(topology) if isinstance(topology, str) else topology
+    return LanguageModelConfig(**fields)
 
 
 class LanguageModelOutput(NamedTuple):
@@ -44,10 +123,11 @@ class LanguageModelOutput(NamedTuple):
 class LanguageModel(nn.Module):
     """A decoder-only Transformer with any topology."""
 
-    def __init__(self, config: LanguageModelConfig) -> None:
+    def __init__(self, config: LanguageModelConfig, kernels: Kernels = "plain") -> None:
         super().__init__()
-        self.config = config
-        spec, shape = config.residual_spec(), config.attention_shape
+        require_positive(config, "vocabulary")
+        self.config, self.kernels = config, kernels
+        spec, shape = config.residual_spec(kernels), config.attention_shape
         places = transformer_places(config.depth)
         # Not nn.Embedding(...), whose own draw imports the compiler on the meta device: over a second.
         table = torch.empty(config.vocabulary, config.dim)
@@ -109,9 +189,11 @@ class LanguageModel(nn.Module):
         streams: Streams = self.opening(self.dropout(self.embedding_scale(embedding)))
         return streams
 
-    def rotary(self, positions: Tensor) -> Rotation:
-        """Return cos and sin of positions [tokens], or [batch, 1, tokens] where rows differ, for every block."""
+    def rotary(self, positions: Tensor) -> Rotation | None:
+        """Return cos and sin of positions [tokens], or [batch, 1, tokens] where rows differ; None without rotation."""
         config = self.config
+        if config.positions == "none":
+            return None
         return rotation(positions, config.dim // config.heads, config.rope_theta, self.embedding.weight.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -119,7 +201,7 @@ class LanguageModel(nn.Module):
         logits: Tensor = F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def _rotary(self, tokens: int, past: int = 0) -> Rotation:
+    def _rotary(self, tokens: int, past: int = 0) -> Rotation | None:
         return self.rotary(torch.arange(past, past + tokens, device=self.embedding.weight.device))
 
     def _document_mask(self, documents: Tensor | None) -> Tensor | None:
@@ -176,18 +258,24 @@ def _scales_embedding(config: LanguageModelConfig) -> bool:
 
 
 def build_language_model(
-    size: str | LanguageModelConfig = "mini", *, seed: int = 0, device: str | torch.device = "cpu", **options: Any
+    size: str | LanguageModelConfig = "mini",
+    *,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    kernels: Kernels = "plain",
+    **options: Any,
 ) -> LanguageModel:
     """Return an initialised language model of a named size, or of a configuration.
 
-    `options` are those of `language_model_config`: topology, norm, and any field of `LanguageModelConfig`. With
-    `device="meta"` nothing is allocated and nothing drawn. Raises UserError for what cannot be built.
+    `options` are those of `language_model_config`: topology, norm, and any field of `LanguageModelConfig`. `kernels` is
+    how boundaries between sublayers are computed: see `ResidualSpec`. With `device="meta"` nothing is allocated and
+    nothing drawn. Raises UserError for what cannot be built.
     """
     if isinstance(size, LanguageModelConfig) and options:
         raise UserError(f"a configuration and {', '.join(options)}: change the configuration by dataclasses.replace")
     config = size if isinstance(size, LanguageModelConfig) else language_model_config(size, **options)
     with torch.device("meta"):
-        model = LanguageModel(config)
+        model = LanguageModel(config, kernels)
     if torch.device(device).type == "meta":
         return model
     model.to_empty(device=device)

@@ -1,1 +1,1 @@
-"""Experiments as data: what is trained, what is compared with what, and the words that its numbers allow."""
+"""Recipes: experiments as generators of plans, with the reports on them."""

@@ -342,8 +342,8 @@ class Topology:
         """
         if self.pre_norm_refusal:
             raise UserError(
-                f"{self.title} cannot keep the function of a Pre-Norm model: {self.pre_norm_refusal}; use "
-                "preserve=False to start from scratch, or a topology that can, such as siamese"
+                f"{self.title} cannot keep the function of a Pre-Norm model: {self.pre_norm_refusal}; "
+                "start from scratch (preserve=False or --scratch), or choose a topology that can, such as siamese"
             )
         return self
 

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from siamesenorm.errors import UserError
-from siamesenorm.files import decode_json, disk_errors, encode_json, sync_directory
+from siamesenorm.files import decode_json, disk_errors, encode_json, sync_directory, write_atomically
 
 SCHEMA = 1
 STAGES = (
@@ -66,7 +66,7 @@ Stage = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A whole checkpoint: its groups of tensors (on the CPU), its JSON state, and what newer ones were passed over."""
+    """A whole checkpoint: its groups of tensors (on the CPU), its JSON state, and why newer ones were skipped."""
 
     step: int
     path: Path
@@ -285,3 +285,38 @@ def _fault(path: Path, step: int) -> str | None:
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is damaged"
     return None
+
+
+def keep_last_weights(root: Path) -> None:
+    """Remove what a finished run does not need any more: older checkpoints, and all but the model of the last one.
+
+    The manifest is exchanged before the files are removed, so that a crash leaves a whole checkpoint.
+    """
+    with disk_errors(root):
+        _prune(root, 1)
+        for _, path in _finished(root):
+            manifest = decode_json((path / MANIFEST).read_bytes())
+            dropped = {f"{group}.safetensors" for group in ("optimizer", "random")} & manifest["files"].keys()
+            manifest["files"] = {name: entry for name, entry in manifest["files"].items() if name not in dropped}
+            write_atomically(path / MANIFEST, encode_json(manifest, indent=1).encode())
+            for name in dropped:
+                (path / name).unlink()
+
+
+def capture_random_state() -> dict[str, Tensor]:
+    """Return the state of the CPU's generator ("cpu") and of every visible GPU's ("cuda-0", ...), uint8 `[bytes]`."""
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"cpu": torch.get_rng_state()} | {f"cuda-{index}": state for index, state in enumerate(gpus)}
+
+
+def restore_random_state(states: Mapping[str, Tensor]) -> None:
+    """Restore the state of the generators; raises `UserError` when one of its GPUs is missing."""
+    gpus = sorted(name for name in states if name != "cpu")
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if len(gpus) > present:
+        raise UserError(
+            f"the checkpoint has the random state of {len(gpus)} GPUs, {present} are visible: resume on as many"
+        )
+    torch.set_rng_state(states["cpu"])
+    for name in gpus:
+        torch.cuda.set_rng_state(states[name], int(name.removeprefix("cuda-")))

@@ -1,6 +1,7 @@
-"""A loss curve, from our own record or from anybody's file.
+"""A loss curve, from the record of a run or from any file that holds one.
 
-Read are metrics.jsonl, CSV with or without a header, JSON lines, a JSON list, and Hugging Face's trainer_state.json.
+Formats: metrics.jsonl, CSV with or without a header (as TensorBoard downloads it, for one), JSON lines, a JSON list,
+and trainer_state.json of transformers.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ GRADIENT_COLUMNS = ("gradient_norm", "grad_norm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossCurve:
-    """Training losses (nats) at increasing steps, and what a verdict can use about the run.
+    """Training losses at increasing steps, and what a verdict can use about the run.
 
-    `gradient_norms` has None where none was logged; `steps_total`, `warmup_steps` (0) and `unigram_entropy` (nats) are
-    known for our own runs only.
+    `gradient_norms` has None where none was logged. `floor` is the loss of a model that has learned nothing (unigram
+    entropy, ln(classes), variance), `scale` the unit of a verdict's thresholds (1 nat for language), `held_out` the
+    last held-out loss. The facts are those of a run's own record; of other curves they are unknown unless given.
     """
 
     steps: tuple[int, ...]
@@ -35,21 +37,31 @@ class LossCurve:
     gradient_norms: tuple[float | None, ...] | None = None
     steps_total: int | None = None
     warmup_steps: int = 0
-    unigram_entropy: float | None = None
+    floor: float | None = None
+    scale: float = 1.0
+    held_out: float | None = None
+
+    @classmethod
+    def of(cls, losses: Iterable[float], **facts: Any) -> LossCurve:
+        """Return the curve of the losses of steps 1, 2, 3, ..."""
+        losses = tuple(losses)
+        return cls(steps=tuple(range(1, len(losses) + 1)), losses=losses, **facts)
 
     def __post_init__(self) -> None:
-        """Refuse facts that cannot be those of these steps."""
+        """Raise UserError for facts that cannot be those of these steps."""
         last = self.steps[-1] if self.steps else 0
         if self.steps_total is not None and self.steps_total < max(1, last):
             raise UserError(f"steps_total is {self.steps_total}: the curve goes to step {last}, give at least that")
         if self.warmup_steps < 0:
             raise UserError(f"warmup_steps is {self.warmup_steps}: give 0 or more")
-        if self.unigram_entropy is not None and not 0 <= self.unigram_entropy < math.inf:
-            raise UserError(f"unigram_entropy is {self.unigram_entropy}: give a number of nats, or leave it out")
+        if self.floor is not None and not math.isfinite(self.floor):
+            raise UserError(f"floor is {self.floor}: give the loss of a model that has learned nothing, or none")
+        if not 0 < self.scale < math.inf:
+            raise UserError(f"scale is {self.scale}: give a number above 0")
 
     @property
     def warmup_points(self) -> int:
-        """How many points lie in the warm-up."""
+        """How many points belong to the warm-up."""
         return bisect_right(self.steps, self.warmup_steps - self._counted_from_zero)
 
     @property
@@ -69,7 +81,7 @@ class LossCurve:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One record of a file, and where it stands there ("line 7")."""
+    """One record of a file, and its place there ("line 7")."""
 
     place: str
     cells: Mapping[str, Any]
@@ -170,11 +182,10 @@ def _is_number(cell: str) -> bool:
 
 
 def _curve(rows: Sequence[_Row], column: str, source: str) -> LossCurve:
+    facts: dict[str, Any] = {}
     if any("kind" in row.cells for row in rows):
-        model = next((row for row in rows if row.cells.get("kind") == "model"), None)
+        facts = _facts(rows, source)
         rows = [row for row in rows if row.cells.get("kind") == "train"]
-    else:
-        model = None
     names = list(dict.fromkeys(name for row in rows for name in row.cells))
     loss_column = _find(names, (column,))
     if names and loss_column is None:
@@ -183,7 +194,6 @@ def _curve(rows: Sequence[_Row], column: str, source: str) -> LossCurve:
     if not loss_column or not rows:
         raise UserError(f"{source} has no loss: expected at least one number in {column!r}")
     gradient_column = _find(names, GRADIENT_COLUMNS)
-    facts = _facts(model, source) if model else {}
     steps = _steps(rows, _find(names, STEP_COLUMNS), source)
     losses = tuple(_number(row, loss_column, source) for row in rows)
     norms = _gradient_norms(rows, gradient_column, source) if gradient_column else None
@@ -193,17 +203,17 @@ def _curve(rows: Sequence[_Row], column: str, source: str) -> LossCurve:
         raise UserError(f"{source}: {error}") from error
 
 
-def _facts(model: _Row, source: str) -> dict[str, Any]:
-    """Return what the record of the model says about the run."""
-    known = {name for name in ("steps", "warmup_steps", "unigram_entropy") if model.cells.get(name) is not None}
-    facts: dict[str, Any] = {}
-    if "steps" in known:
-        facts["steps_total"] = _whole_number(model, "steps", source)
-    if "warmup_steps" in known:
-        facts["warmup_steps"] = _whole_number(model, "warmup_steps", source)
-    if "unigram_entropy" in known:
-        facts["unigram_entropy"] = _number(model, "unigram_entropy", source)
-    return facts
+def _facts(rows: Sequence[_Row], source: str) -> dict[str, Any]:
+    """Return what the record of a run says about it: in its line of kind "model", and the last held-out loss."""
+    readers = {"steps": _whole_number, "warmup_steps": _whole_number, "floor": _number, "scale": _number}
+    model = next((row for row in rows if row.cells.get("kind") == "model"), _Row("", {}))
+    facts: dict[str, Any] = {
+        name: read(model, name, source) for name, read in readers.items() if model.cells.get(name) is not None
+    }
+    if "steps" in facts:
+        facts["steps_total"] = facts.pop("steps")
+    validations = [row for row in rows if row.cells.get("kind") == "validation" and "loss" in row.cells]
+    return facts | ({"held_out": _number(validations[-1], "loss", source)} if validations else {})
 
 
 def _find(names: Sequence[str], wanted: Sequence[str]) -> str | None:

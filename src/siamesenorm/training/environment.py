@@ -1,21 +1,87 @@
-"""What a run ran on: versions, hardware, the commit of the code."""
+"""What a run is trained on: versions, hardware, commit, and what its automatic choices became."""
 
 from __future__ import annotations
 
 import os
 import platform
+import shlex
+import shutil
 import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import siamesenorm
+from siamesenorm.errors import UserError
+from siamesenorm.topologies import Kernels
+from siamesenorm.training.config import Execution
+
+COMPILING_PAYS = 2e14
+"""Operations of training from which compiling saves more than it costs: 2 to 4 % of a step of width 512 (performance
+page) against 15 to 30 s for the first call, or more on a loaded machine, at some 1e11 operations a second."""
+BYTES_PER_PARAMETER = 16
+"""Weight, gradient and AdamW's two moments in fp32."""
 
 
-def describe_environment(device: str) -> dict[str, Any]:
-    """Return versions, hardware, the device in use and the git commit (None outside a checkout) as JSON values."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What "auto" became in a run: how boundaries are computed, and whether blocks are compiled."""
+
+    kernels: Kernels
+    compiled: bool
+
+
+def choose(execution: Execution, operations: float, started_with: Mapping[str, Any] | None = None) -> Choices:
+    """Return the choices of a run of so many operations; a resumed run keeps what it was started with.
+
+    Raises UserError where blocks were or are to be compiled and there is no C++ compiler.
+    """
+    on_cpu, earlier = execution.device.startswith("cpu"), started_with or {}
+    kernels, compiled = execution.kernels, execution.compile == "on"
+    if kernels == "auto":
+        kernels = earlier.get("kernels", "plain" if on_cpu else "auto")
+    if execution.compile == "auto":
+        pays = on_cpu and operations >= COMPILING_PAYS and compiler_for_cpu() is not None
+        compiled = earlier.get("compiled", pays)
+    if compiled:
+        require_compiler(execution.device)
+    return Choices(kernels=kernels, compiled=compiled)
+
+
+def require_memory(model: nn.Module, device: torch.device) -> None:
+    """Raise UserError unless the parameters with their optimizer state fit into the memory of the device."""
+    needed = BYTES_PER_PARAMETER * sum(parameter.numel() for parameter in model.parameters())
+    if device.type == "cuda":
+        available = torch.cuda.mem_get_info(device)[1]
+    elif hasattr(os, "sysconf"):
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        return
+    if needed > available:
+        raise UserError(
+            f"parameters and optimizer state need {needed / 2**30:,.0f} GiB, the device has "
+            f"{available / 2**30:,.0f} GiB: choose a smaller model"
+        )
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device of this name; raises UserError where torch has none."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    # Which of them it is depends on how torch was built.
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise UserError(f"device {name!r} is not available: choose cpu, or a device that torch finds") from error
+    return device
+
+
+def describe_environment(device: str, choices: Choices | None = None) -> dict[str, Any]:
+    """Return versions, hardware, device, choices and the git commit (None outside a checkout) as JSON values."""
     return {
         "siamesenorm": siamesenorm.__version__,
         "commit": _git_commit(),
@@ -28,6 +94,7 @@ def describe_environment(device: str) -> dict[str, Any]:
         "device": device,
         "threads": torch.get_num_threads(),
         "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        **({"kernels": choices.kernels, "compiled": choices.compiled} if choices else {}),
     }
 
 
@@ -37,6 +104,24 @@ def version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def compiler_for_cpu() -> str | None:
+    """Return the C++ compiler that compiling for a CPU would use, or None."""
+    return next((name for name in _compilers() if shutil.which(shlex.split(name)[0])), None)
+
+
+def require_compiler(device: str) -> None:
+    """Raise `UserError` where blocks are to be compiled for a CPU and there is no C++ compiler."""
+    if device.startswith("cpu") and compiler_for_cpu() is None:
+        raise UserError(
+            f"compiling for a CPU needs a C++ compiler, and {', '.join(_compilers())} cannot be found: name one in "
+            "CXX, or use --execution.compile off"
+        )
+
+
+def _compilers() -> list[str]:
+    return [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
 
 
 def _git_commit() -> str | None:

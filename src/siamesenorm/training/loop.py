@@ -1,8 +1,8 @@
 """The train loop, one for every task: batches, AdamW, record, verdict, checkpoints, exact resume.
 
-A checkpoint holds parameters, optimizer, random state and how far the record had come. Resuming cuts the record back to
-that point and goes on: the order of the data is stateless, so nothing else needs to be remembered. Killed at any moment
-and resumed, a run ends with the same bits as one never interrupted, but for the time fields of its record.
+A checkpoint holds parameters, optimizer, random state and the length of the record. Resuming cuts the record back to
+that length: the order of the data is stateless, so nothing else needs to be stored. Killed at any moment and resumed, a
+run ends with the same bits as one never interrupted, but for the time fields and the notes of its record.
 """
 
 from __future__ import annotations
@@ -11,45 +11,33 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from siamesenorm.training.checkpoint import Stage, load_checkpoint, save_checkpoint
-from siamesenorm.training.compiler import require_compiler
+from siamesenorm.errors import UserError
+from siamesenorm.training.checkpoint import (
+    Stage,
+    capture_random_state,
+    keep_last_weights,
+    load_checkpoint,
+    restore_random_state,
+    save_checkpoint,
+)
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.language import LanguageTask
+from siamesenorm.training.environment import choose, find_device, require_memory
+from siamesenorm.training.instruments import Instrument
 from siamesenorm.training.metrics import MetricsLog, read_metrics
-from siamesenorm.training.optimizer import build_optimizer, set_learning_rate
-from siamesenorm.training.optimizer_state import optimizer_tensors, restore_optimizer
+from siamesenorm.training.optimizer import build_optimizer, optimizer_tensors, restore_optimizer, set_learning_rate
 from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks
-from siamesenorm.training.random_state import capture_random_state, restore_random_state
 from siamesenorm.training.run_directory import RunDirectory
-from siamesenorm.training.stability import StabilityMonitor
-from siamesenorm.training.start import describe_start, inherit, require_start
-from siamesenorm.training.verdict import Verdict
+from siamesenorm.training.verdict import StabilityMonitor, Verdict
+from siamesenorm.training.warm_start import load_start, require_start
 
 Record = dict[str, Any]
-
-
-class Observer(Protocol):
-    """What wants to know what happens: a console, a tracker."""
-
-    def started(self, config: RunConfig, step: int) -> None:
-        """Training begins, or goes on after `step`."""
-
-    def recorded(self, record: Record) -> None:
-        """A record was written."""
-
-    def told(self, line: str) -> None:
-        """Something a person should know."""
-
-    def ended(self, verdict: Verdict) -> None:
-        """The run is finished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,54 +46,63 @@ class _Interrupted:
 
     step: int = 0
     seconds: float = 0.0
-    passed_over: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
 
 
 def train(
-    config: RunConfig, directory: Path, *, observers: tuple[Observer, ...] = (), at_stage: Stage | None = None
+    config: RunConfig, directory: Path, *, instruments: tuple[Instrument, ...] = (), at_stage: Stage | None = None
 ) -> Verdict:
-    """Train the run of `config` in `directory`, or go on with it, and return its verdict.
+    """Train the run of `config` in `directory`, or resume it, and return its verdict.
 
     A finished run is not trained again. `at_stage` is called with the stages of writing checkpoints. Raises UserError
     when the directory belongs to another configuration, for data that do not fit, and on a full disk; what cannot be
     trained leaves no directory behind.
     """
-    run = RunDirectory(directory)
+    config, run = config.resolved(), RunDirectory(directory)
     finished = run.verdict_of(config)
     if finished is not None:
         return finished
-    loop = TrainingLoop(config, run, observers, at_stage)
-    with run.claimed(config):
-        return run.read_verdict() or loop.run()
+    loop = TrainingLoop(config, run, instruments, at_stage)
+    try:
+        with run.claimed(config):
+            return run.read_verdict() or loop.run()
+    finally:
+        for instrument in instruments:
+            instrument.close()
 
 
 class TrainingLoop:
     """One run in one process."""
 
     def __init__(
-        self, config: RunConfig, run: RunDirectory, observers: tuple[Observer, ...], at_stage: Stage | None
+        self, config: RunConfig, run: RunDirectory, instruments: tuple[Instrument, ...], at_stage: Stage | None
     ) -> None:
-        if config.compile:
-            require_compiler(config.execution.device)
         if config.execution.threads:
             torch.set_num_threads(config.execution.threads)
-        self.config, self.run_directory, self.observers, self.at_stage = config, run, observers, at_stage
+        self.config, self.run_directory, self.instruments, self.at_stage = config, run, instruments, at_stage
         if not run.checkpoints.exists():
             require_start(config)
+        self.device = find_device(config.execution.device)
         torch.manual_seed(config.seed)
-        self.task = LanguageTask(config)
-        self.model: nn.Module = self.task.build_model()
-        self.description = self.task.describe(self.model)
+        self.task = config.task.build(config.seed)
+        blueprint = self.task.build_model(torch.device("meta"))
+        require_memory(blueprint, self.device)
+        self.description = self.task.describe(blueprint)
+        operations = self.description["flops_per_sample"] * config.batch * config.steps
+        earlier = next(iter(run.read_environments()), None) if run.checkpoints.exists() else None
+        self.choices = choose(config.execution, operations, earlier)
+        self.model: nn.Module = self.task.build_model(self.device, self.choices.kernels)
         if config.checkpoint_activations:
             checkpoint_blocks(self.model)
-        if config.compile:
+        if self.choices.compiled:
             compile_blocks(self.model)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.optimizer: torch.optim.Optimizer = build_optimizer(self.model, config.optimizer)
         self.schedule = config.optimizer.schedule(config.steps)
-        self.watch = StabilityMonitor(
+        self.monitor = StabilityMonitor(
             steps_total=config.steps,
             warmup_steps=config.optimizer.warmup_steps,
-            unigram_entropy=self.description["unigram_entropy"],
+            floor=self.task.floor,
+            scale=self.task.scale,
             thresholds=config.thresholds,
         )
 
@@ -113,11 +110,12 @@ class TrainingLoop:
         """Train to the end, or to an early one, and write the verdict."""
         with MetricsLog(self.run_directory.metrics_file) as self.log:
             before = self._resume()
-            elsewhere = self.run_directory.record_environment(self.config.execution.device)
-            self._tell(lambda observer: observer.started(self.config, before.step))
-            for line in (*before.passed_over, *([elsewhere] if elsewhere and before.step else [])):
-                self._tell(lambda observer, line=line: observer.told(line))  # type: ignore[misc]
+            elsewhere = self.run_directory.record_environment(self.config.execution.device, self.choices)
             self.clock = time.perf_counter() - before.seconds
+            for instrument in self.instruments:
+                instrument.on_start(self, before.step)
+            for line in (*before.skipped, *([elsewhere] if elsewhere and before.step else [])):
+                self.note(line)
             if before.step == 0:
                 self._begin()
             step = before.step
@@ -131,30 +129,36 @@ class TrainingLoop:
             return self._finish(step)
 
     def _begin(self) -> None:
-        """Write the first record; a run that starts from another one takes its weights and is evaluated as it is."""
-        if self.config.start is None:
-            return self._record({"kind": "model", **self._introduction()})
-        inheritance = inherit(self.config)
-        self.model.load_state_dict(inheritance.weights)
-        start = describe_start(self.config, inheritance)
-        self._record({"kind": "model", **self._introduction(), "start": start})
+        """Write the first record; a run with a warm start loads its weights and is evaluated as it is."""
+        if self.config.warm_start is None:
+            return self.record({"kind": "model", **self._introduction()})
+        weights, start = load_start(self.config.warm_start, self.task)
+        self.model.load_state_dict(weights)
+        self.record({"kind": "model", **self._introduction(), "start": start})
         self._validate(0)
 
     def _introduction(self) -> Record:
-        config = self.config
+        config, task = self.config, self.task
         return {
+            "label": config.label,
             **self.description,
+            "floor": task.floor,
+            "scale": task.scale,
+            "unit": task.unit,
+            "item": task.item,
+            "items_per_sample": task.items_per_sample,
+            "metrics": [metric.to_json() for metric in task.metrics],
             "steps": config.steps,
             "warmup_steps": config.optimizer.warmup_steps,
-            "batch_tokens": config.batch_tokens,
+            "batch": config.batch,
         }
 
     def _train_step(self, step: int) -> None:
         config, begin = self.config, time.perf_counter()
         rate = config.optimizer.learning_rate * self.schedule.factor(step)
         set_learning_rate(self.optimizer, rate)
-        seen = config.start.position if config.start else 0
-        loss = self._accumulate(seen + (step - 1) * config.samples_per_batch)
+        seen = config.warm_start.position if config.warm_start else 0
+        loss, auxiliary = self._accumulate(seen + (step - 1) * config.batch)
         limit = config.optimizer.clip or math.inf
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         self.optimizer.step()
@@ -162,47 +166,51 @@ class TrainingLoop:
         record: Record = {
             "kind": "train",
             "step": step,
-            "tokens": step * config.batch_tokens,
+            "samples": step * config.batch,
             "loss": float(loss),
+            **{name: float(value) for name, value in auxiliary.items()},
             "learning_rate": rate,
             "gradient_norm": float(norm),
         }
-        self.watch.observe(record["loss"], record["gradient_norm"])
-        self._record({**record, "step_seconds": time.perf_counter() - begin})
+        self.monitor.observe(record["loss"], record["gradient_norm"])
+        self.record({**record, "step_seconds": time.perf_counter() - begin})
 
-    def _accumulate(self, position: int) -> Tensor:
-        """Return the mean loss of a batch, with its gradient in the parameters."""
-        config = self.config
-        parts = config.samples_per_batch // config.samples_per_micro_batch
-        total = torch.zeros((), device=self.task.device)
+    def _accumulate(self, position: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the mean losses of a batch, main and auxiliary, with the gradient in the parameters."""
+        at_once = self.config.samples_at_once
+        parts = self.config.batch // at_once
+        total = torch.zeros((), device=self.device)
+        auxiliary: dict[str, Tensor] = {}
         for part in range(parts):
-            start = position + part * config.samples_per_micro_batch
             with self._precision():
-                loss = self.task.loss(self.model, start, config.samples_per_micro_batch) / parts
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-        return total
+                losses = self.task.loss(self.model, position + part * at_once, at_once)
+                objective = losses.objective / parts
+            objective.backward()  # type: ignore[no-untyped-call]
+            total += losses.mean.detach() / parts
+            for name, (value, _) in losses.auxiliary.items():
+                auxiliary[name] = auxiliary.get(name, 0) + value.detach() / parts
+        return total, auxiliary
 
     @torch.no_grad()
     def _validate(self, step: int) -> None:
         self.model.eval()
         with self._precision():
-            result = self.task.evaluate(self.model)
+            result = self.task.evaluate(self.model, self.config.samples_at_once)
         self.model.train()
-        self._record({"kind": "validation", "step": step, **result})
+        self.monitor.observe_validation(result["loss"])
+        self.record({"kind": "validation", "step": step, **result})
 
     def _precision(self) -> torch.autocast:
         enabled = self.config.precision == "bfloat16"
-        return torch.autocast(self.task.device.type, torch.bfloat16, enabled=enabled)
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
     def _save(self, step: int) -> None:
-        names = dict(self.model.named_parameters())
-        tensors, state = optimizer_tensors(self.optimizer, names)
+        tensors = optimizer_tensors(self.optimizer)
         save_checkpoint(
             self.run_directory.checkpoints,
             step,
             {"model": dict(self.model.state_dict()), "optimizer": tensors, "random": capture_random_state()},
-            {"metrics_offset": self.log.sync(), "seconds": time.perf_counter() - self.clock, "optimizer": state},
+            {"metrics_offset": self.log.sync(), "seconds": time.perf_counter() - self.clock},
             keep=self.config.execution.keep_checkpoints,
             at_stage=self.at_stage,
         )
@@ -214,43 +222,56 @@ class TrainingLoop:
             self.log.truncate(0)
             return _Interrupted()
         self.model.load_state_dict(checkpoint.tensors["model"])
-        restore_optimizer(
-            self.optimizer,
-            dict(self.model.named_parameters()),
-            checkpoint.tensors["optimizer"],
-            checkpoint.state["optimizer"],
-        )
-        restore_random_state(checkpoint.tensors["random"])
+        if "optimizer" in checkpoint.tensors:
+            restore_optimizer(self.optimizer, checkpoint.tensors["optimizer"])
+            restore_random_state(checkpoint.tensors["random"])
+        elif checkpoint.step < self.config.steps:
+            raise UserError(
+                f"{checkpoint.path} has no optimizer state, because its run had ended: remove "
+                f"{self.run_directory.checkpoints} to train from the start"
+            )
         self.log.truncate(checkpoint.state["metrics_offset"])
         for record in read_metrics(self.run_directory.metrics_file):
             if record["kind"] == "train":
-                self.watch.observe(record["loss"], record["gradient_norm"])
-        return _Interrupted(step=checkpoint.step, seconds=checkpoint.state["seconds"], passed_over=checkpoint.skipped)
+                self.monitor.observe(record["loss"], record["gradient_norm"])
+            elif record["kind"] == "validation":
+                self.monitor.observe_validation(record["loss"])
+        return _Interrupted(step=checkpoint.step, seconds=checkpoint.state["seconds"], skipped=checkpoint.skipped)
 
     def _gives_up(self) -> bool:
-        return self.config.stop_early and self.watch.should_stop
+        return self.config.stop_early and self.monitor.should_stop
 
     def _finish(self, step: int) -> Verdict:
-        verdict = self.watch.verdict()
+        verdict = self.monitor.verdict()
         status = "finished" if step == self.config.steps else "stopped_early"
-        peak = _peak_memory_bytes(self.task.device)
-        self._record({"kind": "end", "step": step, "status": status, "peak_memory_bytes": peak})
+        self.record({"kind": "end", "step": step, "status": status, "peak_memory_bytes": _peak_memory(self.device)})
         self.log.sync()
         self.run_directory.write_verdict(verdict)
-        self._tell(lambda observer: observer.ended(verdict))
+        if not self.config.execution.keep_states:
+            keep_last_weights(self.run_directory.checkpoints)
+        for instrument in self.instruments:
+            instrument.on_end(self, verdict)
         return verdict
 
-    def _record(self, record: Record) -> None:
+    def record(self, record: Record) -> None:
+        """Append to the run's record, with the time, and show it to the instruments."""
         record = {**record, "time": time.perf_counter() - self.clock}
         self.log.append(record)
-        self._tell(lambda observer: observer.recorded(record))
+        for instrument in self.instruments:
+            instrument.on_record(self, record)
+            if record["kind"] == "train":
+                instrument.on_step(self, record)
+            elif record["kind"] == "validation":
+                instrument.on_validation(self, record)
 
-    def _tell(self, message: Callable[[Observer], None]) -> None:
-        for observer in self.observers:
-            message(observer)
+    def note(self, line: str) -> None:
+        """Record a line for people, and show it."""
+        self.record({"kind": "note", "text": line})
+        for instrument in self.instruments:
+            instrument.on_note(self, line)
 
 
-def _peak_memory_bytes(device: torch.device) -> int:
+def _peak_memory(device: torch.device) -> int:
     """Return the most memory held: of the accelerator, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

@@ -1,12 +1,137 @@
-"""AdamW over groups that follow from each parameter's own declaration of weight decay."""
+r"""AdamW, its groups, its schedule, and its state in a checkpoint."""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
+import torch
+from torch import Tensor, nn
+
+from siamesenorm.errors import UserError, unknown
 from siamesenorm.norms import DeclaredModule, declared_parameters
-from siamesenorm.training.config import OptimizerConfig
+
+Shape = Literal["cosine", "linear", "wsd", "constant"]
+Decay = Literal["declared", "all-but-embeddings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its schedule; the defaults are the SiameseNorm paper's (arXiv 2602.08064, Table 4) but the warm-up."""
+
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up (the paper: 2000)."""
+    shape: Shape = "cosine"
+    """Shape of the schedule after the warm-up."""
+    final_fraction: float = 0.1
+    """Learning rate at the end, as a fraction of the peak."""
+    decay_fraction: float = 0.2
+    """Part of the run in which the wsd schedule decays."""
+    beta1: float = 0.9
+    """Decay of AdamW's mean of gradients."""
+    beta2: float = 0.95
+    """Decay of AdamW's mean of squares."""
+    epsilon: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay."""
+    decay: Decay = "declared"
+    """What is decayed: matrices and what declares it, or, as in OLMo, everything but embeddings."""
+    clip: float = 1.0
+    """Largest norm of the gradient; 0 does not clip."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers out of range and choices that do not exist."""
+        for name in ("learning_rate", "epsilon"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise UserError(f"{name} is {value}: choose a positive number, such as 1e-3")
+        for name in ("weight_decay", "clip"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise UserError(f"{name} is {value}: choose a number of at least 0")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}: choose a number from 0 to below 1")
+        if self.decay not in get_args(Decay):
+            raise unknown("decay", self.decay, get_args(Decay))
+
+    def schedule(self, steps: int) -> Schedule:
+        """Return the schedule of a run of this many steps; raises UserError for values that make none."""
+        return Schedule(
+            total_steps=steps,
+            warmup_steps=self.warmup_steps,
+            shape=self.shape,
+            final_fraction=self.final_fraction,
+            decay_fraction=self.decay_fraction,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    r"""The learning rate as a pure function of the step: the factor on the peak.
+
+    Updates are counted from 1, as in `metrics.jsonl`: update `warmup_steps` is the first at the peak, update
+    `total_steps` the last, at `final_fraction` (all shapes but "constant").
+
+    With warm-up \(w\), total \(T\), final fraction \(f\) and progress \(p = (t - w) / (T - w)\):
+
+    * warm-up: \(t / w\) for \(t < w\);
+    * cosine: \(f + (1 - f)(1 + \cos \pi p) / 2\), as OLMo (arXiv 2402.00838);
+    * linear: \(1 - (1 - f) p\);
+    * wsd: 1, then linear to \(f\) over the last `decay_fraction` of \(T\) (arXiv 2404.06395, 2405.18392);
+    * constant: 1.
+
+    Raises `UserError` on values that make no schedule.
+    """
+
+    total_steps: int
+    warmup_steps: int = 0
+    shape: Shape = "cosine"
+    final_fraction: float = 0.1
+    decay_fraction: float = 0.2
+
+    def __post_init__(self) -> None:
+        """Refuse values that make no schedule."""
+        if self.shape not in get_args(Shape):
+            raise unknown("schedule", self.shape, get_args(Shape))
+        if self.total_steps < 1:
+            raise UserError(f"total_steps is {self.total_steps}: a schedule needs at least one step")
+        if not 0 <= self.warmup_steps < self.total_steps:
+            raise UserError(
+                f"warmup_steps is {self.warmup_steps}: it must be at least 0 and less than the {self.total_steps} steps"
+            )
+        if not 0 <= self.final_fraction <= 1:
+            raise UserError(f"final_fraction is {self.final_fraction}: it must be between 0 and 1")
+        most = 1 - self.warmup_steps / self.total_steps
+        if self.shape == "wsd" and not 0 < self.decay_fraction <= most + 1e-9:
+            raise UserError(
+                f"decay_fraction is {self.decay_fraction}: with {self.warmup_steps} of {self.total_steps} steps of "
+                f"warm-up it must be above 0 and at most {most:g}"
+            )
+
+    def factor(self, step: int) -> float:
+        """Return the factor at update `step`, counted from 1; past the end the last value holds.
+
+        Step 0 is where the warm-up starts: 0, or without warm-up the peak. Raises `ValueError` below that.
+        """
+        if step < 0:
+            raise ValueError(f"step is {step}: steps are counted from 1")
+        if step < self.warmup_steps:
+            return step / self.warmup_steps
+        step = min(step, self.total_steps)
+        if self.shape == "constant":
+            return 1.0
+        start = float(self.warmup_steps)
+        if self.shape == "wsd":
+            start = self.total_steps * (1 - self.decay_fraction)
+        progress = max(0.0, (step - start) / (self.total_steps - start))
+        remaining = (1 + math.cos(math.pi * progress)) / 2 if self.shape == "cosine" else 1 - progress
+        return self.final_fraction + (1 - self.final_fraction) * remaining
 
 
 def decayed_parameters(model: nn.Module, rule: str) -> dict[str, bool]:
@@ -41,9 +166,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
     """Return AdamW with one group that is decayed and one that is not, in the order of the model's parameters."""
     decisions = decayed_parameters(model, config.decay)
     named = dict(model.named_parameters())
-    groups = [
-        {"params": [named[name] for name, decay in decisions.items() if decay], "weight_decay": config.weight_decay},
-        {"params": [named[name] for name, decay in decisions.items() if not decay], "weight_decay": 0.0},
+    groups: list[dict[str, Any]] = [
+        {"params": [(name, named[name]) for name in decisions if decisions[name] is decayed], "weight_decay": rate}
+        for decayed, rate in ((True, config.weight_decay), (False, 0.0))
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
@@ -58,3 +183,33 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set the learning rate of every group."""
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the state as flat tensors by parameter and entry, such as "head.weight/exp_avg"; nothing is copied."""
+    names = _parameter_names(optimizer)
+    state: dict[int, dict[str, Tensor]] = optimizer.state_dict()["state"]
+    return {f"{names[i]}/{entry}": tensor for i, entries in state.items() for entry, tensor in entries.items()}
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Load what `optimizer_tensors` returned; hyper-parameters stay those of the optimizer.
+
+    Raises UserError, and changes nothing, when the parameters are others.
+    """
+    index = {name: number for number, name in enumerate(_parameter_names(optimizer))}
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, _, entry = key.rpartition("/")
+        if name not in index:
+            raise UserError(
+                f"the checkpoint's optimizer has other parameters than this model ({name}): resume with the "
+                "configuration the run was started with"
+            )
+        state.setdefault(index[name], {})[entry] = tensor.clone()
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names of the parameters in the order in which `Optimizer.state_dict` numbers them."""
+    return [name for group in optimizer.param_groups for name in group["param_names"]]

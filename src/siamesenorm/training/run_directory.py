@@ -1,4 +1,7 @@
-"""A run's directory: configuration, environment, record, verdict, checkpoints; one process at a time."""
+"""A run's directory: configuration, environment, record, verdict, checkpoints; one process at a time.
+
+All file names of a run are spelled here.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,14 @@ from typing import Any
 from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json, disk_errors, encode_json, exclusive, write_atomically
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.environment import describe_environment
+from siamesenorm.training.environment import Choices, describe_environment
+from siamesenorm.training.identity import described, first_difference
 from siamesenorm.training.verdict import Verdict
 
 LOCK_FILE = "lock"
-# What changes the bits of the steps to come, when a run goes on elsewhere.
-DECISIVE = ("device", "torch", "commit")
+LOG_FILE = "log.txt"
+DECISIVE = ("device", "torch", "commit", "kernels", "compiled")
+"""What changes the bits of the steps to come when it changes on resume."""
 
 
 class RunDirectory:
@@ -30,6 +35,7 @@ class RunDirectory:
         self.environment_file = path / "environment.json"
         self.metrics_file = path / "metrics.jsonl"
         self.verdict_file = path / "verdict.json"
+        self.log_file = path / LOG_FILE
         self.checkpoints = path / "checkpoints"
 
     @contextmanager
@@ -44,30 +50,30 @@ class RunDirectory:
     def prepare(self, config: RunConfig) -> None:
         """Make the directory and write the configuration; raises UserError when it belongs to another one.
 
-        That of a finished run stays as it is; an unfinished one goes on with the new execution and place of its data.
+        That of a finished run stays as it is; an unfinished one continues with the new execution and path of its data.
         """
         with disk_errors(self.path):
             self._require_same(config)
             self.path.mkdir(parents=True, exist_ok=True)
         if not (self.config_file.is_file() and self.verdict_file.is_file()):
-            self._write(self.config_file, config.to_json())
+            self._write(self.config_file, config.resolved().to_json())
 
-    def record_environment(self, device: str) -> str | None:
+    def record_environment(self, device: str, choices: Choices) -> str | None:
         """Write what this process trains on, with that of earlier ones under "earlier", the newest first.
 
-        Returns a line when device, torch or commit are not those of the process before.
+        Returns a line when something that changes the bits is not that of the process before.
         """
-        now = describe_environment(device)
-        before = self._read_environments()
+        now = describe_environment(device, choices)
+        before = self.read_environments()
         if before and before[0] == now:
             return None
         self._write(self.environment_file, {**now, "earlier": before} if before else now)
         last = before[0] if before else now
-        changes = [f"{name} {now[name]} (was {last.get(name)})" for name in DECISIVE if now[name] != last.get(name)]
-        return f"goes on elsewhere: {', '.join(changes)}: its bits may differ from here on" if changes else None
+        changes = [f"{name} {now[name]} (was {last.get(name)})" for name in DECISIVE if now.get(name) != last.get(name)]
+        return f"resumes with {', '.join(changes)}: its bits may differ from here on" if changes else None
 
-    def _read_environments(self) -> list[dict[str, Any]]:
-        """Return what the processes before trained on; none where that cannot be read, for it decides nothing."""
+    def read_environments(self) -> list[dict[str, Any]]:
+        """Return what the processes before trained on, the newest first; none where that cannot be read."""
         try:
             newest = decode_json(self.environment_file.read_bytes())
             return [newest, *newest.pop("earlier", [])]
@@ -102,12 +108,10 @@ class RunDirectory:
 
     def _require_same(self, config: RunConfig) -> None:
         if self.config_file.is_file():
-            identity = self.read_config().identity
-            if identity != config.identity:
-                raise UserError(
-                    f"{self.path} belongs to another configuration (run {identity[:12]}, not "
-                    f"{config.identity[:12]}): choose another directory"
-                )
+            there = self.read_config()
+            if there.identity != config.identity:
+                name, old, new = first_difference(described(there.resolved()), described(config.resolved()))
+                raise UserError(f"{self.path} belongs to a run with {name} {old}, not {new}: choose another directory")
         elif self.path.exists() and not self._is_fresh():
             raise UserError(f"{self.path} exists and is not the directory of a run: choose another directory")
 

@@ -1,13 +1,13 @@
-"""Models in Hugging Face transformers, native and operated: importing this package makes their classes known."""
+"""Models in Hugging Face transformers, native and converted: importing this package registers their classes."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from siamesenorm.interop.export import MODEL_TYPE
 from siamesenorm.interop.huggingface.configuration import SiameseNormConfig
+from siamesenorm.interop.huggingface.converted import converted_class, register, register_families
 from siamesenorm.interop.huggingface.modeling import SiameseNormForCausalLM, SiameseNormModel
-from siamesenorm.interop.huggingface.operated import operated_class, register, register_families
-from siamesenorm.interop.remote_code import MODEL_TYPE
 
-__all__ = ["SiameseNormConfig", "SiameseNormForCausalLM", "SiameseNormModel", "operated_class", "register"]
+__all__ = ["SiameseNormConfig", "SiameseNormForCausalLM", "SiameseNormModel", "converted_class", "register"]
 
 AutoConfig.register(MODEL_TYPE, SiameseNormConfig, exist_ok=True)
 AutoModel.register(SiameseNormConfig, SiameseNormModel, exist_ok=True)

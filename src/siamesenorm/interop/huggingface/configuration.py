@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig
 
-from siamesenorm.interop.remote_code import AUTO_MAP, MODEL_TYPE, REMOTE_CODE, REMOTE_CODE_FILE
-from siamesenorm.models.language_config import LanguageModelConfig
+from siamesenorm.interop.export import AUTO_MAP, DIGEST, MODEL_TYPE, REMOTE_CODE, REMOTE_CODE_FILE
+from siamesenorm.models.language import LanguageModelConfig
 from siamesenorm.norms import NormSpec
 from siamesenorm.topologies import build_topology, topology_from_json
 
@@ -57,6 +57,7 @@ class SiameseNormConfig(PreTrainedConfig):
         self._take(_native({name: fields.pop(name) for name in FIELDS if name in fields}))
         self.use_cache, self.seed = use_cache, seed
         self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
+        fields.pop(DIGEST, None)  # of the file that was read; other weights may be saved
         super().__init__(**{**fields, "auto_map": dict(AUTO_MAP)})
 
     @classmethod

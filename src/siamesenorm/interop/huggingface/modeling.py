@@ -1,8 +1,7 @@
 """Native language models as models of transformers, which hold the native one: same modules, same names of parameters.
 
-What is here translates: position ids, padding and caches of transformers into what native blocks take, streams and
-losses into its outputs. A model computes in the dtype of its parameters, whatever the run computed in; its streams keep
-their `residual_dtype`.
+Position ids, padding and caches of transformers are translated for native blocks, streams and losses for its outputs. A
+model computes in the dtype of its parameters, whatever the run computed in; its streams keep their `residual_dtype`.
 """
 
 from __future__ import annotations
@@ -13,22 +12,23 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.huggingface.attention import LayerCache, attention_mask_for, steps_of
 from siamesenorm.interop.huggingface.configuration import SiameseNormConfig
-from siamesenorm.interop.huggingface.initialisation import is_initialised, mark_initialised, refill_constants
-from siamesenorm.interop.huggingface.recorder import Recorder, StreamsOfBlock
-from siamesenorm.interop.stored_model import compute_in
+from siamesenorm.interop.native_models import compute_in
 from siamesenorm.models.block import add_losses
 from siamesenorm.models.language import LanguageModel
+from siamesenorm.norms import DeclaredModule
 from siamesenorm.sublayers.cache import KeyValueCache
 from siamesenorm.sublayers.modulated import Losses
 from siamesenorm.sublayers.rotary import Rotation
 from siamesenorm.topologies import Streams
+
+StreamsOfBlock = dict[str, Tensor]
 
 
 @dataclass
@@ -46,8 +46,34 @@ class CausalLMOutput(CausalLMOutputWithPast):
     streams: tuple[StreamsOfBlock, ...] | None = None
 
 
+class Recorder:
+    """Collects, after every block, the closed state that transformers calls hidden state, and the streams by name."""
+
+    def __init__(self, native: LanguageModel, *, hidden_states: bool, streams: bool) -> None:
+        self.native = native
+        self.hidden_states: tuple[Tensor, ...] | None = () if hidden_states else None
+        self.streams: tuple[StreamsOfBlock, ...] | None = () if streams else None
+
+    def embedded(self, embedding: Tensor) -> None:
+        """Record the embedding, the first of the hidden states."""
+        if self.hidden_states is not None:
+            self.hidden_states += (embedding,)
+
+    def after_block(self, streams: Streams) -> None:
+        """Record the streams after a block; raises UserError where a write is pending."""
+        if self.hidden_states is None and self.streams is None:
+            return
+        names = self.native.config.topology.stream_names
+        if len(names) != len(streams):
+            raise UserError("fused kernels leave writes pending between blocks: record with kernels='plain'")
+        if self.hidden_states is not None:
+            self.hidden_states += (self.native.closing(streams),)
+        if self.streams is not None:
+            self.streams += (dict(zip(names, streams, strict=True)),)
+
+
 class SiameseNormPreTrainedModel(PreTrainedModel):
-    """What both models share: the native model, as `model`, and the way through its blocks."""
+    """What both models share: the native model, as `model`, and the loop over its blocks."""
 
     config_class = SiameseNormConfig
     base_model_prefix = "model"
@@ -88,7 +114,7 @@ class SiameseNormPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        """Draw the weights that no checkpoint gave, as the native model draws them, when the model itself is met."""
+        """Draw the weights that no checkpoint gave, as the native model draws them, once, for the whole model."""
         if is_initialised(self):  # what was added to it since, and what copies it
             super()._initialize_weights(module, is_custom_code)
         elif module is self:
@@ -145,7 +171,7 @@ class SiameseNormPreTrainedModel(PreTrainedModel):
         if self._recomputes:
             if given is not None:
                 raise UserError(
-                    "a cache under gradient checkpointing, which computes its keys twice: give up one of them"
+                    "a cache under gradient checkpointing, which computes its keys twice: leave out one of them"
                 )
             return None
         wanted = (self.config.use_cache and not self.training) if wanted is None else wanted
@@ -278,3 +304,89 @@ class SiameseNormForCausalLM(SiameseNormPreTrainedModel, GenerationMixin):
             hidden_states=recorder.hidden_states,
             streams=recorder.streams,
         )
+
+
+# --- padding, packing and caches of transformers, as native attention takes them
+
+
+class LayerCache:
+    """The part of a cache of transformers that belongs to one block, as a `KeyValueCache`."""
+
+    def __init__(self, cache: Cache, block: int) -> None:
+        self.cache = cache
+        self.block = block
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the keys (rotated) and values of new tokens; return those of all tokens."""
+        both: tuple[Tensor, Tensor] = self.cache.update(keys, values, self.block)
+        return both
+
+
+def steps_of(embedding: Tensor, cache: Cache | None) -> Tensor:
+    """Return the places [tokens] that new tokens take in the cache, counted from the first token it holds."""
+    past = 0 if cache is None else cache.get_seq_length()
+    return torch.arange(embedding.shape[1], device=embedding.device) + past
+
+
+def attention_mask_for(
+    steps: Tensor, attention_mask: Tensor | None, packed_positions: Tensor | None, cache: Cache | None
+) -> Tensor | None:
+    """Return the boolean mask [batch or 1, 1, tokens, all tokens], or None for plain causal attention.
+
+    `attention_mask` [batch, all tokens] is 0 for padding; one of four dimensions is used unchanged.
+    `packed_positions` [batch or 1, tokens] start again with every document of a packed sequence. A padding token sees
+    itself, since a row without any key has no softmax. Raises UserError for a mask of other dimensions.
+    """
+    if attention_mask is not None and attention_mask.dim() == 4:
+        return attention_mask
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise UserError(
+            f"attention_mask has {attention_mask.dim()} dimensions: give [batch, tokens], with 0 for padding, or "
+            "[batch, 1, tokens, tokens]"
+        )
+    new = len(steps)
+    total = new if cache is None else cache.get_mask_sizes(new, 0)[0]
+    if attention_mask is not None and not torch.compiler.is_compiling() and bool(attention_mask.all()):
+        attention_mask = None  # the kernels of causal attention are faster than those of a mask
+    # A cache of fixed size holds room for tokens to come, which plain causal attention would look at.
+    fixed = cache is not None and getattr(cache, "is_compileable", False)
+    if attention_mask is None and packed_positions is None and not fixed:
+        return None
+    keys = torch.arange(total, device=steps.device)
+    visible = (keys <= steps[:, None])[None]
+    if attention_mask is not None:
+        tokens = F.pad(attention_mask.bool(), (0, max(0, total - attention_mask.shape[-1])))[:, None, :total]
+        visible = visible & (tokens | (keys == steps[:, None]))
+    if packed_positions is not None:
+        visible = visible & same_document(packed_positions)
+    return visible[:, None]
+
+
+def same_document(positions: Tensor) -> Tensor:
+    """Return [batch, tokens, tokens], True where two tokens are in one document: positions rise by one inside it."""
+    document = F.pad((positions.diff(dim=-1) != 1).cumsum(dim=-1), (1, 0))
+    return document[:, :, None] == document[:, None, :]
+
+
+# --- which modules have their weights
+
+
+def mark_initialised(model: nn.Module) -> None:
+    """Mark a model and all its modules as having their weights: transformers draws nothing again.
+
+    Marks are on modules, where copies keep them, not on parameters.
+    """
+    for module in model.modules():
+        module._is_hf_initialized = True  # type: ignore[assignment]
+
+
+def is_initialised(part: object) -> bool:
+    """Return whether a module is marked, or a parameter, which is while weights are loaded."""
+    return bool(getattr(part, "_is_hf_initialized", False))
+
+
+def refill_constants(model: nn.Module) -> None:
+    """Set the constants of a model, which no file holds, to their values."""
+    for module in model.modules():
+        if isinstance(module, DeclaredModule):
+            module.refill_constants()

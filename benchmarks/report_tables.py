@@ -1,0 +1,51 @@
+"""Fill the tables of pages from committed experiments, and draw the figures that they show.
+
+    python benchmarks/report_tables.py docs/comparison.md docs/continued.md
+
+A table is between `<!-- report EXPERIMENT: TITLE OF THE TABLE -->` and `<!-- end -->`; EXPERIMENT is a directory
+relative to the page. `<!-- figure EXPERIMENT: NAME FILE -->` draws a figure of the report into a file.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from siamesenorm.cli.report import build_report
+from siamesenorm.comparison.figures import render
+from siamesenorm.comparison.tables import for_markdown
+from siamesenorm.comparison.theme import LIGHT
+
+TABLE = re.compile(r"(<!-- report (\S+): (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+FIGURE = re.compile(r"<!-- figure (\S+): (\S+) (\S+) -->")
+
+
+def fill_tables(page: str, directory: Path) -> str:
+    """Return a page with every table filled from its experiment; raises KeyError for a title that no table has."""
+
+    def filled(match: re.Match[str]) -> str:
+        tables = {table.title: table for table in build_report(directory / match[2]).tables}
+        return f"{match[1]}{for_markdown(tables[match[3]])}{match[4]}"
+
+    return TABLE.sub(filled, page)
+
+
+def draw_figures(page: str, directory: Path) -> None:
+    """Draw the figures that a page names."""
+    for experiment, name, file in FIGURE.findall(page):
+        figures = {figure.name: figure for figure in build_report(directory / experiment).figures}
+        (directory / file).write_bytes(render(figures[name], LIGHT, "svg"))
+
+
+def main() -> None:
+    """Fill the tables and draw the figures of the pages named on the command line."""
+    for name in sys.argv[1:]:
+        path = Path(name)
+        page = fill_tables(path.read_text(), path.parent)
+        path.write_text(page)
+        draw_figures(page, path.parent)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,336 @@
+"""Train the runs of a plan, several at a time; the same command repeated resumes where it stopped.
+
+An experiment is a directory with `plan.json` and `runs/<id>`; a run's name is its identity, so that a finished run is
+never trained twice. Each run has a process of its own; one that fails does not stop the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from siamesenorm.comparison.plan import (
+    PLAN_FILE,
+    RUNS,
+    ExperimentPlan,
+    PlannedComparison,
+    PlannedRun,
+    read_plan,
+    write_plan,
+)
+from siamesenorm.comparison.results import KERNEL_SETTINGS, require_same_kernels
+from siamesenorm.errors import UserError
+from siamesenorm.files import decode_json, disk_errors, encode_json, exclusive
+from siamesenorm.training.config import Execution, RunConfig
+from siamesenorm.training.environment import choose, find_device
+from siamesenorm.training.identity import described, first_difference
+from siamesenorm.training.instruments import build_trackers
+from siamesenorm.training.run_directory import RunDirectory
+from siamesenorm.training.verdict import Verdict
+
+POLL_SECONDS = 0.2
+LOCK_FILE = "lock"
+
+Planned = tuple[PlannedRun, RunConfig]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One run of an experiment: what it is in the plan, its configuration and its directory."""
+
+    planned: PlannedRun
+    config: RunConfig
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        """Method, learning rate and seed."""
+        return self.planned.name
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The verdict, once the run is finished."""
+        return RunDirectory(self.directory).read_verdict()
+
+
+class ExperimentObserver:
+    """Receives the progress of an experiment; every method does nothing by default."""
+
+    def planned(self, jobs: Sequence[Job]) -> None:
+        """Jobs were added to the plan; some may be finished already."""
+
+    def progressed(self, running: Sequence[Job]) -> None:
+        """Some time has passed; these jobs are running."""
+
+    def note(self, line: str) -> None:
+        """Something a person should read."""
+
+    def ended(self, job: Job, error: str | None) -> None:
+        """A job has ended, with a verdict or an error."""
+
+
+Stages = Callable[["Experiment"], Iterator[Sequence[Planned]]]
+"""A generator of plans: yields runs, and receives control again when they have been trained."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Experiment:
+    """A plan that is trained in a directory, `jobs` runs at a time.
+
+    Args:
+        directory: Directory of the experiment.
+        template: The run from which all others are made.
+        jobs: Largest number of runs at a time.
+        observer: Receives the progress.
+        comparisons: Methods and their baselines.
+        common: Further settings that all runs of the directory share.
+        command: Command to write into the plan.
+        notes: Lines for people, shown before the first run.
+        mixed: Allow runs that were computed with different kernels, or partly compiled.
+    """
+
+    directory: Path
+    template: RunConfig
+    jobs: int
+    observer: ExperimentObserver = field(default_factory=ExperimentObserver)
+    comparisons: tuple[PlannedComparison, ...] = ()
+    common: Mapping[str, Any] = field(default_factory=dict)
+    command: str | None = None
+    notes: tuple[str, ...] = ()
+    mixed: bool = False
+    trained: list[Job] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def train(self, stages: Stages) -> None:
+        """Train every run of the stages that is not finished yet; `failures` then has the errors of runs by name.
+
+        Raises UserError where the directory holds another experiment or something else, for runs that cannot be
+        configured, and where data, device or trackers are missing; nothing has been written then.
+        """
+        batches = stages(self)
+        first = next(batches)
+        for _, config in first[:1]:
+            find_device(config.execution.device)
+            config.task.build(config.seed)
+            build_trackers(config, self.directory)
+        with self._claimed():
+            for line in self.notes:
+                self.observer.note(line)
+            self._train(first)
+            for runs in batches:
+                self._train(runs)
+
+    @property
+    def nothing_finished(self) -> bool:
+        """Whether every run so far has failed."""
+        return len(self.failures) == len(self.trained)
+
+    def run_directory(self, config: RunConfig) -> Path:
+        """Return the directory of a run."""
+        return self.directory / RUNS / config.identity[:12]
+
+    def name_of(self, config: RunConfig) -> str:
+        """Return the method under which the plan has a run."""
+        plan = read_plan(self.directory) or ExperimentPlan()
+        return plan.runs[self.run_directory(config).name].method
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What all runs of the directory have in common, as JSON values: the template without what a run chooses."""
+        optimizer = dataclasses.replace(self.template.optimizer, learning_rate=1.0)
+        alike = dataclasses.replace(self.template.with_method("pre"), optimizer=optimizer, seed=0)
+        record: dict[str, Any] = decode_json(encode_json({**described(alike.resolved()), **self.common}))
+        return record
+
+    @contextmanager
+    def _claimed(self) -> Iterator[None]:
+        """Make the directory this experiment's and keep other processes out while it is open.
+
+        Raises UserError when it holds another experiment or something else, and then leaves it as it is.
+        """
+        with ExitStack() as held:
+            with disk_errors(self.directory):
+                self._require_experiment()
+                self._require_same()
+                self.directory.mkdir(parents=True, exist_ok=True)
+                held.enter_context(exclusive(self.directory / LOCK_FILE))
+                self._require_same()  # another process may have come first
+            yield
+
+    def _require_experiment(self) -> None:
+        """Refuse a directory of other things; a plan that a killed process did not finish writing is none."""
+        if not self.directory.exists() or (self.directory / PLAN_FILE).is_file():
+            return
+        unplanned = {LOCK_FILE, f".{PLAN_FILE}.tmp"}
+        if not self.directory.is_dir() or {each.name for each in self.directory.iterdir()} - unplanned:
+            raise UserError(
+                f"{self.directory} exists and is not the directory of an experiment: choose another directory"
+            )
+
+    def _require_same(self) -> None:
+        plan = read_plan(self.directory)
+        if plan is not None and plan.template != self.record:
+            name, there, here = first_difference(plan.template, self.record)
+            raise UserError(
+                f"{self.directory} holds an experiment with {name} {there}, not {here}: choose another --out"
+            )
+
+    def _train(self, runs: Sequence[Planned]) -> None:
+        known = {job.directory for job in self.trained}
+        named = {self.run_directory(config): (planned, config) for planned, config in reversed(runs)}
+        execution = self._common_execution([config for _, config in runs])
+        jobs = [
+            Job(planned=planned, config=dataclasses.replace(config, execution=execution), directory=path)
+            for path, (planned, config) in reversed(named.items())
+            if path not in known
+        ]
+        if not jobs:
+            return
+        self.trained += jobs
+        self._write_plan(jobs)
+        self.observer.planned(jobs)
+        self.failures |= train_jobs(jobs, self.jobs, self.observer)
+
+    def _common_execution(self, configs: Sequence[RunConfig]) -> Execution:
+        """Return how all runs are executed: with the kernels, and compiled or not, as the runs that are there."""
+        execution, earlier = self.template.execution, self._environments()
+        recorded = next((each for each in earlier if all(name in each for name in KERNEL_SETTINGS)), None)
+        operations = _operations(configs[0]) if configs and execution.compile == "auto" and not recorded else 0.0
+        choices = choose(execution, operations, recorded)
+        if not self.mixed:
+            require_same_kernels(self.directory, [*earlier, dataclasses.asdict(choices)])
+        compiling: Literal["on", "off"] = "on" if choices.compiled else "off"
+        return dataclasses.replace(execution, kernels=choices.kernels, compile=compiling)
+
+    def _environments(self) -> list[dict[str, Any]]:
+        """Return the environments of the runs that have been started."""
+        plan = read_plan(self.directory) or ExperimentPlan()
+        runs = (RunDirectory(self.directory / RUNS / name) for name in plan.runs)
+        return [environment for run in runs for environment in run.read_environments()]
+
+    def _write_plan(self, jobs: Sequence[Job]) -> None:
+        """Write the plan with these runs and prepare their directories; runs listed before stay listed."""
+        before = read_plan(self.directory) or ExperimentPlan()
+        runs = dict(before.runs)
+        for job in jobs:
+            planned = runs.setdefault(job.directory.name, job.planned)
+            if planned.part is not job.planned.part:
+                raise UserError(
+                    f"{self.directory} has {planned.name} as a run of {planned.part}, not of {job.planned.part}: "
+                    "choose another --out, or the same seeds"
+                )
+        gpus = len(shared_gpus(self.template.execution.device)) or 1
+        plan = ExperimentPlan(
+            command=self.command,
+            template=self.record,
+            data=self.template.task.describe_data(),
+            runs=runs,
+            comparisons=tuple(dict.fromkeys([*before.comparisons, *self.comparisons])),
+            jobs=max(before.jobs, -(-min(self.jobs, len(jobs)) // gpus) if self._unfinished(jobs) else before.jobs),
+        )
+        write_plan(self.directory, plan)
+        for job in jobs:
+            RunDirectory(job.directory).prepare(job.config)
+
+    def _unfinished(self, jobs: Sequence[Job]) -> bool:
+        return any(job.verdict is None for job in jobs)
+
+
+def train_jobs(jobs: Sequence[Job], at_once: int, observer: ExperimentObserver) -> dict[str, str]:
+    """Train the jobs that are not finished, each in a process of its own; return the errors of those that failed.
+
+    The configurations of the jobs are in their directories already.
+    """
+    waiting = iter([job for job in jobs if job.verdict is None])
+    running: dict[Job, subprocess.Popen[bytes]] = {}
+    places: dict[Job, int] = {}
+    failures: dict[str, str] = {}
+    with _all_ended(running):
+        while True:
+            for job in itertools.islice(waiting, at_once - len(running)):
+                places[job] = min(set(range(at_once)) - {places[other] for other in running})
+                running[job] = _start(job, places[job])
+            if not running:
+                return failures
+            time.sleep(POLL_SECONDS)
+            for job in [job for job, process in running.items() if process.poll() is not None]:
+                error = _error_of(job, running.pop(job))
+                if error is not None:
+                    failures[job.name] = error
+                observer.ended(job, error)
+            observer.progressed(list(running))
+
+
+def shared_gpus(device: str) -> list[str]:
+    """Return the GPUs that workers take turns on, each seeing only its own: all for `cuda`, none for `cuda:1` or a CPU.
+
+    They are named as in CUDA_VISIBLE_DEVICES.
+    """
+    if device != "cuda":
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+
+
+def usual_jobs(device: str, threads: int) -> int:
+    """Return how many runs fit at a time: one a GPU, or one for every `threads` cores."""
+    if not device.startswith("cpu"):
+        return max(1, len(shared_gpus(device)))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // max(1, threads))
+
+
+def _operations(config: RunConfig) -> float:
+    """Return the operations of a run."""
+    task = config.task.build(config.seed)
+    flops = task.describe(task.build_model(torch.device("meta")))["flops_per_sample"]
+    return float(flops) * config.batch * config.steps
+
+
+def _error_of(job: Job, process: subprocess.Popen[bytes]) -> str | None:
+    """Wait for the process of a job that has ended, and return the last line of its log if it failed."""
+    with process:  # closes its standard input
+        process.wait()
+    if not process.returncode:
+        return None
+    lines = RunDirectory(job.directory).log_file.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"exit code {process.returncode}"
+
+
+def _start(job: Job, place: int) -> subprocess.Popen[bytes]:
+    threads = str(job.config.execution.threads or 1)
+    environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    if gpus := shared_gpus(job.config.execution.device):
+        environment["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
+    with open(RunDirectory(job.directory).log_file, "wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "siamesenorm.training.worker", str(job.directory)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env=environment,
+        )
+
+
+@contextmanager
+def _all_ended(running: dict[Job, subprocess.Popen[bytes]]) -> Iterator[None]:
+    """End all workers, however the block ends."""
+    try:
+        yield
+    finally:
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            with process:
+                process.wait()

@@ -1,0 +1,152 @@
+"""The plan of an experiment: every run with its part, and which method is compared with which baseline.
+
+A plan is the file `plan.json` of an experiment's directory; the runs are in `runs/<run id>`. Sweeps and recipes write
+plans, `Experiment` trains them, reports read them: nothing about a run is derived from differences of configurations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from siamesenorm.errors import UserError
+from siamesenorm.files import decode_json, disk_errors, encode_json, write_atomically
+
+PLAN_FILE = "plan.json"
+RUNS = "runs"
+SCHEMA = 2
+
+
+class Part(StrEnum):
+    """The part of a run in its experiment."""
+
+    SELECTION = "selection"
+    """Its held-out loss chooses the learning rate of its method."""
+    REPORT = "report"
+    """Its method is reported on it, at the chosen rate."""
+    BASE = "base"
+    """Other runs start from its weights."""
+    CONTINUED = "continued"
+    """It starts from the weights of a base."""
+
+
+class ComparisonKind(StrEnum):
+    """What differs between a method and its baseline."""
+
+    TOPOLOGY = "topology"
+    """The topology; the baseline is Pre-Norm with the same operator."""
+    OPERATOR = "operator"
+    """The norm operator."""
+    ABLATION = "ablation"
+    """One option of the topology, or the norm inside the attention."""
+    CONTROL = "control"
+    """The topology; the baseline is Pre-Norm with the method's QKV-norm."""
+    CONVERSION = "conversion"
+    """The residual path with which a trained model continues; the baseline continues unchanged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun:
+    """What one run is in its experiment; `label` is the name of its method in tables."""
+
+    method: str
+    learning_rate: float
+    seed: int
+    part: Part
+    label: str
+
+    @property
+    def name(self) -> str:
+        """Label, learning rate and seed."""
+        return f"{self.label} @ {self.learning_rate:g}, seed {self.seed}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedComparison:
+    """A method and the baseline that it is compared with."""
+
+    method: str
+    baseline: str
+    kind: ComparisonKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExperimentPlan:
+    """Everything that `plan.json` says.
+
+    Args:
+        command: Command that wrote the plan.
+        template: What all runs have in common: a configuration as JSON values.
+        data: `name` of the data and `details`, for people.
+        runs: What each run is, by its id.
+        comparisons: Methods and their baselines.
+        jobs: Largest number of runs that shared a device at a time; 0 where none was trained yet.
+    """
+
+    command: str | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, str] = field(default_factory=dict)
+    runs: Mapping[str, PlannedRun] = field(default_factory=dict)
+    comparisons: tuple[PlannedComparison, ...] = ()
+    jobs: int = 0
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods in the order of the plan."""
+        return tuple(dict.fromkeys(run.method for run in self.runs.values()))
+
+    @property
+    def learning_rates(self) -> tuple[float, ...]:
+        """The learning rates, ascending."""
+        return tuple(sorted({run.learning_rate for run in self.runs.values()}))
+
+    @property
+    def selection_seeds(self) -> tuple[int, ...]:
+        """The seeds whose runs choose the learning rates."""
+        return tuple(sorted({run.seed for run in self.runs.values() if run.part is Part.SELECTION}))
+
+    def label(self, method: str) -> str:
+        """Return the name of a method in tables."""
+        return next(run.label for run in self.runs.values() if run.method == method)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON values."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> ExperimentPlan:
+        """Read what `to_json` returned; raises UserError where it is of another schema, ValueError and the like."""
+        if record["schema"] != SCHEMA:
+            raise UserError(f"the plan has schema {record['schema']}, this version reads {SCHEMA}")
+        return cls(
+            command=record["command"],
+            template=dict(record["template"]),
+            data=dict(record["data"]),
+            runs={name: PlannedRun(**{**run, "part": Part(run["part"])}) for name, run in record["runs"].items()},
+            comparisons=tuple(
+                PlannedComparison(**{**each, "kind": ComparisonKind(each["kind"])}) for each in record["comparisons"]
+            ),
+            jobs=int(record["jobs"]),
+        )
+
+
+def read_plan(directory: Path) -> ExperimentPlan | None:
+    """Return the plan of an experiment's directory, None where it has none; raises UserError for a damaged one."""
+    path = directory / PLAN_FILE
+    if not path.is_file():
+        return None
+    try:
+        return ExperimentPlan.from_json(decode_json(path.read_bytes()))
+    except UserError as error:
+        raise UserError(f"{path}: {error}: choose another directory") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is not the plan of an experiment ({error}): choose another directory") from error
+
+
+def write_plan(directory: Path, plan: ExperimentPlan) -> None:
+    """Write the plan of an experiment's directory, whole or not at all."""
+    with disk_errors(directory):
+        write_atomically(directory / PLAN_FILE, (encode_json(plan.to_json(), indent=1) + "\n").encode())

@@ -1,0 +1,281 @@
+"""The figures over methods and learning rates: a heat map of loss and verdict, and loss against learning rate."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, PowerNorm, to_rgb
+from matplotlib.figure import Figure as Drawing
+from matplotlib.patches import Rectangle
+
+from siamesenorm.comparison import quantities
+from siamesenorm.comparison.findings import Findings, Outcome
+from siamesenorm.comparison.plan import ComparisonKind
+from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, UNFINISHED
+from siamesenorm.comparison.tables import MARKS
+from siamesenorm.comparison.theme import (
+    WIDTH,
+    MethodStyle,
+    Theme,
+    grid_height,
+    label_ends,
+    label_of,
+    label_room,
+    name_room,
+    shortened,
+    styles_of,
+)
+
+WIDE_CELL = 0.85
+"""Inches that a cell needs for mark and number on one line."""
+BAND = 0.13
+"""The part of the height, above the losses, for the methods that diverged or did not learn."""
+DODGE = 0.04
+"""The distance between two such methods at one rate, as a part of the width."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One cell of the map; `bold` says that its loss is the lowest of its column."""
+
+    column: int
+    row: int
+    outcome: Outcome
+    wide: bool
+    bold: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One method at one rate, in data units; `lost` has the word of a verdict without a place on the axis."""
+
+    rate: float
+    height: float
+    lost: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseBand:
+    """The losses within one standard deviation over the seeds of a baseline, around its result at its chosen rate."""
+
+    method: str
+    low: float
+    high: float
+
+
+def draw_frontier(findings: Findings, theme: Theme) -> Drawing:
+    """Draw a cell for every method and learning rate: held-out loss as colour, verdict as mark and hatching."""
+    methods, rates = findings.results.methods, findings.results.learning_rates
+    height = grid_height(len(methods))
+    drawing = Drawing(figsize=(WIDTH, height))
+    axes = drawing.subplots()
+    left, right = 0.04 + name_room(methods), 0.985
+    drawing.subplots_adjust(left=left, right=right, top=1 - 0.4 / height, bottom=0.5 / height)
+    wide = (right - left) * WIDTH / len(rates) >= WIDE_CELL
+    losses = [
+        loss.mean
+        for outcome in findings.outcomes.values()
+        if (loss := outcome.held_out_loss) and outcome.verdict != NOT_LEARNED
+    ]
+    color = LossColors(losses, theme)
+    for (rate, method), outcome in findings.outcomes.items():
+        beside = [other for (at, _), other in findings.outcomes.items() if at == rate and other.whole]
+        lowest = min((loss.mean for other in beside if (loss := other.held_out_loss)), default=None)
+        bold = outcome.whole and (loss := outcome.held_out_loss) is not None and loss.mean == lowest
+        cell = Cell(column=rates.index(rate), row=methods.index(method), outcome=outcome, wide=wide, bold=bold)
+        _draw_cell(axes, cell, color, theme)
+    axes.set_title("Held-out loss and verdict", x=(0.02 - left) / (right - left))
+    axes.set_xlim(-0.5, len(rates) - 0.5)
+    axes.set_ylim(len(methods) - 0.5, -0.5)
+    axes.set_xticks(range(len(rates)), [quantities.rate(rate) for rate in rates], fontsize=8.5 if wide else 7)
+    axes.set_yticks(range(len(methods)), [shortened(method) for method in methods], color=theme.ink)
+    axes.set_xlabel("learning rate")
+    axes.grid(False)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    return drawing
+
+
+def draw_sensitivity(findings: Findings, theme: Theme) -> Drawing:
+    """Draw the held-out loss over the learning rate, the mean over the seeds that did not diverge."""
+    rates = findings.results.learning_rates
+    styles = styles_of(findings.results.methods)
+    height, crowded = grid_height(len(styles)), len(rates) > 4
+    drawing = Drawing(figsize=(WIDTH, height))
+    axes = drawing.subplots()
+    right = 1 - label_room(styles)
+    drawing.subplots_adjust(left=0.15, right=right, top=1 - 0.36 / height, bottom=(0.72 if crowded else 0.5) / height)
+    axes.set_xscale("log")
+    axes.set_xlim(rates[0] / 1.3, rates[-1] * 1.3)
+    band = _set_heights(axes, findings, theme)
+    if noise := noise_band(findings):
+        axes.axhspan(noise.low, noise.high, color=styles[noise.method].color(theme), alpha=0.13, linewidth=0)
+    labels = []
+    for method, style in styles.items():
+        points = _points(findings, method, band, math.log(axes.get_xlim()[1] / axes.get_xlim()[0]))
+        _draw_points(axes, points, style, theme)
+        if points:
+            labels.append(label_of(style, theme, height=points[-1].height, text=shortened(method)))
+    axes.set_title("Held-out loss by learning rate")
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel(f"held-out loss ({findings.results.unit})")
+    names = [quantities.rate(rate) for rate in rates]
+    axes.set_xticks(rates, names, fontsize=7 if crowded else 8.5, rotation=45 if crowded else 0)
+    axes.minorticks_off()
+    label_ends(axes, labels)
+    return drawing
+
+
+def noise_band(findings: Findings) -> NoiseBand | None:
+    """Return the noise band of the first baseline of the plan that has a result on two seeds or more."""
+    planned = findings.results.plan.comparisons
+    for method in dict.fromkeys(each.baseline for each in planned if each.kind is not ComparisonKind.CONTROL):
+        choice = findings.choices.get(method)
+        if choice is not None and len(choice.losses) > 1:
+            outcome = findings.outcomes.get((choice.learning_rate, method))
+            if outcome is not None and (loss := outcome.held_out_loss) is not None:
+                spread = statistics.stdev(choice.losses.values())
+                return NoiseBand(method=method, low=loss.mean - spread, high=loss.mean + spread)
+    return None
+
+
+def _draw_cell(axes: Axes, cell: Cell, color: LossColors, theme: Theme) -> None:
+    loss, verdict = cell.outcome.held_out_loss, cell.outcome.verdict
+    hatched = verdict == DIVERGED
+    plain = loss is None or hatched or verdict == NOT_LEARNED
+    face = theme.fill if plain or loss is None else color(loss.mean)
+    axes.add_patch(
+        Rectangle(
+            (cell.column - 0.485, cell.row - 0.46), 0.97, 0.92, facecolor=face, linewidth=0.8,
+            hatch="////" if hatched else None, linestyle=":" if plain and not hatched else "-",
+            edgecolor=theme.hatch if hatched else theme.muted if plain else face,
+        )
+    )  # fmt: skip
+    text = axes.text(
+        cell.column, cell.row, _cell_text(cell), ha="center", va="center_baseline" if cell.wide else "center",
+        fontsize=9 if cell.wide else 7, color=_readable(face, theme), fontweight="bold" if cell.bold else "normal",
+    )  # fmt: skip
+    if hatched:
+        text.set_color(theme.danger)
+        text.set_bbox({"facecolor": theme.fill, "edgecolor": "none", "pad": 1.5})
+
+
+def _cell_text(cell: Cell) -> str:
+    """Write mark and loss side by side, or in a narrow cell one above the other."""
+    outcome, loss = cell.outcome, cell.outcome.held_out_loss
+    if not outcome.complete:
+        return f"{MARKS[UNFINISHED]} {UNFINISHED}" if cell.wide else MARKS[UNFINISHED]
+    mark = MARKS.get(outcome.verdict or "", "·")
+    if outcome.verdict == DIVERGED:
+        share = "" if outcome.all_diverged else f"{outcome.with_verdict}/{len(outcome.complete)}"
+        return " ".join(filter(None, [mark, "diverged" if cell.wide else "", share]))
+    number = f"{loss.mean:.3f}{'*' if outcome.verdict == SPIKED else ''}" if loss else ""
+    return f"{mark}{' ' if cell.wide else chr(10)}{number}".strip()
+
+
+class LossColors:
+    """The colour of a loss: the lower, the stronger; the square root spreads the losses near the best."""
+
+    def __init__(self, losses: Sequence[float], theme: Theme) -> None:
+        """Span the colours over the losses."""
+        low, high = (min(losses), max(losses)) if losses else (0.0, 1.0)
+        self._scale = PowerNorm(0.5, low, high if high > low else low + 1.0)
+        self._colors = LinearSegmentedColormap.from_list("loss", [theme.best, theme.worst])
+
+    def __call__(self, loss: float) -> tuple[float, float, float]:
+        """Return the colour of a loss as red, green and blue in [0, 1]."""
+        return to_rgb(self._colors(float(self._scale(loss))))
+
+
+def _readable(face: str | tuple[float, float, float], theme: Theme) -> str:
+    """Return the theme's ink or surface, whichever contrasts more with the cell (WCAG relative luminance)."""
+    own = _luminance(face)
+    return max((theme.ink, theme.surface), key=lambda color: _contrast(own, _luminance(color)))
+
+
+def _luminance(color: str | tuple[float, float, float]) -> float:
+    channels = np.array(to_rgb(color))
+    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+    return float(linear @ np.array([0.2126, 0.7152, 0.0722]))
+
+
+def _contrast(first: float, second: float) -> float:
+    return (max(first, second) + 0.05) / (min(first, second) + 0.05)
+
+
+def _lost(outcome: Outcome) -> str | None:
+    """Return why an outcome has no place among the losses: every seed diverged, or one did not learn."""
+    if outcome.all_diverged:
+        return DIVERGED
+    return NOT_LEARNED if outcome.verdict == NOT_LEARNED else None
+
+
+def _set_heights(axes: Axes, findings: Findings, theme: Theme) -> float:
+    """Fit the axis to the losses and add the band of the lost; return the height of its middle."""
+    outcomes = findings.outcomes.values()
+    losses = [loss.mean for outcome in outcomes if (loss := outcome.held_out_loss) and not _lost(outcome)]
+    low, high = (min(losses), max(losses)) if losses else (0.0, 1.0)
+    margin = 0.06 * (high - low) or 0.05
+    low, high = low - margin, high + margin
+    words = [word for word in (DIVERGED, NOT_LEARNED) if any(_lost(outcome) == word for outcome in outcomes)]
+    if not words:
+        axes.set_ylim(low, high)
+        return high
+    top = high + BAND / (1 - BAND) * (high - low)
+    axes.set_ylim(low, top)
+    axes.axhspan(high, top, color=theme.fill, linewidth=0)
+    axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= high])
+    axes.text(
+        -0.02, 1 - BAND / 2, "\n".join(words), transform=axes.transAxes, fontsize=7.5, color=theme.muted, ha="right",
+        va="center",
+    )  # fmt: skip
+    return (high + top) / 2
+
+
+def _points(findings: Findings, method: str, band: float, width: float) -> list[Point]:
+    points = []
+    for (rate, of), outcome in findings.outcomes.items():
+        if of != method:
+            continue
+        if lost := _lost(outcome):
+            beside = [m for (at, m), other in findings.outcomes.items() if at == rate and _lost(other)]
+            shift = (beside.index(method) - (len(beside) - 1) / 2) * DODGE * width
+            points.append(Point(rate=rate * math.exp(shift), height=band, lost=lost))
+        elif outcome.held_out_loss is not None:
+            points.append(Point(rate=rate, height=outcome.held_out_loss.mean, lost=None))
+    return points
+
+
+def _draw_points(axes: Axes, points: Sequence[Point], style: MethodStyle, theme: Theme) -> None:
+    """Draw the points and the lines between them, dotted where a line leads to or from the band."""
+    color = style.color(theme)
+    for first, second in pairwise(points):
+        if first.lost and second.lost:
+            continue
+        crossing = first.lost or second.lost
+        axes.plot(
+            [first.rate, second.rate],
+            [first.height, second.height],
+            color=color,
+            linewidth=0.9 if crossing else style.width,
+            linestyle=":" if crossing else style.dash,
+            alpha=0.7 if crossing else 1.0,
+        )
+    for point in points:
+        axes.plot(
+            point.rate,
+            point.height,
+            marker={DIVERGED: "X", NOT_LEARNED: "d"}.get(point.lost or "", style.marker),
+            markersize=7.5 if point.lost else 5.5,
+            color=color,
+            markeredgecolor=theme.surface,
+            markeredgewidth=0.8,
+            linestyle="",
+            zorder=3,
+        )

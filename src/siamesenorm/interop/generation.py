@@ -1,0 +1,169 @@
+"""Continue a text with a stored language model, of this library or of transformers, one piece of text at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+
+from siamesenorm.data.tokenizer import Tokenizer
+from siamesenorm.errors import UserError
+from siamesenorm.interop.libraries import library_errors
+from siamesenorm.interop.library_models import TransformersModel
+from siamesenorm.interop.native_models import NativeModel, require_finite, require_known
+from siamesenorm.interop.stored_model import StoredModel
+from siamesenorm.models.language import LanguageModel
+
+GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+Show = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """The text, its number of tokens, and whether the model ended it."""
+
+    text: str
+    tokens: int
+    ended: bool
+
+
+class Prompt(Protocol):
+    """A prompt with the model that continues it; `notes` are for its user."""
+
+    notes: tuple[str, ...]
+
+    def __call__(self, show: Show, *, temperature: float, seed: int) -> Continuation:
+        """Return the continuation; `show` is called with every piece of text.
+
+        Tokens are drawn from softmax(logits / temperature), and are the likeliest at temperature 0.
+        """
+
+
+def open_prompt(stored: StoredModel, prompt: str, *, tokens: int) -> Prompt:
+    """Return a prompt before a stored model, which continues it with `tokens` tokens at most.
+
+    Raises UserError for a model that generates nothing or cannot read so many tokens, weights that are not finite, no
+    tokenizer, and an empty prompt where no token begins a text.
+    """
+    if isinstance(stored, NativeModel):
+        return NativePrompt(stored, prompt, tokens=tokens)
+    if isinstance(stored, TransformersModel):
+        return TransformersPrompt(stored, prompt, tokens=tokens)
+    raise UserError(
+        f"{stored.path} holds a {stored.name} of {stored.library}, which generates no text: name a language model"
+    )
+
+
+class NativePrompt:
+    """A prompt before a language model of this library."""
+
+    def __init__(self, stored: NativeModel, prompt: str, *, tokens: int) -> None:
+        self.tokens = tokens
+        self.model: LanguageModel = stored.load()
+        self.tokenizer: Tokenizer = stored.tokenizer()
+        self.notes = stored.notes
+        (ids,) = self.tokenizer.encode_batch([prompt])
+        self.ids = ids.tolist() or [self.tokenizer.end_of_text]
+        config = self.model.config
+        require_known(self.ids, config.vocabulary, stored.path)
+        length = len(self.ids) + tokens
+        if length > config.context:
+            self.notes = (
+                *self.notes,
+                f"the model was trained on {config.context} tokens at a time, and this text may have {length}",
+            )
+
+    def __call__(self, show: Show, *, temperature: float, seed: int) -> Continuation:
+        """Return the continuation."""
+        generator = torch.Generator().manual_seed(seed)
+        drawn = self.model.continuation(torch.tensor([self.ids]), temperature=temperature, generator=generator)
+        found: list[int] = []
+        shown, ended = "", False
+        while not ended and len(found) < self.tokens:
+            token = int(next(drawn))
+            ended = token == self.tokenizer.end_of_text
+            found += [] if ended else [token]
+            text = self.tokenizer.decode(found)
+            # The bytes of one character may come in several tokens: nothing is shown until it is whole.
+            if ended or len(found) == self.tokens or not text.endswith("\ufffd"):
+                show(text[len(shown) :])
+                shown = text
+        return Continuation(text=shown, tokens=len(found), ended=ended)
+
+
+class TransformersPrompt:
+    """A prompt before a language model of transformers, converted or not, with the tokenizer beside it."""
+
+    def __init__(self, stored: TransformersModel, prompt: str, *, tokens: int) -> None:
+        stored.import_library()
+        self.path, self.tokens, self.notes = stored.path, tokens, stored.notes
+        self.tokenizer = _read_tokenizer(stored.path)
+        self.model = cast(Any, stored.load())
+        kind = type(self.model).__name__
+        if not self.model.can_generate():
+            raise UserError(f"{self.path} holds a {kind}, which generates no text: name a language model")
+        if self.model.config.is_encoder_decoder:
+            raise UserError(
+                f"{self.path} holds a {kind}, whose decoder answers a text and does not continue it: name a language "
+                "model without an encoder"
+            )
+        require_finite(self.path, self.model.state_dict())
+        self.ids = self.tokenizer(prompt).input_ids or [self._first_token()]
+        require_known(self.ids, self.model.get_input_embeddings().weight.shape[0], self.path)
+        longest = getattr(self.model.config, "max_position_embeddings", math.inf)
+        if len(self.ids) + tokens > longest:
+            room = longest - len(self.ids)
+            remedy = f"generate at most {room}" if room > 0 else "shorten the prompt"
+            raise UserError(
+                f"{tokens} tokens: {self.path} reads {longest} tokens, and the prompt has {len(self.ids)}: {remedy}"
+            )
+
+    def __call__(self, show: Show, *, temperature: float, seed: int) -> Continuation:
+        """Return the continuation."""
+        from transformers import TextStreamer
+
+        class Streamer(TextStreamer):
+            """Passes every piece of text on once it is whole, which for words is at their end."""
+
+            text = ""
+
+            def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+                self.text += text
+                show(text)
+
+        streamer = Streamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        ends = self.model.generation_config.eos_token_id
+        ends = set(ends) if isinstance(ends, list) else {ends} - {None}
+        ids = torch.tensor([self.ids])
+        torch.manual_seed(seed)
+        found = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=self.tokens,
+            pad_token_id=min(ends, default=0),
+            streamer=streamer,
+            **({"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else GREEDY),
+        )[0, len(self.ids) :].tolist()
+        ended = bool(found) and found[-1] in ends
+        return Continuation(text=streamer.text, tokens=len(found) - ended, ended=ended)
+
+    def _first_token(self) -> int:
+        """Return the token that begins a document; raises UserError where the tokenizer names none."""
+        for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
+            if token is not None:
+                return int(token)
+        raise UserError(f"the tokenizer of {self.path} has no token that begins a text: give a --prompt")
+
+
+def _read_tokenizer(directory: Path) -> Any:
+    """Return the tokenizer beside a model; raises UserError without one."""
+    from transformers import AutoTokenizer
+
+    if not any(directory.glob("tokenizer*")) and not any(directory.glob("vocab.*")):
+        raise UserError(f"{directory} has no tokenizer: save it beside the model, tokenizer.save_pretrained(directory)")
+    with library_errors(directory):
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)

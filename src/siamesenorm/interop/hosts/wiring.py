@@ -1,0 +1,333 @@
+"""Exchange the residual path of a stack of blocks: build the parts of a topology, set them, and install them.
+
+`Wiring` is everything that determines the structure of a rewired model; as JSON it is what a saved model records, and
+`replay` repeats it on a freshly built model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from siamesenorm.errors import UserError
+from siamesenorm.interop.derived_class import derive
+from siamesenorm.interop.foreign_norms import Unreadable, inheriting, read_norm
+from siamesenorm.interop.hosts.blocks import BlockSpec, BlockStack, RewiredBlock, RewiredClosing
+from siamesenorm.interop.hosts.find import find_blocks
+from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec
+from siamesenorm.topologies import (
+    Closing,
+    Connection,
+    Opening,
+    Place,
+    ResidualSpec,
+    Topology,
+    topology_from_json,
+    topology_name,
+    topology_to_json,
+)
+
+FROM_SCRATCH = "start from scratch (preserve=False or --scratch)"
+
+# --- the norms of a host as functions, and the operator that replaces them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostNorms:
+    """The functions of a host's norms: one a connection, None where the sublayer keeps its own, and the final one.
+
+    `inputs` are by the name of the norm, or of the connection where none is replaced. `first` is a norm that exists,
+    which gives the width; `operator` is that one's, with its eps, offset and options.
+    """
+
+    inputs: Mapping[str, NormFunction | None]
+    final: NormFunction | None
+    first: NormFunction
+    operator: NormSpec
+
+
+def read_norms(stack: BlockStack) -> HostNorms:
+    """Return the functions of the norms on the residual path; raises UserError, naming the norm that has none."""
+    found = dict[str, tuple[nn.Module, NormFunction]]()
+
+    def read(owner: nn.Module, path: str, name: str) -> NormFunction:
+        try:
+            module = owner.get_submodule(path)
+            found[name] = module, read_norm(module)
+        except (Unreadable, AttributeError) as reason:
+            raise UserError(f"{name} is no norm that rewire understands: {reason}") from reason
+        return found[name][1]
+
+    inputs: dict[str, NormFunction | None] = {}
+    for index, block in enumerate(stack.blocks):
+        for sublayer in stack.spec.sublayers:
+            name = f"{stack.name}.{index}.{sublayer.norm or sublayer.connection}"
+            inputs[name] = read(block, sublayer.norm, name) if sublayer.norm else None
+            for path in sublayer.kept:
+                read(block, path, f"{stack.name}.{index}.{path}")
+    final = read(stack.backbone, stack.spec.final_norm, stack.final_norm)
+    module, first = next(iter(found.values()))
+    return HostNorms(
+        inputs=inputs,
+        final=None if stack.spec.keeps_final_norm else final,
+        first=first,
+        operator=_operator_of(module, first),
+    )
+
+
+def _operator_of(module: nn.Module, function: NormFunction) -> NormSpec:
+    """Return the operator that computes what a norm does, with the norm's own options where it is one of ours."""
+    if isinstance(module, Norm):
+        name = next(name for name, operator in NORMS.items() if type(module) is operator)
+        return NormSpec.parse(name, **module.settings())
+    return inheriting(NormSpec(function.statistic), function, bias=True)
+
+
+def new_norm(chosen: str | NormSpec | None, old: HostNorms) -> NormSpec:
+    """Return the operator of the new norms: the host's own, or the chosen one with what it inherits of the host's."""
+    if chosen is None:
+        return old.operator
+    return inheriting(NormSpec.parse(chosen) if isinstance(chosen, str) else chosen, old.first)
+
+
+def refuse_other_functions(
+    operator: NormSpec, found: Mapping[str, Iterable[Inexact]], *, chosen: str | NormSpec | None
+) -> None:
+    """Raise UserError, naming the norm, if a new one differs by more than rounding and the eps of a norm of a norm.
+
+    `found` are the differences by the name of the host's norm; `chosen` is the operator that was asked for, if any.
+    """
+    remedy = "make them alike with swap_norms first" if chosen is None else "leave norm out"
+    for name, differences in found.items():
+        for difference in differences:
+            if not difference.kind.only_eps_or_rounding:
+                raise UserError(
+                    f"norm {operator} cannot keep the function of the host's norms ({name}: {difference.detail}): "
+                    f"{remedy}, or {FROM_SCRATCH}"
+                )
+
+
+# --- the parts of a topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidualParts:
+    """The opening, the connections of every block, and the closing: nothing is installed yet."""
+
+    topology: Topology
+    opening: Opening
+    connections: tuple[tuple[Connection, ...], ...]
+    closing: Closing
+
+    @classmethod
+    def build(cls, stack: BlockStack, topology: Topology, norm: NormSpec, old: HostNorms) -> ResidualParts:
+        """Build all parts on the devices and in the dtypes of the host's weights."""
+        final_norm = not stack.spec.keeps_final_norm
+        spec = ResidualSpec(dim=old.first.dim, norm=norm, domain=stack.spec.domain, final_norm=final_norm)
+        places = places_of(stack.spec, len(stack.blocks))
+        parts = cls(
+            topology=topology,
+            opening=topology.opening(spec),
+            connections=tuple(tuple(topology.connection(place, spec) for place in block) for block in places),
+            closing=topology.closing(places[-1][-1], spec),
+        )
+        norms = iter(old.inputs.values())
+        for block, connections in zip(stack.blocks, parts.connections, strict=True):
+            for connection in connections:
+                connection.to(**like(block, next(norms)))
+        parts.opening.to(**like(stack.blocks[0]))
+        parts.closing.to(**like(stack.blocks[-1], old.final))
+        return parts
+
+    def init_as_pre_norm(self, stack: BlockStack, old: HostNorms) -> dict[str, list[Inexact]]:
+        """Set the parts to where the rewired model computes what the host does; return what differs at each norm."""
+        self.opening.init_as_pre_norm()
+        connections = [connection for block in self.connections for connection in block]
+        found = {
+            name: connection.init_as_pre_norm(norm)
+            for connection, (name, norm) in zip(connections, old.inputs.items(), strict=True)
+        }
+        return {**found, stack.final_norm: self.closing.init_as_pre_norm(old.final)}
+
+    def install(self, stack: BlockStack) -> None:
+        """Exchange the residual path of the host: nothing here can fail."""
+        spec = stack.spec
+        for index, (block, connections) in enumerate(zip(stack.blocks, self.connections, strict=True)):
+            block.__class__ = derive(spec.rewired, type(block))
+            assert isinstance(block, RewiredBlock)
+            block.topology = self.topology
+            block.opening = self.opening.train(block.training) if index == 0 else None
+            for sublayer, connection in zip(spec.sublayers, connections, strict=True):
+                setattr(block, sublayer.connection, connection.train(block.training))
+                if sublayer.norm:
+                    delattr(block, sublayer.norm)
+            for norm in spec.output_norms:
+                delattr(block, norm)
+        final = stack.backbone.get_submodule(spec.final_norm)
+        closing = RewiredClosing(self.topology, self.closing, final if spec.keeps_final_norm else None)
+        setattr(stack.backbone, spec.final_norm, closing.train(final.training))
+        if spec.adapt_backbone:
+            spec.adapt_backbone(stack.backbone)
+
+
+def places_of(spec: BlockSpec, depth: int) -> list[tuple[Place, ...]]:
+    """Return the places of every block's sublayers, numbered through the whole stack."""
+    places: list[tuple[Place, ...]] = []
+    previous: Place | None = None
+    for block in range(depth):
+        row: list[Place] = []
+        for number, sublayer in enumerate(spec.sublayers):
+            previous = Place(
+                index=block * len(spec.sublayers) + number, block=block, slot=number, kind=sublayer.kind, depth=depth,
+                previous=previous, normalises_input=bool(sublayer.kept),
+            )  # fmt: skip
+            row.append(previous)
+        places.append(tuple(row))
+    return places
+
+
+def like(module: nn.Module, norm: NormFunction | None = None) -> dict[str, Any]:
+    """Return the device and dtype of a norm's gain; without one those of a module's parameters, quantised ones apart.
+
+    Norms may be wider than their surroundings: a gain in fp32 is not rounded to the bf16 of the projections.
+    """
+    gains = () if norm is None or norm.gain is None else (norm.gain,)
+    for parameter in (*gains, *module.parameters()):
+        if parameter.is_floating_point() and parameter.dtype.itemsize >= 2:
+            return {"device": parameter.device, "dtype": parameter.dtype}
+    return {"device": torch.get_default_device(), "dtype": torch.get_default_dtype()}
+
+
+# --- what a model that starts from scratch needs beside them: QKV-norm, and factors on initial weights
+
+ATTENTION_ROLES = ("query", "key", "value")
+SCALED_ROLES = (*ATTENTION_ROLES, "attention_output", "mlp_up", "mlp_gate", "mlp_output")
+
+
+class NormedProjection(nn.Module):
+    """A projection, and a norm of each head of its output [..., heads * head_dim].
+
+    Not an `nn.Linear`: what adds to or replaces a linear map (LoRA, quantisation) would skip the norm.
+    """
+
+    def __init__(self, projection: nn.Module, head_norm: Norm) -> None:
+        super().__init__()
+        self.projection = projection
+        self.head_norm = head_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the projection with every head normalised."""
+        heads = self.projection(x).unflatten(-1, (-1, self.head_norm.dim))
+        normalised: Tensor = self.head_norm(heads).flatten(-2)
+        return normalised
+
+
+def needs_qkv_norm(topology: Topology) -> bool:
+    """Return whether a model that starts from scratch gets the QKV-norm of the topology."""
+    return topology.attention_norm == "qkv-head"
+
+
+def refuse_fused_projections(stack: BlockStack, topology: Topology) -> None:
+    """Raise UserError where the topology concerns projections that are no separate maps in the host."""
+    known, name = stack.spec.projections, topology_name(topology)
+    if needs_qkv_norm(topology) and not all(role in known for role in ATTENTION_ROLES):
+        keep = "" if topology.pre_norm_refusal else ", or keep the function, which adds no norm to the attention"
+        raise UserError(
+            f"{stack.name}.0.{stack.spec.attention} has no separate projections for queries, keys and values: it "
+            f"cannot have the QKV-norm of {name}; use siamese-post-pre{keep}"
+        )
+    for role in SCALED_ROLES:
+        if topology.initial_factor(role, len(stack.blocks)) != 1.0 and role not in known:
+            raise UserError(
+                f"{name} scales the initial weights of role {role}, which have no tensor of their own in "
+                f"{stack.name}.0: use post instead, or deepnorm:initial_scaling=false"
+            )
+
+
+def _normalise_projections(stack: BlockStack, operator: NormSpec) -> None:
+    """Give queries, keys and values a norm per head, except where the host has its own."""
+    spec = stack.spec
+    for block in stack.blocks:
+        head_dim = spec.head_dim(block.get_submodule(spec.attention))
+        for role in ATTENTION_ROLES:
+            if role not in spec.head_norms:
+                path = spec.projections[role]
+                projection = block.get_submodule(path)
+                norm = operator.build(head_dim).to(**like(projection))
+                block.set_submodule(path, NormedProjection(projection, norm).train(projection.training))
+
+
+def _scale_initial_weights(stack: BlockStack, topology: Topology) -> None:
+    """Multiply weights by the factors that a topology declares for their initialisation, and store these on modules."""
+    for block in stack.blocks:
+        for role, path in stack.spec.projections.items():
+            factor = topology.initial_factor(role, len(stack.blocks))
+            if factor != 1.0:
+                block.get_submodule(path).initial_factor = factor  # type: ignore[assignment]
+    scale_drawn_weights(stack.backbone)
+
+
+@torch.no_grad()
+def scale_drawn_weights(model: nn.Module, keep: Callable[[nn.Parameter], bool] = lambda weight: False) -> None:
+    """Multiply weights that were just drawn by the factors stored on their modules, except those to keep."""
+    for module in model.modules():
+        factor = vars(module).get("initial_factor")
+        if factor is not None and not keep(weight := module.get_parameter("weight")):
+            weight.mul_(factor)
+
+
+# --- the whole conversion, and its record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wiring:
+    """Everything beside the model itself that determines the structure of a rewired model."""
+
+    topology: Topology
+    norm: NormSpec
+    attention_norm: NormSpec | None
+    preserve: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `replay` reads."""
+        return {
+            "operation": "rewire",
+            "topology": topology_to_json(self.topology),
+            "norm": self.norm.to_json(),
+            "attention_norm": self.attention_norm and self.attention_norm.to_json(),
+            "preserve": self.preserve,
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Wiring:
+        """Read what `to_json` wrote; raises UserError for anything else."""
+        for name in ("topology", "norm", "attention_norm"):
+            if not isinstance(record[name], Mapping) and not (name == "attention_norm" and record[name] is None):
+                raise UserError(f"{name} in the record of rewire is {record[name]!r}: the configuration is damaged")
+        return cls(
+            topology=topology_from_json(record["topology"]),
+            norm=NormSpec.from_json(record["norm"]),
+            attention_norm=record["attention_norm"] and NormSpec.from_json(record["attention_norm"]),
+            preserve=record["preserve"],
+        )
+
+    def install(self, stack: BlockStack, parts: ResidualParts) -> None:
+        """Replace the host's residual path by the parts, and add norms to its attention.
+
+        Unless a function is to be preserved, weights are multiplied by the topology's factors for their initialisation.
+        """
+        if not self.preserve:
+            _scale_initial_weights(stack, self.topology)
+        if self.attention_norm:
+            _normalise_projections(stack, self.attention_norm)
+        parts.install(stack)
+
+
+def replay(model: nn.Module, record: Mapping[str, Any]) -> None:
+    """Repeat a rewiring on a freshly built host, for weights to be loaded into, or to be trained from scratch."""
+    stack, wiring = find_blocks(model), Wiring.from_json(record)
+    wiring.install(stack, ResidualParts.build(stack, wiring.topology, wiring.norm, read_norms(stack)))

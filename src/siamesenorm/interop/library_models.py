@@ -1,0 +1,269 @@
+"""Models of transformers, diffusers and timm in a local directory, converted or not: loaded, built and saved again.
+
+Nothing is downloaded, no code of the directory runs, and weights are safetensors. A library is imported when a model of
+its own is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
+
+from siamesenorm.errors import UserError
+from siamesenorm.interop.libraries import (
+    import_library,
+    library_errors,
+    quiet,
+    require_whole,
+    safetensors_errors,
+    stored_dtype,
+)
+from siamesenorm.interop.stored_model import Step, StoredModel
+
+COMPANIONS = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
+    "chat_template*", "preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*",
+)  # fmt: skip
+"""Files beside a model that remain valid whatever its residual path: tokenizers, processors, licences."""
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|npz|onnx|index\.json)")
+"""Names of files of weights in any format; an index names others, which may be missing."""
+OLD_CONSTANTS = (r"\.attn\.masked_bias$",)
+"""Names of constants that old versions of transformers saved with GPT-2."""
+
+
+class LibraryModel(StoredModel):
+    """A model of another library; `mark` is the field of config.json that names it, `prefix` marks converted ones."""
+
+    extra: ClassVar[str]
+    """The extra of this package that installs the library."""
+    mark: ClassVar[str]
+    prefix: ClassVar[str]
+    file: ClassVar[str] = "model.safetensors"
+    """The file of weights that the library reads."""
+
+    @classmethod
+    def detect(cls, path: Path, record: dict[str, Any], data: Path | None) -> Self | None:
+        """Return the model whose configuration has the library's mark."""
+        name = record.get(cls.mark)
+        return cls(path=path, record=record, name=name) if isinstance(name, str) else None
+
+    @property
+    def converted(self) -> bool:
+        """Whether the configuration has the prefix of converted models."""
+        return self.name.startswith(self.prefix)
+
+    @property
+    def steps(self) -> list[Step]:
+        """The recorded conversions; raises UserError for a damaged record."""
+        steps = self._arguments().get("siamesenorm") or []
+        if isinstance(steps, list) and all(isinstance(step, dict) for step in steps):
+            return steps
+        raise UserError(
+            f"{self.path}: siamesenorm in config.json is no list of conversions: the configuration is damaged, save "
+            "the model again"
+        )
+
+    @property
+    def weights(self) -> list[Path]:
+        """The files of weights that the library reads: one, or its shards."""
+        whole = self.path / self.file
+        return [whole] if whole.is_file() else sorted(self.path.glob(f"{whole.stem}-*-of-*.safetensors"))
+
+    def load(self, **options: Any) -> nn.Module:
+        """Return the model with its weights; raises UserError unless all are there in safetensors, and no others."""
+        if "output_loading_info" in options:
+            raise UserError("output_loading_info: a model that loads has all its weights, and no others: leave it out")
+        if quantised := None if self.converted else self.record.get("quantization_config"):
+            method = quantised.get("quant_method", "unnamed method") if isinstance(quantised, dict) else quantised
+            raise UserError(f"{self.path} holds quantised weights ({method}): name the model that they were made from")
+        if not self.weights:
+            raise UserError(self._remedy_for_weights())
+        if self.steps and not self.converted:
+            raise UserError(
+                f"{self.path} records conversions, but its {self.mark} {self.name} is that of an unconverted model: "
+                "the configuration is damaged, save the model again"
+            )
+        library = self.import_library()
+        with library_errors(self.path), quiet(library):
+            return self._load(library, options).eval()
+
+    def initialise(self, seed: int) -> nn.Module:
+        """Return the model with its weights; where there is no file of weights at all, with its library's initial ones.
+
+        Raises UserError for weights that cannot be loaded.
+        """
+        if self._files_of_weights():
+            return self.load()
+        library = self.import_library()
+        torch.manual_seed(seed)
+        with library_errors(self.path):
+            return self._build(library).eval()
+
+    def save(self, model: Any, target: Path) -> None:
+        """Write the model to a directory, and beside it the tokenizer and the licence of this one."""
+        with safetensors_errors(target), quiet(self.import_library()):
+            self._save(model, target)
+        for file in (file for pattern in COMPANIONS for file in self.path.glob(pattern)):
+            if file.is_file() and not (target / file.name).exists():
+                shutil.copyfile(file, target / file.name)
+
+    def import_library(self) -> Any:
+        """Return the library; raises UserError if it cannot be imported."""
+        return import_library(self.library, self.extra, self.path)
+
+    def class_of(self, library: Any, name: str) -> Any:
+        """Return a model's class of the library by its name; raises UserError if it has none."""
+        found = getattr(library, name, None)
+        if isinstance(found, type) and issubclass(found, nn.Module):
+            return found
+        own_code = "auto_map" in self.record
+        remedy = "load it in Python and call siamesenorm.rewire" if own_code else "install a version that has it"
+        raise UserError(
+            f"{self.path} is a {name}, no model of {self.library} {library.__version__}: {remedy}, or correct the "
+            "name in config.json"
+        )
+
+    def _arguments(self) -> dict[str, Any]:
+        """Return the part of the configuration that holds the conversions."""
+        return self.record
+
+    def _files_of_weights(self) -> list[str]:
+        """Return the names of files of weights in any format."""
+        names = sorted(file.name for file in self.path.iterdir() if WEIGHTS.fullmatch(file.name))
+        return [name for name in names if name != "training_args.bin"]
+
+    def _remedy_for_weights(self) -> str:
+        """Return what to do about weights that the library does not read."""
+        found, stem = self._files_of_weights(), self.file.removesuffix(".safetensors")
+        if not found:
+            return f"{self.path} has no safetensors weights, nor others: fetch them, or start with rewire --scratch"
+        if variants := [name for name in found if re.fullmatch(rf"{stem}\.[^.-]+\.safetensors", name)]:
+            return f"{self.path} holds no {self.file}, but {variants[0]}: rename it to {self.file}"
+        if safe := [name for name in found if name.endswith((".safetensors", ".safetensors.index.json"))]:
+            return f"{self.path} holds no {self.file}, but {safe[0]}: fetch it whole, or save the model again"
+        kind = "a pickle, which can run code" if found[0].endswith(PICKLES) else "of another format"
+        return f"{self.path} has no safetensors weights: {found[0]} is {kind}: save the model as safetensors"
+
+    @abstractmethod
+    def _build(self, library: Any) -> nn.Module: ...
+
+    @abstractmethod
+    def _load(self, library: Any, options: dict[str, Any]) -> nn.Module: ...
+
+    def _save(self, model: Any, target: Path) -> None:
+        model.save_pretrained(target)
+
+
+class TransformersModel(LibraryModel):
+    """A model of Hugging Face transformers, of the class that its configuration names."""
+
+    library = "transformers"
+    extra = "hf"
+    mark = "model_type"
+    prefix = "siamesenorm-"
+
+    def _build(self, library: Any) -> nn.Module:
+        kind = self._class(library)
+        model: nn.Module = kind(self._configuration(library))
+        return model
+
+    def _load(self, library: Any, options: dict[str, Any]) -> nn.Module:
+        kind = self._class(library)
+        defaults: dict[str, Any] = {"use_safetensors": True, "local_files_only": True, "ignore_mismatched_sizes": True}
+        if not self.converted:  # the options of a converted model may change its configuration
+            defaults["config"] = self._configuration(library)
+        if "torch_dtype" not in options:  # the old name of dtype, which yields to the new one
+            defaults["dtype"] = "auto"
+        model, found = kind.from_pretrained(self.path, **{**defaults, **options}, output_loading_info=True)
+        if options.get("ignore_mismatched_sizes"):
+            found = {**found, "mismatched_keys": ()}
+        require_whole(self.path, found, ignored=OLD_CONSTANTS)
+        loaded: nn.Module = model
+        return loaded
+
+    def _configuration(self, library: Any) -> Any:
+        return library.AutoConfig.from_pretrained(self.path, local_files_only=True)
+
+    def _class(self, library: Any) -> Any:
+        names = self.record.get("architectures")
+        name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+        if self.converted:
+            from siamesenorm.interop.huggingface.converted import class_named
+
+            return class_named(name or self.name, self.path)
+        if name is not None:
+            return self.class_of(library, name)
+        known = library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        usual = known.get(self.name, "LlamaForCausalLM")
+        raise UserError(
+            f"{self.path} does not say of which class its model is: write it to config.json, such as "
+            f'"architectures": ["{usual}"]'
+        )
+
+
+class DiffusersModel(LibraryModel):
+    """A model of diffusers: what a pipeline keeps in its folder `transformer`."""
+
+    library = "diffusers"
+    extra = "diffusion"
+    mark = "_class_name"
+    prefix = "SiameseNorm"
+    file = "diffusion_pytorch_model.safetensors"
+
+    def _build(self, library: Any) -> nn.Module:
+        kind = self._class(library)
+        model: nn.Module = kind.from_config(kind.load_config(self.path, local_files_only=True))
+        return model
+
+    def _load(self, library: Any, options: dict[str, Any]) -> nn.Module:
+        defaults = {"local_files_only": True, "use_safetensors": True, "torch_dtype": stored_dtype(self.weights[0])}
+        model, found = self._class(library).from_pretrained(
+            self.path, **{**defaults, **options}, output_loading_info=True
+        )
+        require_whole(self.path, found)
+        loaded: nn.Module = model
+        return loaded
+
+    def _class(self, library: Any) -> Any:
+        if not self.converted:
+            return self.class_of(library, self.name)
+        from siamesenorm.interop.diffusers import class_named
+
+        return class_named(self.name)
+
+
+class TimmModel(LibraryModel):
+    """A model of timm, as `timm.models.save_for_hf` writes it; timm loads its weights in fp32."""
+
+    library = "timm"
+    extra = "vision"
+    mark = "architecture"
+    prefix = "siamesenorm_"
+
+    def _arguments(self) -> dict[str, Any]:
+        arguments = self.record.get("model_args")
+        return arguments if isinstance(arguments, dict) else {}
+
+    def _build(self, library: Any) -> nn.Module:
+        return self._create(library, pretrained=False)
+
+    def _load(self, library: Any, options: dict[str, Any]) -> nn.Module:
+        return self._create(library, pretrained=True, **options)
+
+    def _create(self, library: Any, **options: Any) -> nn.Module:
+        if self.converted:
+            import siamesenorm.interop.timm  # noqa: F401  registers the architecture
+        model: nn.Module = library.create_model(f"local-dir:{self.path}", **options)
+        return model
+
+    def _save(self, model: Any, target: Path) -> None:
+        from siamesenorm.interop.timm import save_pretrained
+
+        save_pretrained(model, target)

@@ -1,0 +1,149 @@
+"""Open a model by its path, whichever library wrote it: one table of libraries, each with its detection and loading."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from siamesenorm.errors import UserError
+from siamesenorm.interop.export import write_export
+from siamesenorm.interop.libraries import read_config
+from siamesenorm.interop.library_models import DiffusersModel, LibraryModel, TimmModel, TransformersModel
+from siamesenorm.interop.native_models import ExportedModel, NativeModel
+from siamesenorm.interop.stored_model import StoredModel, check_new, new_directory
+
+Detection = Callable[[Path, dict[str, Any], Path | None], StoredModel | None]
+
+
+def _detect_run(path: Path, record: dict[str, Any], data: Path | None) -> StoredModel | None:
+    """Return the model of a run, or of a checkpoint, which has no configuration of its own."""
+    checkpoint = None if record else _checkpoint_path(path)
+    if not (checkpoint or "schema" in record or isinstance(record.get("model"), dict)):
+        return None
+    from siamesenorm.interop.trained_model import TrainedModel
+
+    return TrainedModel(path=path, record=record, name="run", checkpoint_path=checkpoint, data=data)
+
+
+def _checkpoint_path(path: Path) -> Path | None:
+    """Return the path of a checkpoint with all its names, links kept or resolved; None for other directories."""
+    candidates = (Path(os.path.abspath(path)), path.resolve())
+    return next((one for one in candidates if one.name.startswith("step-") and one.parent.name == "checkpoints"), None)
+
+
+LIBRARIES: tuple[Detection, ...] = (
+    ExportedModel.detect,
+    TransformersModel.detect,
+    DiffusersModel.detect,
+    TimmModel.detect,
+    _detect_run,
+)
+"""The first that recognises a directory opens it."""
+
+
+def detect(path: str | Path, *, data: Path | None = None) -> StoredModel:
+    """Return the model in a directory, not loaded yet: of this library, of transformers, diffusers or timm.
+
+    `data` is the prepared data of a run, where they were moved. Raises UserError for anything else.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise UserError(_absent(path))
+    record = read_config(path)
+    for library in LIBRARIES:
+        if found := library(path, record, data):
+            return found
+    if not (path / "config.json").is_file():
+        raise UserError(_without_configuration(path))
+    marks = ", ".join(f"{row.mark} ({row.library})" for row in (TransformersModel, DiffusersModel, TimmModel))
+    raise UserError(
+        f"{path} holds no model: its config.json is not of a run, and has none of {marks}: name the directory of a "
+        "model"
+    )
+
+
+def open_native(path: str | Path, *, data: Path | None = None) -> NativeModel:
+    """Return the model of this library in the directory of a run, of a checkpoint of a run, or of an export.
+
+    Raises UserError for anything else; `data` as in `detect`.
+    """
+    found = detect(path, data=data)
+    if isinstance(found, NativeModel):
+        return found
+    if found.converted:
+        raise UserError(
+            f"{path} holds a {found.name}, which was rewired or had its norms swapped and is in the format of "
+            f"{found.library} already: siamesenorm.from_pretrained({str(path)!r}) loads it"
+        )
+    raise UserError(
+        f"{path} holds a model of {found.library}, {found.name!r}, and none of siamesenorm: name the directory of a "
+        "run, of one of its checkpoints, or of an export"
+    )
+
+
+def from_pretrained(path: str | Path, **options: Any) -> nn.Module:
+    """Return the model at `path`, in evaluation mode: one that was rewired or had its norms swapped, or a native one.
+
+    A converted model is returned as what it is in its library (transformers, diffusers, timm), in the dtype of its
+    weights, in timm in fp32, with that library's `options` (`dtype`; `device_map` in transformers; ...). A native one,
+    from a run, a checkpoint or an export, is returned as a `LanguageModel`. Nothing is downloaded, and weights are
+    safetensors. Raises UserError for a directory that holds none of these, or other weights than theirs.
+    """
+    found = detect(path)
+    if isinstance(found, LibraryModel) and not found.converted:
+        raise UserError(
+            f"{path} holds a {found.name} of {found.library} that was not converted: load it with {found.library}, and "
+            "call siamesenorm.rewire or swap_norms"
+        )
+    model = found.load(**options)
+    for note in found.notes:
+        warnings.warn(note, stacklevel=2)
+    return model
+
+
+def export(source: str | Path, out: Path, *, data: Path | None = None) -> NativeModel:
+    """Write the native model at `source` to the new directory `out`, which transformers loads; return what was read.
+
+    `data` is the prepared data of a run, where they were moved: the tokenizer is there. Raises UserError for a source
+    that holds no whole model, and for a directory that is not empty; nothing is left half-written.
+    """
+    check_new(out)
+    stored = open_native(source, data=data)
+    stored.load()  # weights that are not those of the configuration are refused before anything is written
+    with new_directory(out) as directory:
+        write_export(
+            directory,
+            config=stored.config(),
+            weights=stored.weights(),
+            tokenizer=stored.tokenizer(),
+            seed=stored.seed(),
+            card=stored.card(),
+        )
+    return stored
+
+
+def _absent(path: Path) -> str:
+    if path.exists():
+        return f"{path} is a file, not a directory: name the directory of a model"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists():
+        return (
+            f"{path} is no directory here, and nothing is downloaded: if it is a model of the Hub, run "
+            f"hf download {path} --local-dir {path.name} first"
+        )
+    return f"{path}: no such directory: name the directory of a model"
+
+
+def _without_configuration(path: Path) -> str:
+    if (path / "model_index.json").is_file():
+        return f"{path} holds a pipeline of diffusers: name its model, {path / 'transformer'}"
+    if (path / "adapter_config.json").is_file():
+        return f"{path} holds an adapter, and no model: merge it into its model first"
+    if list(path.glob("*.gguf")):
+        return f"{path} holds GGUF files: name the safetensors model that they were made from"
+    return f"{path} has no config.json: name the directory of a model"

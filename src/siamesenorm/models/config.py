@@ -1,0 +1,231 @@
+"""What every Transformer's configuration has in common: shape, residual path, attention norm, initial weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, Self, get_args
+
+import torch
+
+from siamesenorm.errors import UserError, unknown
+from siamesenorm.models.initialisation import SCHEMES, Initialisation
+from siamesenorm.norms import NormSpec, available_norms
+from siamesenorm.norms.registry import norm_options
+from siamesenorm.sublayers.attention import ATTENTION_NORMS, AttentionShape
+from siamesenorm.sublayers.mlp import Activation
+from siamesenorm.topologies import (
+    AttentionNorm,
+    Kernels,
+    ResidualSpec,
+    Topology,
+    build_topology,
+    topology_from_json,
+    topology_name,
+    topology_to_json,
+)
+
+StreamDtype = Literal["inherit", "float32", "bfloat16", "float64"]
+DTYPES: dict[str, torch.dtype | None] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+    "inherit": None,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """Everything that determines the function and the initial weights of a stack of blocks, apart from the seed.
+
+    `kv_heads` 0 means as many as `heads`. `attention_norm` "auto" is what the topology needs, else "qk".
+    `residual_dtype` is the dtype of the streams, `compute_dtype` that of the input of sublayers; "inherit" keeps the
+    embedding's. Where it is not the parameters' dtype, run under autocast. Raises UserError for what cannot be built.
+    """
+
+    depth: int = 8
+    """Number of blocks."""
+    dim: int = 128
+    """Width of the residual streams."""
+    heads: int = 4
+    """Attention heads."""
+    kv_heads: int = 0
+    """Key and value heads; 0 is as many as heads."""
+    hidden: int = 512
+    """Width of the MLP."""
+    topology: Topology = dataclasses.field(default_factory=lambda: build_topology("siamese"))
+    """Residual topology, with options as in dhc-2:streams=4; `siamesenorm explain` lists them."""
+    norm: NormSpec = NormSpec()
+    """Norm operator, with options as in seednorm:heads=4; `siamesenorm explain` lists them."""
+    attention_norm: AttentionNorm = "auto"
+    """Norm inside the attention; auto is what the topology needs, else QK-norm over the whole width."""
+    context_norm: bool = False
+    """Normalise the attention's output per head."""
+    activation: Activation = "swiglu"
+    """Kind of MLP."""
+    bias: bool = False
+    """Add biases to attention and MLP."""
+    initialisation: Initialisation = "mitchell"
+    """Distribution of the initial weights."""
+    dropout: float = 0.0
+    """Dropout on the embedding and on the output of every sublayer."""
+    residual_dtype: StreamDtype = "inherit"
+    """Dtype of the residual streams; inherit is float32 in a run."""
+    compute_dtype: StreamDtype = "inherit"
+    """Dtype of the input of sublayers; inherit is the precision of a run."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be built."""
+        for name in ("depth", "dim", "hidden"):
+            require_positive(self, name)
+        for name, known in (("residual_dtype", DTYPES), ("compute_dtype", DTYPES), ("initialisation", SCHEMES)):
+            if getattr(self, name) not in known:
+                raise unknown(name, getattr(self, name), known)
+        if self.attention_norm not in get_args(AttentionNorm):
+            raise unknown("attention norm", self.attention_norm, get_args(AttentionNorm))
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"dropout is {self.dropout}: choose a number from 0 to below 1")
+        self.attention_shape  # noqa: B018 - refuses widths and attention norms
+
+    @property
+    def attention_shape(self) -> AttentionShape:
+        """Return the resolved attention; raises UserError when an explicit attention norm conflicts."""
+        needed = self.topology.attention_norm
+        if self.attention_norm == "auto":
+            resolved = "qk" if needed == "auto" else needed
+        elif needed in ("auto", self.attention_norm):
+            resolved = self.attention_norm
+        else:
+            raise UserError(
+                f"topology {topology_name(self.topology)} needs attention norm {needed!r}, not "
+                f"{self.attention_norm!r}: use 'auto'"
+            )
+        return AttentionShape(
+            dim=self.dim,
+            heads=self.heads,
+            kv_heads=self.kv_heads or self.heads,
+            attention_norm=resolved,
+            context_norm=self.context_norm,
+            norm=self._attention_operator(),
+            bias=self.bias,
+        )
+
+    def _attention_operator(self) -> NormSpec:
+        """Return RMSNorm, or LayerNorm in a model of LayerNorms, with the eps of the model's operator."""
+        shared = {"layernorm": ("eps", "bias")}.get(self.norm.name, ("eps",))
+        operator = "layernorm" if self.norm.name == "layernorm" else "rmsnorm"
+        return NormSpec.parse(operator, **{key: value for key, value in self.norm.options if key in shared})
+
+    @property
+    def label(self) -> str:
+        """A short name for tables: the topology, and the attention norm and the operator where they are not usual."""
+        parts = [topology_name(self.topology)]
+        attention_norm = self.attention_shape.attention_norm
+        if attention_norm != ("qk" if self.topology.attention_norm == "auto" else self.topology.attention_norm):
+            parts.append("qkv" if attention_norm == "qkv-head" else attention_norm)
+        if self.context_norm:
+            parts.append("context-norm")
+        if self.norm != NormSpec():
+            parts.append(str(self.norm))
+        return " + ".join(parts)
+
+    def with_method(self, method: str) -> Self:
+        """Return the configuration with the topology and the norms that a text such as "siamese + seednorm" names.
+
+        An operator keeps the eps and the offset of this configuration's, unless the text has its own. What the text
+        does not name is usual: attention norm "auto", and this configuration's operator. Raises UserError.
+        """
+        fields = read_method(method)
+        if "norm" in fields:
+            fields["norm"] = inherited_operator(self.norm, fields["norm"])
+        return dataclasses.replace(self, **{"attention_norm": "auto", **fields})
+
+    def resolved(self, precision: StreamDtype = "float32") -> Self:
+        """Return the configuration with automatic choices replaced by what they stand for in a run."""
+        return dataclasses.replace(
+            self,
+            attention_norm=self.attention_shape.attention_norm,
+            kv_heads=self.kv_heads or self.heads,
+            residual_dtype="float32" if self.residual_dtype == "inherit" else self.residual_dtype,
+            compute_dtype=precision if self.compute_dtype == "inherit" else self.compute_dtype,
+        )
+
+    def residual_spec(self, kernels: Kernels = "plain") -> ResidualSpec:
+        """Return what the topology builds from; raises UserError where it has no such kernels."""
+        if kernels not in get_args(Kernels):
+            raise unknown("kernels", kernels, get_args(Kernels))
+        available = {"fused": self.topology.has_fused_kernels, "lean": self.topology.has_lean_kernels}
+        if not available.get(kernels, True):
+            raise UserError(f"topology {topology_name(self.topology)} has no {kernels} kernels: use kernels='plain'")
+        return ResidualSpec(
+            dim=self.dim,
+            norm=self.norm,
+            residual_dtype=DTYPES[self.residual_dtype],
+            compute_dtype=DTYPES[self.compute_dtype],
+            kernels=kernels,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return every field as JSON values, the attention resolved."""
+        return {
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
+            "topology": topology_to_json(self.topology),
+            "norm": self.norm.to_json(),
+            "attention_norm": self.attention_shape.attention_norm,
+            "kv_heads": self.kv_heads or self.heads,
+        }
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Self:
+        """Read what `to_json` wrote; a field that is missing has its default, which is what was before the field was.
+
+        Raises UserError for a field that does not exist.
+        """
+        fields = dict(record)
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in fields:
+            if name not in known:
+                raise unknown("field of a model", name, known)
+        if "topology" in fields:
+            fields["topology"] = topology_from_json(fields["topology"])
+        if "norm" in fields:
+            fields["norm"] = NormSpec.from_json(fields["norm"])
+        return cls(**fields)
+
+
+def read_method(text: str) -> dict[str, Any]:
+    """Return the fields that a method sets: topology, and norm or attention norm where the text names them.
+
+    A method is a topology, and what differs after plus signs: "siamese", "pre + qkv", "dhc-2:streams=4 + seednorm".
+    Raises UserError naming the nearest topology, norm or attention norm, and for two of a kind.
+    """
+    topology, *others = (part.strip() for part in text.split("+"))
+    fields: dict[str, Any] = {"topology": build_topology(topology)}
+    for part in others:
+        field: dict[str, Any]
+        if part.partition(":")[0] in available_norms():
+            field = {"norm": NormSpec.parse(part)}
+        elif part in (*ATTENTION_NORMS, "qkv"):
+            field = {"attention_norm": "qkv-head" if part == "qkv" else part}
+        elif part == "context-norm":
+            field = {"context_norm": True}
+        else:
+            raise unknown("norm or attention norm", part, [*available_norms(), *ATTENTION_NORMS, "qkv"])
+        if fields.keys() & field.keys():
+            raise UserError(f"method {text!r} has two of a kind: write one norm and one attention norm at most")
+        fields |= field
+    return fields
+
+
+def inherited_operator(own: NormSpec, chosen: str | NormSpec) -> NormSpec:
+    """Return the chosen operator with the eps and the offset of the model's own, unless it has some of its own."""
+    spec = NormSpec.parse(chosen) if isinstance(chosen, str) else chosen
+    named, known = dict(spec.options), norm_options(spec.name)
+    inherited = {name: value for name, value in own.to_json().items() if name in ("eps", "offset")}
+    return spec.with_options(**{name: v for name, v in inherited.items() if name in known and name not in named})
+
+
+def require_positive(config: object, name: str) -> None:
+    """Raise UserError unless a field is at least 1."""
+    if getattr(config, name) < 1:
+        raise UserError(f"{name} is {getattr(config, name)}: choose at least 1")

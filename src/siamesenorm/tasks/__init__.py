@@ -1,0 +1,1 @@
+"""Tasks: what a run trains, on which data, and how the result is evaluated."""

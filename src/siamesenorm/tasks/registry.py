@@ -1,0 +1,24 @@
+"""The tasks by their tags, as configurations record them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from siamesenorm.errors import unknown
+from siamesenorm.tasks.language import LanguageTaskConfig
+from siamesenorm.tasks.task import TaskConfig
+
+TASKS: dict[str, type[TaskConfig]] = {config.tag: config for config in (LanguageTaskConfig,)}
+
+
+def available_tasks() -> tuple[str, ...]:
+    """Return the tags of all tasks."""
+    return tuple(TASKS)
+
+
+def task_from_json(record: Mapping[str, Any]) -> TaskConfig:
+    """Read what `TaskConfig.to_json` wrote; raises UserError for an unknown task."""
+    if record["tag"] not in TASKS:
+        raise unknown("task", str(record["tag"]), TASKS)
+    return TASKS[record["tag"]].from_json(record)

@@ -1,0 +1,167 @@
+"""The contract of a task: its configuration, its model, its loss and its evaluation.
+
+A run's configuration holds one task configuration. The train loop, sweeps and reports use this contract alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
+
+import torch
+import tyro
+from torch import Tensor, nn
+
+from siamesenorm.errors import UserError
+from siamesenorm.topologies import Kernels
+
+LARGEST_EXPONENT = 709.0
+"""The largest whole x for which e^x is a double."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """A number of an evaluation: its name in the record, which direction is better, its format and its label.
+
+    `of_loss` says how it follows from a loss, where it does, so that it can be stated of the training loss as well.
+    """
+
+    name: str
+    direction: Literal["lower", "higher"] = "lower"
+    format: str = ".3f"
+    label: str
+    of_loss: Literal["", "same", "exp"] = ""
+
+    def from_loss(self, loss: float) -> float:
+        """Return the metric of a loss; infinite where a double cannot hold it."""
+        return loss if self.of_loss == "same" else math.exp(loss) if loss < LARGEST_EXPONENT else math.inf
+
+    def to_json(self) -> dict[str, str]:
+        """Return the fields as JSON values."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Losses:
+    """The loss of some samples: the sum over their `count` items, and auxiliary means with their weights, by name.
+
+    Samples of the same number have the same `count`, so that micro-batches weigh alike.
+    """
+
+    total: Tensor
+    count: int
+    auxiliary: Mapping[str, tuple[Tensor, float]] = field(default_factory=dict)
+
+    @property
+    def mean(self) -> Tensor:
+        """The main loss per item."""
+        return self.total / self.count
+
+    @property
+    def objective(self) -> Tensor:
+        """What the optimizer minimises: the mean and the weighted auxiliary losses."""
+        return sum((weight * value for value, weight in self.auxiliary.values()), start=self.mean)
+
+
+class Task(Protocol):
+    """A model with its data, built from a `TaskConfig`.
+
+    `unit` is that of the loss, such as "nats/token"; `item` is what the loss is a mean over, and `items_per_sample` how
+    many of them a sample has. `metrics` are the numbers of an evaluation, the loss first. `floor` is the loss of a
+    model that has learned nothing, `scale` the unit of the verdict's thresholds.
+    """
+
+    unit: str
+    item: str
+    items_per_sample: int
+    metrics: tuple[Metric, ...]
+    floor: float | None
+    scale: float
+
+    def build_model(self, device: torch.device, kernels: Kernels = "plain") -> nn.Module:
+        """Return the model with its initial weights; on the meta device nothing is allocated."""
+
+    def describe(self, model: nn.Module) -> dict[str, Any]:
+        """Return what the first record of a run says about data and model, which may be on the meta device."""
+
+    def loss(self, model: nn.Module, position: int, count: int) -> Losses:
+        """Return the loss of `count` samples from a position in the order of the training data."""
+
+    def evaluate(self, model: nn.Module, count: int) -> dict[str, float]:
+        """Return the metrics on held-out data, `count` samples at a time, and the number of items."""
+
+    def convert_weights(
+        self, source: TaskConfig, weights: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+        """Return weights of a model of `source` as weights of this model, and the differences in its function."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """What every task's configuration has: frozen dataclasses, registered by their tag in `tasks.registry`.
+
+    `data` names the data and `digest` is that of its content, which a run is identified by.
+    `revision` is raised when a mended defect changes numbers: runs of an earlier revision are other runs.
+    """
+
+    tag: ClassVar[str]
+    revision: ClassVar[int] = 0
+    available_sizes: ClassVar[tuple[str, ...]] = ()
+    """Names of sizes of the model, for `of_size`."""
+
+    data: Any = field(metadata={"hashed": False})
+    digest: Annotated[str, tyro.conf.Suppress] = ""
+    model: Any
+
+    def of_size(self, size: str) -> Self:
+        """Return the configuration with the model's fields of a named size; raises UserError for an unknown one."""
+        raise UserError(f"the task {self.tag} has no sizes: give the model's fields, such as --model.depth")
+
+    def resolved(self, precision: Literal["float32", "bfloat16"]) -> Self:
+        """Return the configuration with automatic choices replaced; opens the data unless that was done before."""
+        raise NotImplementedError
+
+    def build(self, seed: int) -> Task:
+        """Open the data and return the task; raises UserError where data and configuration do not fit."""
+        raise NotImplementedError
+
+    def continued(self, source: TaskConfig) -> Self:
+        """Return the configuration with the options that its model needs to start from weights of `source`.
+
+        Raises UserError where that is impossible, as `require_convertible` does.
+        """
+        raise UserError(f"a run of the task {self.tag} cannot start from the weights of another run: leave out --start")
+
+    def require_convertible(self, source: TaskConfig) -> None:
+        """Raise UserError unless weights of a model of `source` can become weights of this model."""
+        self.continued(source)
+
+    def same_order(self, other: TaskConfig) -> bool:
+        """Whether a run of `other` with the same seed reads the same samples in the same order."""
+        return False
+
+    def describe_data(self) -> dict[str, str]:
+        """Return the name of the data, and details of it, for people."""
+        return {}
+
+    @property
+    def label(self) -> str:
+        """A short name for tables: that of the method."""
+        return str(self.model.label)
+
+    def with_method(self, method: str) -> Self:
+        """Return the configuration with the topology and the norms of a method such as "siamese + seednorm"."""
+        return dataclasses.replace(self, model=self.model.with_method(method))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return every field as JSON values, with the tag."""
+        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        return {**fields, "tag": self.tag, "data": str(fields["data"]), "model": self.model.to_json()}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Self:
+        """Read what `to_json` wrote; raises UserError for a field that does not exist."""
+        raise NotImplementedError
