@@ -187,6 +187,10 @@ def shared_between_blocks(model: Any) -> None:
     model.model.layers[1].input_layernorm.weight = model.model.layers[0].input_layernorm.weight
 
 
+def shared_with_a_module_elsewhere(model: Any) -> None:
+    model.extra = model.model.layers[1].input_layernorm
+
+
 def shared_with_the_final(model: Any) -> None:
     model.model.norm = model.model.layers[1].post_attention_layernorm
 
@@ -196,6 +200,7 @@ def shared_with_the_final(model: Any) -> None:
     [
         (shared_inside_a_block, "model.layers.1.input_layernorm", "model.layers.1.post_attention_layernorm"),
         (shared_between_blocks, "model.layers.0.input_layernorm", "model.layers.1.input_layernorm"),
+        (shared_with_a_module_elsewhere, "model.layers.1.input_layernorm", "extra"),
         (shared_with_the_final, "model.layers.1.post_attention_layernorm", "model.norm"),
     ],
 )
@@ -400,3 +405,11 @@ def test_norms_of_this_library_keep_their_operator() -> None:
     assert report.function_kept and torch.equal(model(TOKENS).logits, expected)
     post_norm = model.model.layers[1].mlp_connection.identity_norm
     assert type(post_norm) is type(build_norm("seednorm", DIM)) and post_norm.heads == 2
+
+
+@pytest.mark.parametrize("given", ["gpt2", 3, None])
+def test_what_is_no_model(given: Any) -> None:
+    for convert in OPERATIONS.values():
+        with pytest.raises(UserError) as caught:
+            convert(given)
+        assert repr(given) in str(caught.value) and "\n" not in str(caught.value)

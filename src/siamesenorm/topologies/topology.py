@@ -269,7 +269,7 @@ class Topology:
     """
 
     revision: ClassVar[int] = 0
-    """Part of a run's identity; to be raised when a fix changes numbers."""
+    """Part of a run's identity, raised when a mended defect changes numbers."""
     title: ClassVar[str] = ""
     """The name in tables and messages; the class's name where it is empty."""
     paper: ClassVar[str] = ""

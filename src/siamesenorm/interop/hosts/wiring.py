@@ -151,7 +151,13 @@ class ResidualParts:
             name: connection.init_as_pre_norm(norm)
             for connection, (name, norm) in zip(connections, old.inputs.items(), strict=True)
         }
-        return {**found, stack.final_norm: self.closing.init_as_pre_norm(old.final)}
+        found[stack.final_norm] = self.closing.init_as_pre_norm(old.final)
+        # Where the sublayer keeps its own norm, the connection reports no bound: its eps is that of the other norms.
+        twice = Inexact.norm_of_norm(old.first.eps, old.first.eps)
+        return {
+            name: [twice if (one.kind, one.bound) == (twice.kind, None) else one for one in differences]
+            for name, differences in found.items()
+        }
 
     def install(self, stack: BlockStack) -> None:
         """Exchange the residual path of the host: nothing here can fail."""
