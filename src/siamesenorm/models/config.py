@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
+from torch import nn
 
 from siamesenorm.errors import UserError, unknown
+from siamesenorm.models.block import Block, build_residual_path
 from siamesenorm.models.initialisation import SCHEMES, Initialisation
 from siamesenorm.norms import NormSpec, available_norms
 from siamesenorm.norms.registry import norm_options
-from siamesenorm.sublayers.attention import ATTENTION_NORMS, AttentionShape
-from siamesenorm.sublayers.mlp import Activation
+from siamesenorm.sublayers.attention import ATTENTION_NORMS, Attention, AttentionShape
+from siamesenorm.sublayers.mlp import Activation, build_mlp
 from siamesenorm.topologies import (
     AttentionNorm,
+    Closing,
     Kernels,
+    Opening,
     ResidualSpec,
     Topology,
     build_topology,
     topology_from_json,
     topology_name,
     topology_to_json,
+    transformer_places,
 )
 
 StreamDtype = Literal["inherit", "float32", "bfloat16", "float64"]
@@ -42,6 +47,9 @@ class TransformerConfig:
     `residual_dtype` is the dtype of the streams, `compute_dtype` that of the input of sublayers; "inherit" keeps the
     embedding's. Where it is not the parameters' dtype, run under autocast. Raises UserError for what cannot be built.
     """
+
+    domain: ClassVar[Literal["language", "vision"]] = "language"
+    """What norms' recipes tell apart; attention is causal in language."""
 
     depth: int = 8
     """Number of blocks."""
@@ -108,6 +116,7 @@ class TransformerConfig:
             context_norm=self.context_norm,
             norm=self._attention_operator(),
             bias=self.bias,
+            causal=self.domain == "language",
         )
 
     def _attention_operator(self) -> NormSpec:
@@ -150,6 +159,22 @@ class TransformerConfig:
             compute_dtype=precision if self.compute_dtype == "inherit" else self.compute_dtype,
         )
 
+    def build_stack(self, kernels: Kernels = "plain") -> tuple[Opening, nn.ModuleList, Closing]:
+        """Return the opening, the blocks of attention and MLP, and the closing; raises UserError as `residual_spec`."""
+        path = build_residual_path(self.topology, self.residual_spec(kernels), transformer_places(self.depth))
+        blocks = nn.ModuleList(
+            Block(
+                {
+                    "attention": Attention(self.attention_shape),
+                    "mlp": build_mlp(self.activation, self.dim, self.hidden, bias=self.bias),
+                },
+                connections,
+                self.dropout,
+            )
+            for connections in path.connections
+        )
+        return path.opening, blocks, path.closing
+
     def residual_spec(self, kernels: Kernels = "plain") -> ResidualSpec:
         """Return what the topology builds from; raises UserError where it has no such kernels."""
         if kernels not in get_args(Kernels):
@@ -160,6 +185,7 @@ class TransformerConfig:
         return ResidualSpec(
             dim=self.dim,
             norm=self.norm,
+            domain=self.domain,
             residual_dtype=DTYPES[self.residual_dtype],
             compute_dtype=DTYPES[self.compute_dtype],
             kernels=kernels,

@@ -20,17 +20,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.models.block import Block, add_losses, build_residual_path
+from siamesenorm.models.block import add_losses
 from siamesenorm.models.config import TransformerConfig, inherited_operator, require_positive
-from siamesenorm.models.initialisation import initialise
+from siamesenorm.models.initialisation import build_embedding, initialise
 from siamesenorm.norms import NORMS, DeclaredModule, NormSpec
-from siamesenorm.sublayers.attention import Attention
 from siamesenorm.sublayers.cache import AttentionCache, Context
-from siamesenorm.sublayers.mlp import build_mlp
 from siamesenorm.sublayers.modulated import Losses
 from siamesenorm.sublayers.projection import Projection
 from siamesenorm.sublayers.rotary import Rotation, rotation
-from siamesenorm.topologies import Kernels, Streams, Topology, build_topology, transformer_places
+from siamesenorm.topologies import Kernels, Streams, Topology, build_topology
 
 Positions = Literal["rotary", "none"]
 SIZES: dict[str, dict[str, Any]] = {
@@ -127,25 +125,10 @@ class LanguageModel(nn.Module):
         super().__init__()
         require_positive(config, "vocabulary")
         self.config, self.kernels = config, kernels
-        # Not nn.Embedding(...), whose own draw imports the compiler on the meta device: over a second.
-        table = torch.empty(config.vocabulary, config.dim)
-        self.embedding: nn.Embedding = nn.Embedding.from_pretrained(table, freeze=False)  # type: ignore[no-untyped-call]
+        self.embedding = build_embedding(config.vocabulary, config.dim)
         self.embedding_scale: nn.Module = EmbeddingScale(config.dim) if _scales_embedding(config) else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
-        path = build_residual_path(config.topology, config.residual_spec(kernels), transformer_places(config.depth))
-        self.opening = path.opening
-        self.blocks = nn.ModuleList(
-            Block(
-                {
-                    "attention": Attention(config.attention_shape),
-                    "mlp": build_mlp(config.activation, config.dim, config.hidden, bias=config.bias),
-                },
-                connections,
-                config.dropout,
-            )
-            for connections in path.connections
-        )
-        self.closing = path.closing
+        self.opening, self.blocks, self.closing = config.build_stack(kernels)
         # A tied head is the embedding: no second name for the same weights.
         self.head = None if config.tied else Projection(config.dim, config.vocabulary, role="head")
 
