@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from siamesenorm.errors import unknown
+from siamesenorm.tasks.classification import ClassificationTaskConfig
 from siamesenorm.tasks.language import LanguageTaskConfig
 from siamesenorm.tasks.task import TaskConfig
 
-TASKS: dict[str, type[TaskConfig]] = {config.tag: config for config in (LanguageTaskConfig,)}
+TASKS: dict[str, type[TaskConfig]] = {config.tag: config for config in (LanguageTaskConfig, ClassificationTaskConfig)}
 
 
 def available_tasks() -> tuple[str, ...]:

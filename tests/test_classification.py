@@ -1,0 +1,122 @@
+"""A second task, on which nothing of the loop depends: a vision Transformer on scikit-learn's digits."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from siamesenorm.cli import main
+from siamesenorm.errors import UserError
+from siamesenorm.models.vision import build_vision_transformer
+from siamesenorm.tasks.classification import HELD_OUT, ClassificationTask
+from siamesenorm.tasks.registry import available_tasks, task_from_json
+from siamesenorm.training.config import Execution, RunConfig
+from siamesenorm.training.instruments import Instrument
+from siamesenorm.training.loop import train
+from siamesenorm.training.optimizer import OptimizerConfig
+from siamesenorm.training.presets import presets
+from siamesenorm.training.run_directory import RunDirectory
+from training_runs import losses, records, with_model
+
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_steps=4)
+EXECUTION = Execution(threads=1, checkpoint_every=4, compile="off", keep_states=True)
+
+
+def digits(**changes: Any) -> RunConfig:
+    config = dataclasses.replace(presets(Path())["digits"], optimizer=OPTIMIZER, execution=EXECUTION, **changes)
+    return with_model(config, depth=2, dim=16, hidden=32).resolved()
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "digits"
+    assert train(digits(steps=60, validation_every=30), run).label == "stable"
+    return run
+
+
+def test_it_learns_the_digits(learned: Path) -> None:
+    curve = losses(learned)
+    assert curve[0] == pytest.approx(math.log(10), abs=0.8)
+    last = records(learned, "validation")[-1]
+    assert last["accuracy"] > 0.7 and last["loss"] < 1.0 and last["items"] == HELD_OUT
+    (model,) = records(learned, "model")
+    assert model["floor"] == math.log(10) and model["unit"] == "nats/image" and model["train_items"] == 1437
+    assert [metric["name"] for metric in model["metrics"]] == ["loss", "accuracy"]
+
+
+def test_metrics_are_those_of_the_held_out_images(learned: Path) -> None:
+    config = RunDirectory(learned).read_config()
+    task = config.task.build(config.seed)
+    assert isinstance(task, ClassificationTask)
+    model = build_vision_transformer(config.task.model)
+    model.load_state_dict(load_file(learned / "checkpoints/step-00000060/model.safetensors"))
+    with torch.no_grad():
+        logits = model(task.held_out.images).logits
+    last = records(learned, "validation")[-1]
+    assert last["loss"] == pytest.approx(float(F.cross_entropy(logits, task.held_out.labels)), rel=1e-5)
+    assert last["accuracy"] == float((logits.argmax(-1) == task.held_out.labels).double().mean())
+
+
+def test_held_out_images_are_the_same_for_every_seed_and_never_trained_on() -> None:
+    first, second = (digits().task.build(seed) for seed in (0, 1))
+    assert isinstance(first, ClassificationTask) and isinstance(second, ClassificationTask)
+    assert torch.equal(first.held_out.images, second.held_out.images)
+    epoch = np.sort(first.order.indices(0, 1437))
+    assert (epoch == np.arange(1437)).all() and (first.order.indices(0, 9) != second.order.indices(0, 9)).any()
+    seen = {image.numpy().tobytes() for image in first.train.images}
+    assert len(first.held_out.images) == HELD_OUT
+    assert not any(image.numpy().tobytes() in seen for image in first.held_out.images)
+    images = torch.cat((first.train.images, first.held_out.images))
+    assert images.mean() == pytest.approx(0, abs=1e-5) and images.std() == pytest.approx(1, abs=1e-5)
+
+
+def test_interrupted_it_ends_with_the_same_bits(tmp_path: Path) -> None:
+    class Interruption(Instrument):
+        def on_step(self, loop: Any, record: dict[str, Any]) -> None:
+            if record["step"] == 7:
+                raise KeyboardInterrupt
+
+    config = with_model(digits(steps=10, validation_every=5), dropout=0.1)
+    train(config, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path / "resumed", instruments=(Interruption(),))
+    train(config, tmp_path / "resumed")
+    assert records(tmp_path / "resumed") == records(tmp_path / "whole")
+    for group in ("model", "optimizer", "random"):
+        files = [tmp_path / run / f"checkpoints/step-00000010/{group}.safetensors" for run in ("whole", "resumed")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_its_configuration_survives_json_and_is_identified_by_its_images() -> None:
+    config = digits()
+    assert config.task.tag in available_tasks()
+    assert RunConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    assert task_from_json(config.task.to_json()) == config.task
+    other = dataclasses.replace(config, task=dataclasses.replace(config.task, digest="0" * 64))
+    assert other.identity != config.identity
+    with pytest.raises(UserError):
+        other.task.build(0)
+
+
+@pytest.mark.parametrize("changes", [{"image_size": 16}, {"classes": 9}, {"channels": 3}])
+def test_images_that_do_not_fit_the_model_are_refused(changes: dict[str, int]) -> None:
+    with pytest.raises(UserError):
+        with_model(digits(), **changes).task.build(0)
+
+
+def test_the_command_line_trains_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--steps", "2", "--optimizer.warmup-steps", "1", "--model.depth", "1", "--out", str(tmp_path / "run")]
+    assert main(["train", "digits", "--model.topology", "siamese", "--batch", "8", *options]) == 0
+    assert "accuracy" in capsys.readouterr().err
+    assert main(["train", "digits", "--data", "letters", *options]) == 2
+    assert main(["train", "digits", "--start", str(tmp_path / "run"), *options[:-1], str(tmp_path / "other")]) == 2
+    assert not (tmp_path / "other").exists()
