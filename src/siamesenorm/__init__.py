@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from siamesenorm.interop.rewire import rewire
     from siamesenorm.interop.stored import from_pretrained
     from siamesenorm.interop.swap_norms import swap_norms
-    from siamesenorm.models.block import TransformerBlock
+    from siamesenorm.models.block import Block
     from siamesenorm.models.language import (
         LanguageModel,
         LanguageModelConfig,
@@ -60,7 +60,7 @@ __all__ = [
     "StabilityMonitor",
     "StreamMonitor",
     "Topology",
-    "TransformerBlock",
+    "Block",
     "available_norms",
     "available_tasks",
     "available_topologies",
