@@ -32,7 +32,7 @@ def train(data: Path, out: Path, *options: Any) -> Path:
     """Train a tiny model for 20 steps, with a checkpoint every 10, and return the directory of the run."""
     shape = [part for name, value in SHAPE.items() for part in (f"--model.{name.replace('_', '-')}", value)]
     run("train", "mini", "--data", data, "--out", out, "--steps", 20, "--batch", 128 // CONTEXT,
-        "--execution.compile", "off",
+        "--execution.compile", "off", "--execution.keep-states",
         "--optimizer.warmup-steps", 2, "--optimizer.learning-rate", 0.01, "--validation-every", 10,
         "--validation-tokens", 128, "--execution.checkpoint-every", 10, "--model.size", "nano",
         *shape, *options)  # fmt: skip

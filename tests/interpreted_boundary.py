@@ -12,7 +12,6 @@ from boundary_cases import CASES, Case, Inputs, draw_inputs, reference, weighted
 from siamesenorm import build_language_model
 from siamesenorm.kernels import boundary as operator
 from siamesenorm.kernels import boundary_launch, boundary_plain
-from siamesenorm.kernels import lean_boundary as lean_operator
 from siamesenorm.kernels.launch import Launch
 
 EACH = pytest.mark.parametrize("case", CASES, ids=str)
@@ -163,8 +162,8 @@ def test_other_dtypes(case: Case, streams: torch.dtype, output: torch.dtype) -> 
     results = apply(inputs)
     assert_rounded(results, reference(inputs.double()))
 
-    settled, identity, h, unsettled, statistics = operator.boundary(*inputs.arguments)
-    kept = settled if inputs.gains.post_norm_gain is None else unsettled
+    bounded, identity, h, updated, statistics, _ = operator.boundary(*inputs.arguments)
+    kept = bounded if inputs.gains.post_norm_gain is None else updated
     normalised = None if inputs.gains.identity_gain is None else identity
     second = draw_inputs(case, (6, 100), streams=streams, output=output, seed=6).map(Tensor.detach)
     arguments: tuple[Any, ...] = (second.bounded, second.identity, second.output, kept, normalised, statistics)
@@ -224,10 +223,9 @@ def test_a_model(topology: str, launched: list[str]) -> None:
     ],
 )
 def test_a_lean_model(topology: str, norm: str, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The identity stream rebuilt by the kernels, of whole rows of 100 and of rows in parts of 64."""
+    """The identity stream recomputed by the kernels, of whole rows of 100 and of rows in parts of 64."""
     monkeypatch.setattr(boundary_launch, "LONGEST_WHOLE_ROW", part)
     monkeypatch.setattr(boundary_launch, "PART_OF_A_ROW", part)
-    monkeypatch.setattr(lean_operator, "implementation", lambda _: boundary_launch)
     fields: dict[str, Any] = {"depth": 2, "dim": 100, "heads": 2, "hidden": 16, "vocabulary": 11, "norm": norm}
     tokens = torch.randint(0, 11, (1, 5), generator=torch.Generator().manual_seed(3))
     found = []
@@ -241,18 +239,18 @@ def test_a_lean_model(topology: str, norm: str, part: int, monkeypatch: pytest.M
 @pytest.mark.parametrize("part", [64, 4096], ids=["rows in parts", "whole rows"])
 @pytest.mark.parametrize("centred", [False, True], ids=["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
-def test_a_row_that_cannot_be_rebuilt(case: Case, centred: bool, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_cannot_be_recomputed(case: Case, centred: bool, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows from it becomes NaN, as in plain PyTorch, and that alone; the rows beside it are right."""
     monkeypatch.setattr(boundary_launch, "LONGEST_WHOLE_ROW", part)
     monkeypatch.setattr(boundary_launch, "PART_OF_A_ROW", part)
     inputs = draw_inputs(case, (5, 100), centred=centred, streams=torch.float32).map(Tensor.detach)
-    departure = torch.tensor(0.4)
-    settled, identity, h, unsettled, statistics = operator.boundary(*inputs.arguments)
-    rest = identity - settled / departure
-    rest[3] += 0.1
-    carried = boundary_plain.Carried(rest, departure, 1e-5)
-    kept = settled if inputs.gains.post_norm_gain is None else unsettled
-    arguments = (settled, identity, h, kept, carried, statistics, inputs.constants, inputs.gains, centred)
+    next_scale = torch.tensor(0.4)
+    bounded, identity, h, updated, statistics, _ = operator.boundary(*inputs.arguments)
+    difference = identity - bounded / next_scale
+    difference[3] += 0.1
+    recompute = boundary_plain.Recompute(difference, next_scale, 1e-5)
+    kept = bounded if inputs.gains.post_norm_gain is None else updated
+    arguments = (bounded, identity, h, kept, recompute, statistics, inputs.constants, inputs.gains, centred)
     found, expected = boundary_launch.backward(*arguments), boundary_plain.backward(*arguments)
     assert expected.identity[3].isnan().all() and expected.gains.isnan().any()
     assert expected.bounded[3].isnan().all() == (inputs.gains.input_gain is not None)

@@ -33,14 +33,11 @@ from siamesenorm.topologies import (
     build_topology,
     transformer_places,
 )
-from siamesenorm.topologies.branch_scale import LayerScale, ReZero
 from siamesenorm.topologies.hybridnorm import HybridNorm
 from siamesenorm.topologies.hyper_connections import HyperConnections
 from siamesenorm.topologies.manifold_hyper_connections import ManifoldHyperConnections
-from siamesenorm.topologies.mix_ln import MixLN
-from siamesenorm.topologies.output_norm import OutputNorm, PeriNorm
-from siamesenorm.topologies.post_norm import DeepNorm, PostNorm
-from siamesenorm.topologies.pre_norm import LayerNormScaling, PreNorm
+from siamesenorm.topologies.post_norm import DeepNorm, MixLN, PostNorm
+from siamesenorm.topologies.pre_norm import LayerNormScaling, LayerScale, OutputNorm, PeriNorm, PreNorm, ReZero
 from siamesenorm.topologies.residual import ResiDual
 from siamesenorm.topologies.siamese import SiameseHybridPre, SiamesePostPre
 from siamesenorm.topologies.spannorm import SpanNorm
@@ -233,7 +230,7 @@ def pre(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
 def layer_norm_scaling(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     x = e * torch.rsqrt((e * e).mean(-1, keepdim=True) + 1e-5) if options.embedding_norm else e
     for k in model.sublayers:
-        norm = model.connections[k].norm.module
+        norm = model.connections[k].norm
         x = x + F[k](norm(x) / math.sqrt(k // 2 + 1))
     return model.closing.norm(x)
 
@@ -362,11 +359,16 @@ def siamese_post_pre(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> 
     for k in model.sublayers:
         connection = model.connections[k]
         h = X + connection.identity_norm(Y)
-        out = F[k](connection.input_norm(h) if options.normalized_input else h)
+        out = F[k](outer(options, connection.input_norm, h) if options.normalized_input else h)
         X = N_X[k](X + depth_scale(options.depth_scale, k) * out)
         Y = Y + out
     fused = X + model.closing.identity_norm(Y)
-    return model.closing.output_norm(fused) if options.readout == "code" else fused
+    return outer(options, model.closing.output_norm, fused) if options.readout == "code" else fused
+
+
+def outer(options: Any, norm: Any, x: Tensor) -> Tensor:
+    """The outer norm of two: with exact eps, it is multiplied by sqrt(1 + e)."""
+    return norm(x) * math.sqrt(1 + norm.eps) if options.exact_eps and hasattr(norm, "eps") else norm(x)
 
 
 @reference(SiameseHybridPre)
@@ -379,9 +381,10 @@ def siamese_hybrid_pre(options: Any, e: Tensor, F: list[Sublayer], model: Any) -
         X, Y = X + depth_scale(options.depth_scale, a) * out, Y + out
         X = mlp.post_norm(X)
         h = X + mlp.identity_norm(Y)
-        out = F[m](mlp.input_norm(h) if options.normalized_input else h)
+        out = F[m](outer(options, mlp.input_norm, h) if options.normalized_input else h)
         X, Y = X + depth_scale(options.depth_scale, m) * out, Y + out
-    return model.closing.output_norm(model.closing.post_norm(X) + model.closing.identity_norm(Y))
+    fused = model.closing.post_norm(X) + model.closing.identity_norm(Y)
+    return outer(options, model.closing.output_norm, fused)
 
 
 # --- n streams -------------------------------------------------------------------------------------------------------

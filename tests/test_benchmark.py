@@ -18,7 +18,7 @@ from torch import Tensor
 
 import goals
 import peers
-from siamesenorm.benchmark import boundary, gpu, norms, step
+from siamesenorm.benchmark import boundary, gpu, measurement, norms, step
 from siamesenorm.benchmark.boundary import Boundary
 from siamesenorm.benchmark.measurement import (
     Deadline,
@@ -42,6 +42,11 @@ from siamesenorm.topologies import ResidualSpec, available_topologies, build_top
 CPU = torch.device("cpu")
 # PyTorch's compiler itself, where there is CUDA.
 pytestmark = pytest.mark.filterwarnings("ignore:.*script_method. is deprecated:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurement, "COPIED_BYTES", 1 << 16)
 
 
 def test_every_candidate_runs_once_a_round_in_turning_order() -> None:
@@ -148,7 +153,7 @@ def test_what_fails_is_noted_and_the_rest_is_measured() -> None:
     results = boundary.measure_boundaries(settings, "cpu")
     assert [row["candidate"] for row in results.rows] == ["plain"]
     (noted,) = results.not_measured
-    assert noted.startswith("siamese, 16 bfloat16, lean: kernels='lean' rebuilds streams")
+    assert noted.startswith("siamese, 16 bfloat16, lean: kernels='lean' ")
     late = boundary.measure_boundaries(settings, "cpu", Deadline.after(-1))
     assert (late.rows, late.not_measured) == ([], ["siamese, 16 bfloat16: no time was left"])
 
@@ -164,7 +169,7 @@ def settings_of_two(**others: object) -> boundary.BoundarySettings:
     ("part", "change", "what"),
     [
         ("forward", {"h": lambda h: 2 * h}, "its input differs from the formula by 1 of its length"),
-        ("forward", {"settled": lambda x: torch.cat((x[:-1], x[:1]))}, "its closed state differs"),
+        ("forward", {"bounded_next": lambda x: torch.cat((x[:-1], x[:1]))}, "its closed state differs"),
         ("backward", {"identity": lambda x: -x}, "its gradient of stream 1 differs from the formula by 2 of its"),
         (
             "backward",
@@ -322,6 +327,7 @@ def test_a_process_that_dies_or_hangs_is_noted(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu, "measure_part", part)
+    monkeypatch.setattr(gpu, "PARTS", {"norms": (0.9, 1.0)})
     gpu.measure_on_gpu(tmp_path, minutes=minutes)
     for path in tmp_path.iterdir():
         assert json.loads(path.read_text())["not_measured"] == [gpu.UNFINISHED, f"{path.stem}: {reason}"]

@@ -16,7 +16,8 @@ from siamesenorm.errors import UserError
 from siamesenorm.interop.swap_norms import swap_norms
 from siamesenorm.kernels import launch
 from siamesenorm.norms import NormSpec
-from siamesenorm.topologies import fused as fused_connections
+from siamesenorm.sublayers.cache import Context
+from siamesenorm.topologies import boundary as family
 from siamesenorm.topologies import transformer_places
 from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks
 
@@ -97,7 +98,7 @@ def test_a_write_stays_pending_across_block_edges(topology: str) -> None:
     streams = model.opening(model.embedding(tokens()))
     count = len(streams)
     for block in model.blocks:
-        streams, _ = block(streams, model._rotary(6))
+        streams, _ = block(streams, Context(model._rotary(6)))
         assert len(streams) == count + 1, "the streams, and the output not yet added"
 
 
@@ -113,8 +114,8 @@ def test_auto_is_plain_on_a_cpu_to_the_last_bit(topology: str, norm: str) -> Non
 
 def pretend_kernels(monkeypatch: pytest.MonkeyPatch, smallest: int = 0) -> None:
     """Let there be kernels for every tensor of so many bytes."""
-    monkeypatch.setattr(fused_connections, "has_kernels_for", lambda x: True)
-    monkeypatch.setattr(launch, "SMALLEST", smallest)
+    monkeypatch.setattr(family, "has_kernels_for", lambda x: True)
+    monkeypatch.setattr(launch, "SMALLEST_FUSED_BYTES", smallest)
 
 
 @pytest.mark.parametrize("topology", FUSED)
@@ -162,7 +163,7 @@ def test_auto_is_plain_under_forward_mode_and_fused_is_refused(
         with torch.set_grad_enabled(grad), sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
             streams = model.opening(forward_ad.make_dual(embedding, embedding.sin()))
             for block in model.blocks:
-                streams, _ = block(streams, model._rotary(6))
+                streams, _ = block(streams, Context(model._rotary(6)))
             return forward_ad.unpack_dual(model.closing(streams)).tangent
 
     torch.testing.assert_close(tangent("auto"), tangent("plain"), rtol=0, atol=0)
@@ -261,24 +262,44 @@ def test_auto_is_plain_for_norms_that_the_operator_does_not_know(norm: str, monk
 
 @pytest.mark.parametrize("topology", FUSED)
 def test_fused_refuses_norms_that_the_operator_does_not_know(topology: str) -> None:
-    with pytest.raises(UserError, match="the fused boundary knows RMSNorm and LayerNorm with gain .*: use plain"):
+    with pytest.raises(UserError, match="plain"):
         tiny_model(topology, norm="dyt", kernels="fused")
 
 
-def test_fused_refuses_conditioned_sublayers_and_other_axes() -> None:
-    topology = build_topology("pre")
-    (_, place), *_ = transformer_places(1, conditioned=True)
-    with pytest.raises(UserError, match="with gain"):
-        topology.connection(place, ResidualSpec(dim=8, kernels="fused"))
+@pytest.mark.parametrize("topology", ["pre", "siamese", "siamese-post-pre:normalized_input=false", "ln-scaling"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_fused_norms_without_gain(topology: str, norm: str) -> None:
+    """Those of conditioned sublayers, as in the official DiT."""
+    _, (place, last) = transformer_places(2, conditioned=True)
+    for at in (place, last):
+        connections = [
+            build_topology(topology).connection(at, ResidualSpec(dim=8, norm=norm, kernels=kernels)).double()
+            for kernels in ("plain", "fused")
+        ]
+        generator = torch.Generator().manual_seed(0)
+        count = len(build_topology(topology).stream_names)
+        streams = [torch.randn(3, 8, generator=generator, dtype=torch.float64) for _ in range(count)]
+        output = torch.randn(3, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+        found = []
+        for connection in connections:
+            with Calls() as calls:
+                written = (*streams, output) if connection.pends else connections[1].previous(tuple(streams), output)
+                h, after = connection.read(written)
+            found.append((h, *after, *torch.autograd.grad((h.sin().sum() + after[0].sum()), output)))
+        assert calls.counts[0] == 1
+        torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+def test_fused_refuses_other_axes() -> None:
     (_, place), *_ = transformer_places(1)
     with pytest.raises(UserError, match="channels last"):
-        topology.connection(place, ResidualSpec(dim=8, axis=1, kernels="fused"))
+        build_topology("pre").connection(place, ResidualSpec(dim=8, axis=1, kernels="fused"))
 
 
 def test_fused_refuses_different_norms() -> None:
     norms = [NormSpec.parse(spec).build(8) for spec in ("rmsnorm", "rmsnorm:eps=1e-6")]
     with pytest.raises(UserError, match=r"not \[1e-06, 1e-05\]"):
-        fused_connections.FusedNorms.of(norms)
+        family.FusedNorms.of(norms)
 
 
 def test_kernels_that_do_not_exist_are_refused() -> None:
@@ -331,9 +352,10 @@ def test_streams_keep_their_dtype(topology: str) -> None:
     )
     streams = fused.opening(fused.embedding(tokens()))
     for block in fused.blocks:
-        streams, _ = block(streams, fused._rotary(6))
+        streams, _ = block(streams, Context(fused._rotary(6)))
         assert {stream.dtype for stream in streams[:-1]} == {torch.bfloat16}
-        assert streams[-1].dtype == torch.float32
+        acts_on_output = topology in ("peri", "layerscale")
+        assert streams[-1].dtype == (torch.bfloat16 if acts_on_output else torch.float32)
     torch.testing.assert_close(run(fused)["logits"], run(plain)["logits"], rtol=0, atol=0.05)
 
 

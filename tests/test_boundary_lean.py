@@ -1,4 +1,4 @@
-"""The lean boundary: one stream kept, the other rebuilt, the same gradients, and no wrong ones where it cannot be."""
+"""The lean boundary: one stream kept, the other recomputed, the same gradients, and none that are wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from siamesenorm import LanguageModel, build_language_model
 from siamesenorm.errors import UserError
-from siamesenorm.kernels.lean_boundary import lean_boundary
+from siamesenorm.kernels.boundary import boundary
+from siamesenorm.sublayers.cache import Context
 from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks
 
 TOPOLOGIES = (
@@ -126,10 +127,11 @@ def test_a_second_backward_pass_and_two_models_runs_at_once() -> None:
 def test_a_second_derivative_is_refused() -> None:
     streams = [torch.randn(2, 3, 4, requires_grad=True) for _ in range(3)]
     number, gain = torch.tensor(0.7), torch.ones(4, requires_grad=True)
-    *results, carrier = lean_boundary(*streams, None, number, number, gain, None, gain, gain, *3 * [None], 1e-5, False)
-    bounded, identity, h, *_ = results
-    rest = (identity - bounded / number).detach()
-    (first,) = torch.autograd.grad((h.sin().sum(), carrier), streams[0], (None, rest), create_graph=True)
+    bounded, identity, h, _, _, handle = boundary(
+        *streams, None, number, None, gain, None, gain, gain, *3 * [None], 1e-5, False, number
+    )
+    difference = (identity - bounded / number).detach()
+    (first,) = torch.autograd.grad((h.sin().sum(), handle), streams[0], (None, difference), create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative: use kernels='plain'"):
         first.sum().backward()
 
@@ -195,7 +197,7 @@ def shift_bounded(streams: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def test_streams_that_were_changed_give_nan_and_no_wrong_gradient(change: Any) -> None:
     lost = changed(tiny_model(kernels="lean"), change)
     right = changed(tiny_model(kernels="fused"), change)
-    # Above the change the streams are rebuilt; the first boundary below it finds that it cannot.
+    # Above the change the streams are recomputed; the first boundary below it finds that it cannot.
     found = {name: gradient for name, gradient in lost.items() if not gradient.isnan().any()}
     below = {name for name in right if name.startswith("blocks.0.attention.")}
     assert lost.keys() - found.keys() >= {*below, "embedding.weight"}
@@ -212,7 +214,7 @@ def test_streams_that_were_used_twice_give_nan() -> None:
     model = tiny_model(kernels="lean")
     streams = model.opening(model.embedding(tokens()))
     for block in model.blocks:
-        streams, _ = block(streams, model._rotary(6))
+        streams, _ = block(streams, Context(model._rotary(6)))
     loss_of(model.closing(streams) + model.closing(tuple(stream * 1 for stream in streams))).backward()
     assert model.blocks[0].attention.query.weight.grad.isnan().all()
 
@@ -228,12 +230,12 @@ def test_a_loss_on_streams_beside_the_models_own() -> None:
     def gradients(model: LanguageModel) -> dict[str, Tensor]:
         streams, extra = model.opening(model.embedding(tokens())), torch.zeros(())
         for block in model.blocks:
-            streams, _ = block(streams, model._rotary(6))
-            if model.config.kernels == "plain":
+            streams, _ = block(streams, Context(model._rotary(6)))
+            if model.kernels == "plain":
                 extra = extra + streams[0].square().sum()
             else:
                 bounded, *_, output = streams
-                extra = extra + (bounded + output * block.mlp_connection.scale).square().sum()
+                extra = extra + (bounded + output * block.mlp_connection.addition.scale).square().sum()
         (loss_of(model.closing(streams)) + extra).backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -247,15 +249,15 @@ def test_16_bit_streams_are_refused() -> None:
 
 
 def test_topologies_without_lean_kernels_are_refused() -> None:
-    with pytest.raises(UserError, match="topology pre has no lean kernels"):
+    with pytest.raises(UserError, match="pre"):
         tiny_model("pre", kernels="lean")
 
 
 def test_schema_and_fake_tensors() -> None:
     streams = [torch.randn(2, 3, 4, requires_grad=True) for _ in range(3)]
     number, gain = torch.tensor(0.7), torch.ones(4, requires_grad=True)
-    arguments = (*streams, None, number, number, gain, None, gain, gain, None, None, None, 1e-5, False)
+    arguments = (*streams, None, number, None, gain, None, gain, gain, None, None, None, 1e-5, False, number)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(torch.ops.siamesenorm.lean_boundary.default, arguments, test_utils=checks)
-    carrier = lean_boundary(*arguments)[-1]
-    assert carrier.shape == streams[0].shape and carrier.untyped_storage().nbytes() == 4
+    torch.library.opcheck(torch.ops.siamesenorm.boundary.default, arguments, test_utils=checks)
+    handle = boundary(*arguments)[-1]
+    assert handle.shape == streams[0].shape and handle.untyped_storage().nbytes() == 4

@@ -71,12 +71,12 @@ def test_opcheck(case: Case, streams: torch.dtype, output: torch.dtype) -> None:
 @EACH
 def test_opcheck_of_the_backward_operator(case: Case) -> None:
     inputs = draw_inputs(case, (2, 3, 4), streams=torch.float32).map(Tensor.detach)
-    settled, identity, h, unsettled, statistics = boundary(*inputs.arguments)
-    kept = settled if inputs.gains.post_norm_gain is None else unsettled
+    bounded, identity, h, updated, statistics, _ = boundary(*inputs.arguments)
+    kept = bounded if inputs.gains.post_norm_gain is None else updated
     normalised = None if inputs.gains.identity_gain is None else identity
-    streams = (settled, None if inputs.identity is None else identity, h, kept, normalised, statistics)
+    streams = (bounded, None if inputs.identity is None else identity, h, kept, normalised, statistics)
     for gradients in (streams, (None, *streams[1:]), (streams[0], None, *streams[2:])):
-        arguments = (*gradients, *inputs.constants, *inputs.gains, False)
+        arguments = (*gradients, *inputs.constants, *inputs.gains, 1e-5, False)
         torch.library.opcheck(torch.ops.siamesenorm.boundary_backward.default, arguments)
 
 
@@ -149,9 +149,9 @@ def test_layer_norm_keeps_a_mean_for_each_norm_too() -> None:
 
 def test_dtypes_of_the_results() -> None:
     inputs = draw_inputs(CASES[0], (2, 3, 4), streams=torch.bfloat16, output=torch.float16)
-    bounded, identity, h, unsettled, statistics = boundary(*inputs.arguments)
+    bounded, identity, h, updated, statistics, _ = boundary(*inputs.arguments)
     assert (bounded.dtype, identity.dtype, h.dtype) == (torch.bfloat16, torch.bfloat16, torch.float16)
-    assert (unsettled.dtype, statistics.dtype, list(statistics.shape)) == (torch.bfloat16, torch.float32, [3, 6])
+    assert (updated.dtype, statistics.dtype, list(statistics.shape)) == (torch.bfloat16, torch.float32, [3, 6])
 
 
 def test_rows_are_normalised_before_they_are_rounded() -> None:

@@ -139,6 +139,14 @@ def test_a_token_that_the_model_does_not_know_is_refused(directory: Path, capsys
     assert generated(capsys, directory, "--prompt", "w1", "--tokens", "3")["tokens"]
 
 
+def test_weights_that_are_not_finite_are_refused(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = transformers.LlamaForCausalLM.from_pretrained(directory)
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.nan
+    model.save_pretrained(directory)
+    assert "model.norm.weight" in refusal(capsys, directory, "--prompt", "w1")
+
+
 def test_an_encoder_and_decoder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = transformers.T5Config(
         d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=32, decoder_start_token_id=0

@@ -190,7 +190,7 @@ def test_auto_is_the_formula_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def pretend_kernels(monkeypatch: pytest.MonkeyPatch, smallest: int = 0) -> None:
     """Let there be kernels for every tensor of so many bytes."""
     monkeypatch.setattr(norms_norm, "has_kernel", lambda _: True)
-    monkeypatch.setattr(launch, "SMALLEST", smallest)
+    monkeypatch.setattr(launch, "SMALLEST_FUSED_BYTES", smallest)
 
 
 def test_auto_is_the_formula_for_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

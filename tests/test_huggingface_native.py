@@ -454,10 +454,11 @@ def test_attention_weights_that_the_configuration_asks_for_are_refused() -> None
     assert model(tokens(), output_attentions=False).logits.shape == (2, 6, 13)
 
 
-def test_streams_of_fused_kernels_are_refused(tmp_path: Path) -> None:
+def test_streams_of_fused_kernels_are_refused() -> None:
     assert build_topology("siamese").has_fused_kernels
-    causal_model().save_pretrained(tmp_path)
-    fused = AutoModelForCausalLM.from_pretrained(tmp_path, kernels="fused")
+    native = LanguageModel(causal_model().config.to_native(), kernels="fused")
+    native.load_state_dict(causal_model().model.state_dict())
+    fused = SiameseNormForCausalLM.from_native(native.eval())
     torch.testing.assert_close(fused(tokens()).logits, causal_model()(tokens()).logits)
     with pytest.raises(UserError, match="kernels='plain'"):
         fused(tokens(), output_hidden_states=True)

@@ -73,8 +73,9 @@ def test_normalised_inputs(name: str, norm: str, shape: tuple[int, ...]) -> None
     """I + J_out J_F J_N, with J_out of what stands on the output."""
     model, F, x = wire(name, norm, seed=1), net(shape), embedding(1, *shape)
     connection = model.connections[2]
-    h = connection.norm(x)
-    J_N, J_F, J_out = jacobian(connection.norm, x), jacobian(F, h), jacobian(connection.output, F(h))
+    r = connection.constant_value("input_scale")
+    h = r * connection.norm(x)
+    J_N, J_F, J_out = r * jacobian(connection.norm, x), jacobian(F, h), jacobian(connection.output, F(h))
     assert_identity(jacobian(transition(model, 2, F), x), eye(x) + J_out @ J_F @ J_N)
 
 
@@ -151,7 +152,7 @@ def test_residual(dual_scale: float, shape: tuple[int, ...]) -> None:
 
 def post_pre_matrix(connection: nn.Module, N_X: Map, F: Map, X: Tensor, Y: Tensor) -> Tensor:
     """[[J_X (I + s J_in), s J_X J_in J_Y], [J_in, I + J_in J_Y]], J_in = J_F J_{N^in}: equation 8 with s."""
-    s, total = float(connection.scale), X + connection.identity_norm(Y)
+    s, total = float(connection.addition.scale), X + connection.identity_norm(Y)
     h = connection.input_norm(total)
     J_in = jacobian(F, h) @ jacobian(connection.input_norm, total)
     J_Y, J_X = jacobian(connection.identity_norm, Y), jacobian(N_X, X + s * F(h))
@@ -175,7 +176,7 @@ def test_siamese_post_pre(options: dict[str, object], shape: tuple[int, ...]) ->
 
 def lazy_matrix(connection: nn.Module, F: Map, X: Tensor, Y: Tensor) -> Tensor:
     """[[(I + s J_in) J_X', s J_in J_Y], [J_in J_X', I + J_in J_Y]], J_X' the Jacobian of N^X at X."""
-    s, settled = float(connection.scale), connection.post_norm(X)
+    s, settled = float(connection.addition.scale), connection.post_norm(X)
     total = settled + connection.identity_norm(Y)
     J_in = jacobian(F, connection.input_norm(total)) @ jacobian(connection.input_norm, total)
     J_X, J_Y = jacobian(connection.post_norm, X), jacobian(connection.identity_norm, Y)
@@ -197,7 +198,7 @@ def test_siamese_hybrid_pre_attention(shape: tuple[int, ...]) -> None:
     model, F = wire("siamese", seed=12), net(shape)
     X, Y = embedding(12, *shape), embedding(13, *shape)
     connection = model.connections[2]
-    s, gamma = float(connection.scale), connection.gate.gain
+    s, gamma = float(connection.addition.scale), connection.gate.gain
     J_F = jacobian(F, gamma * X + connection.identity_norm(Y))
     J_Y, G = jacobian(connection.identity_norm, Y), diagonal(gamma, X)
     expected = blocks([[eye(X) + s * J_F @ G, s * J_F @ J_Y], [J_F @ G, eye(X) + J_F @ J_Y]])
@@ -211,7 +212,7 @@ def test_outputs_reach_both_streams(name: str, shape: tuple[int, ...]) -> None:
     model, output = wire(name, seed=14), embedding(16, *shape)
     X, Y = embedding(14, *shape), embedding(15, *shape)
     connection, post_norm = model.connections[0], model.connections[1].post_norm
-    s = float(getattr(connection, "scale", 1.0))
+    s = connection.addition.constant_value("scale")
 
     def written(output: Tensor) -> Streams:
         bounded, other = connection.write((X, Y), output)
@@ -239,7 +240,7 @@ def test_the_whole_stack_is_the_product_of_its_transitions() -> None:
         for connection, F, norm in zip(model.connections, nets, N_X, strict=True):
             product = post_pre_matrix(connection, norm, F, X, Y) @ product
             output = F(connection.input_norm(X + connection.identity_norm(Y)))
-            X, Y = norm(X + connection.scale * output), Y + output
+            X, Y = norm(X + connection.addition.scale * output), Y + output
     assert_identity(found, product)
 
 

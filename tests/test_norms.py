@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from reference_norms import apply_reference
 from siamesenorm.errors import UserError
 from siamesenorm.norms import NORMS, Norm, NormSpec, available_norms, build_norm, declared_parameters
-from siamesenorm.norms.declared import assign
+from siamesenorm.norms.parameters import assign
 from training_runs import tiny_run, write_data
 
 VARIANTS = (

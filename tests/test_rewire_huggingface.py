@@ -36,6 +36,8 @@ from siamesenorm import available_topologies, rewire, swap_norms  # noqa: E402
 from siamesenorm.errors import UserError  # noqa: E402
 from siamesenorm.interop.conversion_log import steps_of  # noqa: E402
 from siamesenorm.interop.foreign_norms import looks_like_norm  # noqa: E402
+from siamesenorm.interop.hosts import decoders  # noqa: E402
+from siamesenorm.interop.hosts.wiring import places_of  # noqa: E402
 from siamesenorm.interop.huggingface.converted import converted_class  # noqa: E402
 from siamesenorm.interop.rewire import record_streams  # noqa: E402
 from siamesenorm.norms import InexactKind  # noqa: E402
@@ -71,6 +73,45 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
+# --- the structure
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("family", PRE_NORM)
+def test_new_parts_are_in_the_mode_of_the_model(family: str, training: bool) -> None:
+    model = build_host(family).train(training)
+    rewire(model, topology_for(family))
+    assert {module.training for module in model.modules()} == {training}
+
+
+def test_projections_that_the_host_normalises_get_no_second_norm() -> None:
+    model = build_host("qwen3")
+    rewire(model, "siamese", preserve=False)
+    for layer in model.model.layers:
+        projections = layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj
+        assert [hasattr(projection, "head_norm") for projection in projections] == [False, False, True]
+
+
+def test_places_are_numbered_through_the_whole_stack() -> None:
+    expected = [place for pair in siamesenorm.transformer_places(3) for place in pair]
+    assert [place for row in places_of(decoders.LLAMA, 3) for place in row] == expected
+    parallel = [place for row in places_of(decoders.PARALLEL, 3) for place in row]
+    assert [(place.index, place.block, place.previous) for place in parallel] == [
+        (0, 0, None), (1, 1, parallel[0]), (2, 2, parallel[1]),
+    ]  # fmt: skip
+
+
+def test_connections_are_those_of_their_places() -> None:
+    """Hyper-Connections read another stream at every sublayer, counted through the whole stack."""
+    model = build_host("llama")
+    rewire(model, "shc-2", preserve=False)
+    topology, spec = siamesenorm.build_topology("shc-2"), siamesenorm.ResidualSpec(dim=model.config.hidden_size)
+    for block, places in zip(model.model.layers, siamesenorm.transformer_places(len(model.model.layers)), strict=True):
+        for connection, place in zip((block.attention_connection, block.mlp_connection), places, strict=True):
+            expected = topology.connection(place, spec).state_dict()
+            assert all(torch.equal(value, expected[name]) for name, value in connection.state_dict().items())
+
+
 # --- the function
 
 
@@ -90,6 +131,29 @@ def test_the_function_is_kept(family: str) -> None:
             assert not report.function_kept and {one.kind for one in report.differences} <= EPS
             assert not torch.equal(logits(model), expected), topology
             close(logits(model), expected)
+
+
+@pytest.mark.parametrize("rms", [0.02, 0.0027])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt-neox", "gpt-neox-sequential"])
+def test_a_function_that_is_said_to_be_kept_is_kept_for_small_embeddings(family: str, rms: float) -> None:
+    """Where a norm of a norm or of a multiple has another eps than the host's norm, the smallest tokens show it."""
+    eps = {"llama": "rms_norm_eps", "gpt2": "layer_norm_epsilon"}.get(family, "layer_norm_eps")
+    host = build_host(family, **{eps: 1e-5}).double()
+    with torch.no_grad():
+        weight = host.get_input_embeddings().weight
+        weight.mul_(rms / weight.square().mean().sqrt())
+    swap_norms(host, "rmsnorm" if family == "llama" else "layernorm")  # those of transformers compute in fp32
+    expected = logits(host)
+    for topology in (*EXACT, *INEXACT):
+        if (family, topology) == ("gpt-neox", "siamese"):
+            continue
+        model = copy.deepcopy(host)
+        report = rewire(model, topology)
+        found = logits(model)
+        if report.function_kept:
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        else:
+            assert report.bound > 0 and not torch.allclose(found, expected, rtol=1e-9, atol=1e-9), topology
 
 
 @pytest.mark.parametrize("topology", ["siamese", "siamese-post-pre", "mhc-4"])

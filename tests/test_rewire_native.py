@@ -25,6 +25,10 @@ from siamesenorm.training.optimizer import decayed_parameters
 SHAPE: dict[str, Any] = {"depth": 3, "dim": 16, "heads": 2, "hidden": 24, "context": 12, "vocabulary": 11}
 TOKENS = torch.arange(24).reshape(2, 12) * 7 % 11
 EXACT = 1e-12
+INEXACT_WITH_SCALENORM = (
+    "shc-2", "dhc-2", "mhc-4", "siamese", "siamese-post-pre", "siamese-post-pre:post_norm=lazy",
+    "siamese-post-pre:readout=code", "siamese:normalized_input=false",
+)  # fmt: skip
 CAN = (
     "pre", "ln-scaling", "layerscale", "shc-2", "dhc-2", "mhc-4", "siamese", "siamese-post-pre",
     "siamese-post-pre:normalized_input=false", "siamese-post-pre:post_norm=lazy", "siamese-post-pre:readout=code",
@@ -55,15 +59,6 @@ def attention_norm_for(topology: str) -> str:
     return "qk" if needed == "auto" else needed
 
 
-def twice(topology: str) -> bool:
-    """Whether a sublayer or the head reads a norm of a norm, or a norm of a multiple, so that an eps counts."""
-    return (
-        topology in ("siamese", "siamese-post-pre", "shc-2", "dhc-2", "mhc-4")
-        or ":" in topology
-        and (topology.endswith(("post_norm=lazy", "readout=code")) or topology == "siamese:normalized_input=false")
-    )
-
-
 def test_every_topology_is_known_to_this_file() -> None:
     ours = {name for name, topology in TOPOLOGIES.items() if type(topology).__module__.startswith("siamesenorm.")}
     assert {name.partition(":")[0] for name in CAN + CANNOT} == ours
@@ -75,8 +70,10 @@ def test_the_function_is_kept(topology: str, norm: str) -> None:
     model = trained(norm, attention_norm=attention_norm_for(topology))
     before = logits(model)
     report = rewire(model, topology)
-    assert (logits(model) - before).abs().max() < (1e-9 if twice(topology) else EXACT)
-    assert report.function_kept != twice(topology)
+    assert (logits(model) - before).abs().max() < EXACT
+    # The eps of ScaleNorm bounds a length: that of a norm of a norm differs, for very short tokens.
+    doubled = norm.startswith("scalenorm") and topology in INEXACT_WITH_SCALENORM
+    assert report.function_kept == (not doubled)
 
 
 def test_without_input_norm_it_is_kept_bit_for_bit() -> None:
@@ -86,12 +83,12 @@ def test_without_input_norm_it_is_kept_bit_for_bit() -> None:
     assert torch.equal(logits(model), before)
 
 
-def test_an_eps_that_is_not_small_makes_the_stated_difference() -> None:
+@pytest.mark.parametrize("topology", ["siamese-post-pre", "mhc-4"])
+def test_an_eps_that_is_not_small_makes_no_difference(topology: str) -> None:
     model = trained("rmsnorm:eps=1e-2")
     before = logits(model)
-    report = rewire(model, "siamese-post-pre")
-    assert not report.function_kept
-    assert 1e-6 < (logits(model) - before).abs().max() < 1
+    assert rewire(model, topology).function_kept
+    assert (logits(model) - before).abs().max() < EXACT
 
 
 @pytest.mark.parametrize("topology", CAN)
@@ -153,7 +150,7 @@ def test_fused_kernels_read_the_same_function() -> None:
     model = trained(kernels="fused")
     before = logits(model)
     rewire(model, "siamese-post-pre:normalized_input=false")
-    assert model.config.kernels == "fused"
+    assert model.kernels == "fused"
     assert (logits(model) - before).abs().max() < EXACT
 
 
@@ -241,7 +238,7 @@ def test_a_model_may_stay_what_it_is() -> None:
     for topology in ("post", "siamese", "dhc-2"):
         model = build_language_model("nano", topology=topology, norm="seednorm", **SHAPE)
         before = logits(model)
-        target = converted_config(model.config, dropout=0.5, kernels="plain")
+        target = converted_config(model.config, dropout=0.5)
         assert convert(model, target) == () and model.config.dropout == 0.5
         assert model.blocks[0].dropout.p == 0.5
         assert torch.equal(logits(model.eval()), before)

@@ -187,6 +187,10 @@ def shared_between_blocks(model: Any) -> None:
     model.model.layers[1].input_layernorm.weight = model.model.layers[0].input_layernorm.weight
 
 
+def shared_with_a_module_elsewhere(model: Any) -> None:
+    model.extra = model.model.layers[1].input_layernorm
+
+
 def shared_with_the_final(model: Any) -> None:
     model.model.norm = model.model.layers[1].post_attention_layernorm
 
@@ -196,6 +200,7 @@ def shared_with_the_final(model: Any) -> None:
     [
         (shared_inside_a_block, "model.layers.1.input_layernorm", "model.layers.1.post_attention_layernorm"),
         (shared_between_blocks, "model.layers.0.input_layernorm", "model.layers.1.input_layernorm"),
+        (shared_with_a_module_elsewhere, "model.layers.1.input_layernorm", "extra"),
         (shared_with_the_final, "model.layers.1.post_attention_layernorm", "model.norm"),
     ],
 )
@@ -233,7 +238,7 @@ def test_a_norm_with_a_hook() -> None:
         ("gpt2", "layernorm:bias=false", "the bias is dropped"),
         ("llama", "seednorm:without=gamma", "there is no gamma"),
         ("llama", "dyt", "rmsnorm became dyt"),
-        ("llama", "rmsnorm:eps=0.01", "model.layers.0.input_layernorm: eps 1e-06 became 0.01): leave norm out"),
+        ("llama", "rmsnorm:eps=0.01", "model.layers.0.input_layernorm: eps 1e-06 became 0.01"),
     ],
 )
 def test_an_operator_that_cannot_keep_the_function(family: str, norm: str, what: str) -> None:
@@ -319,7 +324,7 @@ def test_a_model_of_this_library_inside_of_another_module(operation: str) -> Non
 
 def test_blocks_that_were_built_with_connections_were_never_rewired() -> None:
     reason = refused(native().blocks)
-    assert reason.startswith("0.attention_connection is a SingleStreamConnection: the blocks have connections of this")
+    assert reason.startswith("0.attention_connection is a BoundaryConnection: the blocks have connections of this")
     assert reason.endswith("build them with another topology")
 
 
@@ -400,3 +405,11 @@ def test_norms_of_this_library_keep_their_operator() -> None:
     assert report.function_kept and torch.equal(model(TOKENS).logits, expected)
     post_norm = model.model.layers[1].mlp_connection.identity_norm
     assert type(post_norm) is type(build_norm("seednorm", DIM)) and post_norm.heads == 2
+
+
+@pytest.mark.parametrize("given", ["gpt2", 3, None])
+def test_what_is_no_model(given: Any) -> None:
+    for convert in OPERATIONS.values():
+        with pytest.raises(UserError) as caught:
+            convert(given)
+        assert repr(given) in str(caught.value) and "\n" not in str(caught.value)

@@ -425,7 +425,7 @@ def test_readings_of_the_depth_scale() -> None:
     scales = {}
     for reading in ("code", "paper_block", "paper_sublayer", "none"):
         model = wire(build_topology("siamese", depth_scale=reading))
-        scales[reading] = [float(connection.scale) ** -2 for connection in model.connections]
+        scales[reading] = [float(connection.addition.scale) ** -2 for connection in model.connections]
     assert scales["code"] == pytest.approx([2, 2, 4, 4, 6, 6])
     assert scales["paper_block"] == pytest.approx([1, 1, 2, 2, 3, 3])
     assert scales["paper_sublayer"] == pytest.approx([1, 2, 3, 4, 5, 6])

@@ -32,7 +32,7 @@ from reference_topologies import (
 )
 from siamesenorm import language_model_config
 from siamesenorm.errors import UserError
-from siamesenorm.norms import Declared, DyT, available_norms, declared_parameters
+from siamesenorm.norms import DeclaredModule, DyT, available_norms, declared_parameters
 from siamesenorm.norms.dyt import LANGUAGE_ALPHA
 from siamesenorm.tasks.language import LanguageTaskConfig
 from siamesenorm.topologies import (
@@ -240,7 +240,7 @@ def built_on_meta(name: str) -> Wired:
         model = wire(name, dtype=None)
     model.to_empty(device="cpu")
     for module in model.modules():
-        if isinstance(module, Declared):
+        if isinstance(module, DeclaredModule):
             module.reset_parameters()
     return model
 
@@ -564,6 +564,7 @@ class EntryPoint:
 
     value: str
     load: Callable[[], object]
+    name: str = "entry"
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *entries: EntryPoint) -> list[str]:
@@ -575,7 +576,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *entries: EntryPoint) -> list[str]:
         return entries
 
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
-    monkeypatch.setattr("siamesenorm.topologies.registry.unloaded_groups", ["siamesenorm.topologies"])
+    monkeypatch.setattr("siamesenorm.topologies.registry.ENTRY_POINTS.loaded", False)
     return asked
 
 
@@ -616,8 +617,23 @@ def test_an_entry_point_that_fails_leaves_the_others(
         raise ImportError("no module named absent")
 
     install(monkeypatch, EntryPoint("broken.module", broken), EntryPoint("a.module:register", lambda: by_function))
-    with pytest.warns(RuntimeWarning, match="topologies of broken.module are left out: no module named absent"):
+    with pytest.warns(RuntimeWarning, match="broken.module"):
         assert "by-function" in available_topologies()
+
+
+def test_an_entry_point_may_name_a_class_or_an_instance(
+    registry: dict[str, Topology], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance = build_topology("dhc-2", streams=6)
+    entries = [
+        EntryPoint("a.module:Class", lambda: type(instance), "by-class"),
+        EntryPoint("a.module:instance", lambda: instance, "by-instance"),
+    ]
+    install(monkeypatch, *entries, EntryPoint("a.module:NUMBER", lambda: 3, "number"))
+    with pytest.warns(RuntimeWarning, match="a.module:NUMBER"):
+        assert {"by-class", "by-instance"} < set(available_topologies())
+    assert build_topology("by-class") == type(instance)()
+    assert build_topology("by-instance") == instance
 
 
 @over_topologies
@@ -697,7 +713,7 @@ def test_deepnorm_tames_values_outputs_and_mlp_but_neither_queries_nor_keys_nor_
     assert {round(factor, 4) for factor in factors.values()} == {1.0, 0.2973}
     plain = build_topology("deepnorm", initial_scaling=False)
     assert {plain.initial_factor(role, 16) for role in ROLES} == {1.0}
-    assert float(wire("deepnorm", depth=16).connections[0].skip) == pytest.approx(2.3784, abs=5e-5)
+    assert float(wire("deepnorm", depth=16).connections[0].addition.skip) == pytest.approx(2.3784, abs=5e-5)
 
 
 def test_layer_scale_follows_the_depth() -> None:

@@ -126,8 +126,9 @@ def test_held_out_loss_is_the_cross_entropy_of_the_split(learned: tuple[RunConfi
         with torch.no_grad():
             scores = model(torch.from_numpy(inputs)[None]).logits[0].double().exp()
         surprises += (-(scores / scores.sum(-1, keepdim=True))[range(CONTEXT), targets].log()).tolist()
-    expected = {"kind": "validation", "step": 60, "loss": pytest.approx(np.mean(surprises), rel=1e-5), "items": 128}
-    assert records(run, "validation")[-1] == expected
+    loss = float(np.mean(surprises))
+    expected = {"loss": pytest.approx(loss, rel=1e-5), "perplexity": pytest.approx(np.exp(loss), rel=1e-5)}
+    assert records(run, "validation")[-1] == {"kind": "validation", "step": 60, "items": 128, **expected}
 
 
 def test_a_finished_run_is_not_trained_again(learned: tuple[RunConfig, Path, Verdict]) -> None:

@@ -1,7 +1,7 @@
 """Where and how should a Transformer normalise its residual path?
 
 The library: residual topologies (SiameseNorm first), normalisation operators, and models that combine them freely. It
-needs torch alone. The laboratory (training, comparison, command line) is in the subpackages and the `lab` extra.
+needs only torch. The laboratory (training, comparison, command line) is in the subpackages and the `lab` extra.
 """
 
 from __future__ import annotations
@@ -14,14 +14,23 @@ if TYPE_CHECKING:
     from siamesenorm.interop.rewire import rewire
     from siamesenorm.interop.stored import from_pretrained
     from siamesenorm.interop.swap_norms import swap_norms
+    from siamesenorm.models.block import Block
     from siamesenorm.models.language import (
         LanguageModel,
         LanguageModelConfig,
         build_language_model,
         language_model_config,
     )
-    from siamesenorm.norms import Norm, available_norms, build_norm
+    from siamesenorm.norms import AdaLN, AdaSeeDNorm, Norm, NormSpec, available_norms, build_norm, register_norm
+    from siamesenorm.sublayers.attention import Attention
+    from siamesenorm.sublayers.modulated import Modulated
+    from siamesenorm.tasks.registry import available_tasks
     from siamesenorm.topologies import (
+        BoundaryCost,
+        Closing,
+        Connection,
+        Opening,
+        Place,
         ResidualSpec,
         Topology,
         available_topologies,
@@ -29,23 +38,38 @@ if TYPE_CHECKING:
         register_topology,
         transformer_places,
     )
+    from siamesenorm.training.verdict import StabilityMonitor
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaLN",
+    "AdaSeeDNorm",
+    "Attention",
+    "BoundaryCost",
+    "Closing",
+    "Connection",
     "LanguageModel",
     "LanguageModelConfig",
-    "ResidualSpec",
+    "Modulated",
     "Norm",
+    "NormSpec",
+    "Opening",
+    "Place",
+    "ResidualSpec",
+    "StabilityMonitor",
     "StreamMonitor",
     "Topology",
+    "Block",
     "available_norms",
+    "available_tasks",
     "available_topologies",
     "build_language_model",
     "build_norm",
     "build_topology",
     "from_pretrained",
     "language_model_config",
+    "register_norm",
     "register_topology",
     "rewire",
     "swap_norms",
@@ -53,24 +77,28 @@ __all__ = [
 ]
 
 _MODULES = (
-    "siamesenorm.models.language",
-    "siamesenorm.norms",
-    "siamesenorm.topologies",
-    "siamesenorm.interop.stored",
-    "siamesenorm.interop.rewire",
-    "siamesenorm.interop.swap_norms",
+    "topologies",
+    "norms",
+    "models.language",
+    "models.block",
+    "sublayers.attention",
+    "sublayers.modulated",
+    "interop.stored",
+    "interop.rewire",
+    "interop.swap_norms",
+    "training.verdict",
+    "tasks.registry",
+    "analysis",
 )
-_LABORATORY = {"StreamMonitor": "siamesenorm.analysis"}
-"""What needs the `lab` extra is imported for itself alone."""
+"""Where the public names are, in the order in which they are searched: the last ones load the most."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public names at the first use of one: the command line shows its help without loading torch."""
-    if name not in __all__:
-        raise AttributeError(f"module 'siamesenorm' has no attribute {name!r}")
-    if name in _LABORATORY:
-        globals()[name] = getattr(importlib.import_module(_LABORATORY[name]), name)
-        return globals()[name]
-    for module in map(importlib.import_module, _MODULES):
-        globals().update({public: getattr(module, public) for public in __all__ if hasattr(module, public)})
-    return globals()[name]
+    """Import a public name at its first use: the command line shows its help without loading torch."""
+    if name in __all__:
+        for module in _MODULES:
+            found = importlib.import_module(f"siamesenorm.{module}")
+            if hasattr(found, name):
+                globals()[name] = getattr(found, name)
+                return globals()[name]
+    raise AttributeError(f"module 'siamesenorm' has no attribute {name!r}")

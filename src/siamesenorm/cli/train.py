@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from siamesenorm.analysis.monitor_instrument import MonitorOptions
 from siamesenorm.cli.recipes import RunArguments, RunCommand
 from siamesenorm.files import encode_json
 from siamesenorm.training.instruments import Console, build_trackers
@@ -20,6 +21,8 @@ class Train(RunCommand):
     """Directory of a finished run whose weights to start from, converted to --model.topology and --model.norm."""
     out: Path | None = None
     """Directory of the run; runs/<id> if not given."""
+    monitor: MonitorOptions = MonitorOptions()
+    """Streams, gradients and updates in the record."""
     json: bool = False
     """Print the verdict as JSON."""
 
@@ -32,7 +35,8 @@ def run(arguments: Train) -> None:
     start = arguments.start
     config = arguments.run.resolved() if start is None else continue_run(arguments.run, start)
     directory = arguments.out or Path("runs") / config.identity[:12]
-    verdict = train(config, directory, instruments=(Console(), *build_trackers(config, directory)))
+    instruments = (Console(), *build_trackers(config, directory), *arguments.monitor.instruments())
+    verdict = train(config, directory, instruments=instruments)
     if arguments.json:
         print(encode_json(verdict.to_json()))
     else:

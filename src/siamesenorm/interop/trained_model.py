@@ -16,6 +16,7 @@ from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json
 from siamesenorm.interop.native_models import NativeModel, for_use
 from siamesenorm.models.language import LanguageModelConfig
+from siamesenorm.tasks.language import LanguageTaskConfig
 from siamesenorm.topologies import topology_name
 from siamesenorm.training.checkpoint import Checkpoint, load_checkpoint, read_checkpoint
 from siamesenorm.training.config import RunConfig
@@ -59,7 +60,10 @@ class TrainedModel(NativeModel):
                 f"{self.path} is a checkpoint, and its run has no {self.run.config_file}: name the directory of a run, "
                 "of one of its checkpoints, or of an export"
             )
-        return self.run.read_config()
+        config = self.run.read_config()
+        if not isinstance(config.task, LanguageTaskConfig):
+            raise UserError(f"{self.path} is a run of the task {config.task.tag}: name one of a language model")
+        return config
 
     @cached_property
     def checkpoint(self) -> Checkpoint:

@@ -1,13 +1,25 @@
 """The boundary between two sublayers as one functional custom operator.
 
-Everything from one sublayer's output O to the next one's input H: the write to one or two streams, the post_norm, the
-gate, the identity stream's norm and the input norm; `boundary_plain` has the formulas. SiameseNorm uses all of it,
-ResiDual two streams of which the sublayers see one, Pre-Norm, Post-Norm and DeepNorm one stream. It must equal the
-write and the read of the plain connections in `topologies`.
+Everything from one sublayer's output O to the next one's input H: the write to one or two streams, the post-norm, the
+gate, the identity stream's norm and the input norm; `boundary_plain` has the formulas. It must equal the write and the
+read of the plain connections in `topologies`. On CUDA the Triton kernels compute it; elsewhere, in fp64 and for rows
+too long for them, the plain formulas do. The operator is opaque to the compiler, mutates nothing, returns what the
+backward pass needs among its results, and its gradient is that with respect to each input, whatever else uses the
+streams.
 
-On CUDA the Triton kernels do the work; elsewhere, in fp64 and in rows too long for them, the plain formulas. The
-operator is opaque to the compiler, mutates nothing, returns what the backward pass needs among its results, and its
-gradient is that with respect to each input, whoever else uses the streams.
+**Recomputation** (`kernels="lean"`). With `next_scale` the operator does not keep Y' for the backward pass. The last
+write added the same O to both streams, so the *stream difference* Y' - U / s of a boundary equals Y' - X' / s of the
+previous one, s being the scale of the write to X between the two. Each backward pass returns it to the previous
+boundary, which recomputes its own X' from U, which is kept:
+
+    Y'_i = difference_i + X'_i / s_(i+1),   difference_(i-1) = Y'_i - U_i / s_i
+
+The difference is the gradient of the *recompute handle*, a result of the operator without memory that is an argument of
+the next boundary: autograd runs boundaries in reverse order, and nothing else receives that gradient. The closing
+starts the chain (`start_recomputation`). A difference that never arrives (the loss does not depend on the closing) is
+an error. A row whose recomputed Y' does not have the norm of the forward pass (streams were changed, cut or used twice
+between two boundaries) becomes NaN, and so do the gradients below it. fp32 streams recompute Y' to about 1e-6 of its
+largest values; 16-bit ones would not, and are refused.
 """
 
 from __future__ import annotations
@@ -19,8 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from siamesenorm.errors import UserError
 from siamesenorm.kernels import boundary_plain
-from siamesenorm.kernels.boundary_plain import Backward, Constants, Forward, Gains, shares_gradient, widest
+from siamesenorm.kernels.boundary_plain import Backward, Constants, Forward, Gains, Recompute, shares_gradient, widest
 from siamesenorm.kernels.launch import can_launch_on
 
 LONGEST_ROW = 16_384
@@ -44,27 +57,34 @@ def boundary(
     input_bias: Tensor | None,
     eps: float,
     centred: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return (X', Y', H, U, statistics): the streams, the next sublayer's input, and what the backward pass needs.
+    next_scale: Tensor | None = None,
+    handle: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return (X', Y', H, U, statistics, handle): streams, the next sublayer's input, and what the backward pass needs.
 
     `bounded`, `output` and `identity` are [..., dim]; X', Y' and U have the streams' dtype, H that of `output`. The
-    constants are 0-d, gains and biases [dim]; None is an absent part, and a norm is there if its gain is. `centred`
-    makes all norms LayerNorms. Y' is empty without an identity stream, U without a post_norm. U and the statistics,
-    [norms, tokens] of 1 / deviation (each followed by the mean, if centred), carry no gradient. Raises ValueError for
-    shapes and dtypes that do not fit together.
+    constants are 0-d, gains and biases [dim]; None is an absent part, and a norm is present if its gain is. `centred`
+    makes all norms LayerNorms. Y' is empty without an identity stream, U without a post-norm. U and the statistics,
+    [norms, tokens] of 1 / deviation (each followed by the mean, if centred), carry no gradient.
+
+    With `next_scale`, the scale of the next write, Y' is recomputed in the backward pass; `handle` is the previous
+    boundary's, None for the first. Else the handle is empty. Raises ValueError for shapes and dtypes that do not fit
+    together.
     """
     gains = Gains(post_norm_gain, gate, identity_gain, input_gain, post_norm_bias, identity_bias, input_bias)
     check(bounded, output, identity, gains)
     constants = Constants(skip, scale, identity_scale)
+    if next_scale is not None:
+        check_recomputation(bounded, constants, gains)
     result: Forward = implementation(bounded).forward(bounded, output, identity, constants, gains, eps, centred)
-    return result
+    return *result, _new_handle(bounded, next_scale)
 
 
 @boundary.register_fake
 def _(
     bounded: Tensor, output: Tensor, identity: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    gains, centred = Gains(*rest[3:10]), rest[11]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    gains, centred, next_scale = Gains(*rest[3:10]), rest[11], rest[12] if len(rest) > 12 else None
     check(bounded, output, identity, gains)
     nothing = bounded.new_empty(0)
     tokens = math.prod(bounded.shape[:-1])
@@ -74,12 +94,13 @@ def _(
         output.new_empty(bounded.shape),
         bounded.new_empty(0 if gains.post_norm_gain is None else bounded.shape),
         bounded.new_empty((gains.norms * (2 if centred else 1), tokens), dtype=widest(bounded)),
+        _new_handle(bounded, next_scale),
     )
 
 
 @torch.library.custom_op("siamesenorm::boundary_backward", mutates_args=())
 def boundary_backward(
-    grad_settled: Tensor | None,
+    grad_bounded_next: Tensor | None,
     grad_identity: Tensor | None,
     grad_h: Tensor,
     kept: Tensor,
@@ -95,64 +116,91 @@ def boundary_backward(
     post_norm_bias: Tensor | None,
     identity_bias: Tensor | None,
     input_bias: Tensor | None,
+    eps: float,
     centred: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of (X, Y, O) and [parts, dim] of those gains and biases that are there, in `Gains`'s order.
+    next_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of (X, Y, O), [parts, dim] of the gains and biases present, and the stream difference.
 
-    `kept` is U where there is a post_norm and X' where there is none; `identity` is Y', needed where it is
-    normalised. The gradient of Y is empty where Y' is not normalised (it is then that of Y'), that of O where it is
-    that of X.
+    `kept` is U where there is a post-norm and X' where there is none; `identity` is Y', needed where it is normalised,
+    and with `next_scale` the stream difference of this boundary. The gradient of Y is empty where Y' is not normalised
+    (it is then that of Y'), that of O where it is that of X, the difference of the previous boundary without
+    `next_scale`.
     """
     constants = Constants(skip, scale, identity_scale)
     gains = Gains(post_norm_gain, gate, identity_gain, input_gain, post_norm_bias, identity_bias, input_bias)
+    second: Tensor | Recompute | None = identity
+    if next_scale is not None and identity is not None:
+        second = Recompute(identity, next_scale, eps)
     result: Backward = implementation(kept).backward(
-        grad_settled, grad_identity, grad_h, kept, identity, statistics, constants, gains, centred
+        grad_bounded_next, grad_identity, grad_h, kept, second, statistics, constants, gains, centred
     )
-    return result[:4]
+    return result
 
 
 @boundary_backward.register_fake
 def _(
-    grad_settled: Tensor | None,
+    grad_bounded_next: Tensor | None,
     grad_identity: Tensor | None,
     grad_h: Tensor,
     kept: Tensor,
     identity: Tensor | None,
     statistics: Tensor,
     *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    constants, gains = Constants(*rest[:3]), Gains(*rest[3:10])
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    constants, gains, next_scale = Constants(*rest[:3]), Gains(*rest[3:10]), rest[12] if len(rest) > 12 else None
     shared = shares_gradient(grad_identity, grad_h, kept, constants, gains)
     return (
         kept.new_empty(kept.shape),
         kept.new_empty(0 if gains.identity_gain is None else kept.shape),
         grad_h.new_empty(0 if shared else kept.shape),
         kept.new_empty((len(gains.present), kept.shape[-1]), dtype=widest(kept)),
+        kept.new_empty(0 if next_scale is None else kept.shape),
     )
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    settled, identity, h, unsettled, statistics = output
-    constants, gains = Constants(*inputs[3:6]), Gains(*inputs[6:13])
-    if any(constant is not None and constant.requires_grad for constant in constants):
+    bounded_next, identity, h, updated, statistics, handle = output
+    constants, gains, next_scale = Constants(*inputs[3:6]), Gains(*inputs[6:13]), inputs[15]
+    if any(constant is not None and constant.requires_grad for constant in (*constants, next_scale)):
         raise ValueError("a scale of the fused boundary is a constant: a learned scale needs kernels='plain'")
-    kept = settled if gains.post_norm_gain is None else unsettled
-    ctx.save_for_backward(kept, None if gains.identity_gain is None else identity, statistics, *constants, *gains)
-    ctx.mark_non_differentiable(unsettled, statistics, *([identity] if inputs[2] is None else []))
+    kept = bounded_next if gains.post_norm_gain is None else updated
+    keeps_identity = gains.identity_gain is not None and next_scale is None
+    ctx.save_for_backward(
+        kept, identity if keeps_identity else None, statistics, next_scale, *constants, *gains
+    )  # fmt: skip
+    without_gradient = [updated, statistics]
+    if inputs[2] is None:
+        without_gradient.append(identity)
+    if next_scale is None:
+        without_gradient.append(handle)
+    ctx.mark_non_differentiable(*without_gradient)
     ctx.set_materialize_grads(False)
-    ctx.centred, ctx.h_dtype = inputs[14], h.dtype
+    ctx.eps, ctx.centred, ctx.h_dtype, ctx.takes_handle = *inputs[13:15], h.dtype, inputs[16] is not None
 
 
 def _backward(
-    ctx: Any, grad_settled: Tensor | None, grad_identity: Tensor | None, grad_h: Tensor | None, *_: None
+    ctx: Any,
+    grad_bounded_next: Tensor | None,
+    grad_identity: Tensor | None,
+    grad_h: Tensor | None,
+    _: None,
+    __: None,
+    difference: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    kept, identity, statistics, *parts = ctx.saved_tensors
+    kept, identity, statistics, next_scale, *parts = ctx.saved_tensors
+    if next_scale is not None and difference is None:
+        raise RuntimeError(
+            "kernels='lean' recomputes the streams from the last ones, and this loss does not depend on the model's "
+            "closing: use kernels='fused' for losses on streams alone"
+        )
     constants, gains = Constants(*parts[:3]), Gains(*parts[3:])
     if grad_h is None:
         grad_h = kept.new_zeros(kept.shape, dtype=ctx.h_dtype)
-    bounded, through_norm, output, sums = boundary_backward(
-        grad_settled, grad_identity, grad_h, kept, identity, statistics, *constants, *gains, ctx.centred
-    )
+    bounded, through_norm, output, sums, previous = boundary_backward(
+        grad_bounded_next, grad_identity, grad_h, kept, identity if next_scale is None else difference,
+        statistics, *constants, *gains, ctx.eps, ctx.centred, next_scale,
+    )  # fmt: skip
     shared = shares_gradient(grad_identity, grad_h, kept, constants, gains)
     row = iter(sums.unbind())
     return (
@@ -163,16 +211,40 @@ def _backward(
         *(None if gain is None else next(row).to(gain.dtype) for gain in gains),
         None,
         None,
+        None,
+        previous if ctx.takes_handle else None,
     )
 
 
 def refuse_second_derivative(*_: Any) -> None:
-    """Raise RuntimeError: the backward operator's own gradient is asked for."""
+    """Raise RuntimeError: the backward operator has no gradient of its own."""
     raise RuntimeError("the fused boundary has no second derivative: use kernels='plain'")
 
 
 boundary.register_autograd(_backward, setup_context=_keep_for_backward)
 boundary_backward.register_autograd(refuse_second_derivative)
+
+
+class StartRecomputation(torch.autograd.Function):
+    """Return x as it is; in the backward pass the handle's gradient is the stream difference."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, handle: Tensor, difference: Tensor) -> Tensor:
+        """Keep the difference."""
+        ctx.save_for_backward(difference)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Return the gradient of x, and the difference as the handle's."""
+        (difference,) = ctx.saved_tensors
+        return gradients[0], difference, None
+
+
+def start_recomputation(hidden: Tensor, handle: Tensor, bounded: Tensor, identity: Tensor, scale: Tensor) -> Tensor:
+    """Return `hidden`; its backward pass gives the last boundary the difference Y - X / s of the final streams."""
+    started: Tensor = StartRecomputation.apply(hidden, handle, identity.detach() - bounded.detach() / scale)  # type: ignore[no-untyped-call]
+    return started
 
 
 def implementation(x: Tensor) -> ModuleType:
@@ -190,11 +262,11 @@ def has_kernels_for(x: Tensor) -> bool:
 
 
 def check(bounded: Tensor, output: Tensor, identity: Tensor | None, gains: Gains) -> None:
-    """Raise ValueError where a kernel would read what is not there."""
+    """Raise ValueError where a kernel would read beyond its tensors."""
     for name, part in (("output", output), ("identity stream", identity)):
         if part is not None and part.shape != bounded.shape:
             raise ValueError(
-                f"the {name} is {list(part.shape)}, the bounded stream {list(bounded.shape)}: let them agree"
+                f"the {name} is {list(part.shape)}, the bounded stream {list(bounded.shape)}: give both one shape"
             )
     if identity is not None and identity.dtype != bounded.dtype:
         raise ValueError(f"streams of {bounded.dtype} and {identity.dtype}: give both one dtype")
@@ -203,3 +275,18 @@ def check(bounded: Tensor, output: Tensor, identity: Tensor | None, gains: Gains
             raise ValueError(f"{name} is {list(gain.shape)}: it must be [{bounded.shape[-1]}]")
     if gains.identity_gain is not None and identity is None:
         raise ValueError("a norm of the identity stream without an identity stream: leave out its gain")
+
+
+def check_recomputation(bounded: Tensor, constants: Constants, gains: Gains) -> None:
+    """Raise an error where Y' cannot be recomputed from the stream difference."""
+    if bounded.dtype not in (torch.float32, torch.float64):
+        raise UserError(
+            f"kernels='lean' recomputes streams, which {bounded.dtype} is too coarse for: use residual_dtype float32"
+        )
+    if gains.identity_gain is None or constants.skip is not None or constants.identity_scale is not None:
+        raise ValueError("Y' is recomputed only where it is normalised and the write is X + s O, Y + O")
+
+
+def _new_handle(x: Tensor, next_scale: Tensor | None) -> Tensor:
+    """Return a handle of the shape of x (its gradient must have its shape) whose elements are all one number."""
+    return x.new_empty(0) if next_scale is None else x.new_zeros(1).expand(x.shape)

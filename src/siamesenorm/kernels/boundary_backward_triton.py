@@ -13,8 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from siamesenorm.kernels.boundary_triton import per_channel, times
-from siamesenorm.kernels.rows_triton import load_rows, store_rows
+from siamesenorm.kernels.boundary_triton import load_rows, per_channel, store_rows, times
 
 
 @triton.jit
@@ -32,23 +31,23 @@ def _post_norm(
     kept, statistics, post_norm_gain, post_norm_bias, at, inside, row, rows, CENTRED: tl.constexpr
 ):  # fmt: skip
     """Return U, X', and x^ with 1 / deviation; gains are rows, and what is absent is U."""
-    unsettled = load_rows(kept, at, inside)
-    x, x_hat, x_inverse = unsettled, unsettled, unsettled
+    updated = load_rows(kept, at, inside)
+    x, x_hat, x_inverse = updated, updated, updated
     if post_norm_gain is not None:
-        x_hat, x_inverse = _normalised(unsettled, statistics, 0, row, rows, CENTRED)
+        x_hat, x_inverse = _normalised(updated, statistics, 0, row, rows, CENTRED)
         x = x_hat * post_norm_gain
     if post_norm_bias is not None:
         x += post_norm_bias
-    return unsettled, x, x_hat, x_inverse
+    return updated, x, x_hat, x_inverse
 
 
 @triton.jit
-def _second_stream(identity, carried, departure, x, at, inside):
-    """Return Y'; where it was not kept, it follows from what the next boundary handed back: see `lean_boundary`."""
-    if carried is None:
+def _second_stream(identity, difference, next_scale, x, at, inside):
+    """Return Y'; where it was not kept, it follows from the stream difference: see `boundary`."""
+    if difference is None:
         y = load_rows(identity, at, inside)
     else:
-        y = load_rows(carried, at, inside) + x / tl.load(departure).to(tl.float32)
+        y = load_rows(difference, at, inside) + x / tl.load(next_scale).to(tl.float32)
     return y
 
 
@@ -67,7 +66,7 @@ def _sum(x, gate, y_hat, identity_gain, identity_bias):
 
 @triton.jit
 def _spoiled(mean_square, inverse, eps, row, rows):
-    """Return in which rows a rebuilt Y' is not the one that was normalised, for which the sum below is 1."""
+    """Return in which rows a recomputed Y' is not the one that was normalised, for which the sum below is 1."""
     return (tl.abs(mean_square + eps * inverse * inverse - 1.0) > 1e-3) & (row < rows)
 
 
@@ -75,9 +74,9 @@ def _spoiled(mean_square, inverse, eps, row, rows):
 def _verify(
     y_hat, y_inverse, projections, norm, eps, inside, row, rows, DIM: tl.constexpr, CENTRED: tl.constexpr
 ):  # fmt: skip
-    """Return the rows of y^ that are of the Y' that was normalised, and NaN for others: better lost than wrong.
+    """Return y^, with NaN in every row whose Y' is not the one that the forward pass normalised.
 
-    A program with a part of the row cannot tell: there `boundary_projections` has left NaN.
+    For a program with a part of the row, `boundary_projections` has stored NaN there.
     """
     if projections is None:
         mean_square = tl.sum(tl.where(inside, y_hat * y_hat, 0.0), axis=1) * (1.0 / DIM)
@@ -142,10 +141,10 @@ def _store_all_sums(
 
 @triton.jit
 def boundary_backward(
-    grad_settled, grad_identity_next, grad_h, kept, identity, carried, statistics, projections,
-    skip, scale, identity_scale, departure,
+    grad_bounded_next, grad_identity_next, grad_h, kept, identity, difference, statistics, projections,
+    skip, scale, identity_scale, next_scale,
     post_norm_gain, post_norm_bias, gate, identity_gain, identity_bias, input_gain, input_bias,
-    grad_bounded, grad_identity, grad_output, carried_next, partials,
+    grad_bounded, grad_identity, grad_output, difference_next, partials,
     rows, eps,
     DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr, STAGES: tl.constexpr,
     HOLD_GAINS: tl.constexpr,
@@ -179,15 +178,15 @@ def boundary_backward(
             identity_held if HOLD_GAINS or identity_bias is None else per_channel(identity_bias, column, DIM)
         )
         input_row = input_held if HOLD_GAINS or input_gain is None else per_channel(input_gain, column, DIM)
-        unsettled, x, x_hat, x_inverse = _post_norm(
+        updated, x, x_hat, x_inverse = _post_norm(
             kept, statistics, post_norm_row, post_norm_shift, at, inside, row, rows, CENTRED
         )  # fmt: skip
         y_hat, y_inverse = x, x
         if identity_gain is not None:
-            y = _second_stream(identity, carried, departure, x, at, inside)
+            y = _second_stream(identity, difference, next_scale, x, at, inside)
             y_hat, y_inverse = _normalised(y, statistics, identity_norm, row, rows, CENTRED)
-            if carried is not None:
-                store_rows(carried_next, at, y - unsettled / tl.load(scale).to(tl.float32), inside)
+            if difference is not None:
+                store_rows(difference_next, at, y - updated / tl.load(scale).to(tl.float32), inside)
                 y_hat = _verify(
                     y_hat, y_inverse, projections, identity_norm, eps, inside, row, rows, DIM, CENTRED
                 )  # fmt: skip
@@ -205,8 +204,8 @@ def boundary_backward(
         if gate is not None:
             d_gate += d_total * x
             dx = d_total * gate_row
-        if grad_settled is not None:
-            dx += load_rows(grad_settled, at, inside)
+        if grad_bounded_next is not None:
+            dx += load_rows(grad_bounded_next, at, inside)
         if post_norm_gain is not None:
             d_post_norm_gain += dx * x_hat
             d_post_norm_bias += dx
@@ -245,7 +244,8 @@ def _store_projections(projections, norm, along, sums, row, rows, DIM: tl.conste
 
 @triton.jit
 def _rebuild_part(
-    kept, identity, carried, departure, statistics, post_norm_gain, post_norm_bias, gate, identity_gain, identity_bias,
+    kept, identity, difference, next_scale, statistics,
+    post_norm_gain, post_norm_bias, gate, identity_gain, identity_bias,
     column, row, rows, DIM: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
     """Return Z, x^ and y^ of a part of the rows; the gains are pointers."""
@@ -258,7 +258,7 @@ def _rebuild_part(
     _, x, x_hat, _ = _post_norm(kept, statistics, post_norm_row, post_norm_shift, at, inside, row, rows, CENTRED)
     y_hat = x
     if identity_gain is not None:
-        y = _second_stream(identity, carried, departure, x, at, inside)
+        y = _second_stream(identity, difference, next_scale, x, at, inside)
         identity_norm: tl.constexpr = 1 if post_norm_gain is not None else 0
         y_hat, _ = _normalised(y, statistics, identity_norm, row, rows, CENTRED)
     return _sum(x, gate_row, y_hat, identity_row, identity_shift), x_hat, y_hat
@@ -266,7 +266,7 @@ def _rebuild_part(
 
 @triton.jit
 def boundary_projections(
-    grad_settled, grad_h, kept, identity, carried, departure, statistics, projections,
+    grad_bounded_next, grad_h, kept, identity, difference, next_scale, statistics, projections,
     post_norm_gain, post_norm_bias, gate, identity_gain, identity_bias, input_gain,
     rows, eps,
     DIM: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr,
@@ -285,7 +285,7 @@ def boundary_projections(
         for start in range(0, DIM, BLOCK):
             column = start + tl.arange(0, BLOCK)
             total, _, _ = _rebuild_part(
-                kept, identity, carried, departure, statistics,
+                kept, identity, difference, next_scale, statistics,
                 post_norm_gain, post_norm_bias, gate, identity_gain, identity_bias,
                 column, row, rows, DIM, CENTRED,
             )  # fmt: skip
@@ -303,7 +303,7 @@ def boundary_projections(
         column = start + tl.arange(0, BLOCK)
         at, inside = row[:, None] * DIM + column[None, :], (column < DIM)[None, :]
         total, x_hat, y_hat = _rebuild_part(
-            kept, identity, carried, departure, statistics,
+            kept, identity, difference, next_scale, statistics,
             post_norm_gain, post_norm_bias, gate, identity_gain, identity_bias,
             column, row, rows, DIM, CENTRED,
         )  # fmt: skip
@@ -316,8 +316,8 @@ def boundary_projections(
             dx = d_total
             if gate is not None:
                 dx = d_total * per_channel(gate, column, DIM)
-            if grad_settled is not None:
-                dx += load_rows(grad_settled, at, inside)
+            if grad_bounded_next is not None:
+                dx += load_rows(grad_bounded_next, at, inside)
             v = dx * per_channel(post_norm_gain, column, DIM)
             x_along += v * x_hat
             x_sums += v
@@ -329,7 +329,7 @@ def boundary_projections(
     if post_norm_gain is not None:
         _store_projections(projections, 0, x_along, x_sums, row, rows, DIM, CENTRED)
     if identity_gain is not None:
-        if carried is not None:
+        if difference is not None:
             at = (2 * identity_norm if CENTRED else identity_norm) * rows + row
             spoiled = _spoiled(tl.sum(y_squares, axis=1) * (1.0 / DIM), tl.load(statistics + at), eps, row, rows)
             y_along = tl.where(spoiled[:, None], float("nan"), y_along)

@@ -14,7 +14,7 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from siamesenorm.kernels import boundary_backward_triton, boundary_triton
-from siamesenorm.kernels.boundary_plain import Backward, Carried, Constants, Forward, Gains, shares_gradient
+from siamesenorm.kernels.boundary_plain import Backward, Constants, Forward, Gains, Recompute, shares_gradient
 from siamesenorm.kernels.launch import Launch, Processor, Walk
 
 CHANNELS_OF_A_THREAD = 8
@@ -80,21 +80,21 @@ def plan_forward(
     centred: bool,
 ) -> tuple[Forward, Launch]:
     """Return memory for the results, and the launch that fills it."""
-    shape, empty, settles = bounded.shape, bounded.new_empty, gains.post_norm_gain is not None
+    shape, empty, has_post_norm = bounded.shape, bounded.new_empty, gains.post_norm_gain is not None
     rows, columns, tile = shape[:-1].numel(), shape[-1], Tile.of(shape[-1])
     result = Forward(
         empty(shape),
         empty(0 if identity is None else shape),
         output.new_empty(shape),
-        empty(shape if settles else 0),
+        empty(shape if has_post_norm else 0),
         empty((gains.norms * (2 if centred else 1), rows), dtype=torch.float32),
     )
     sources = {"bounded": bounded.contiguous(), "output": output.contiguous(), "identity": _contiguous(identity)}
     results = {
-        "settled": result.settled,
+        "bounded_next": result.bounded_next,
         "identity_next": None if identity is None else result.identity,
         "h": result.h,
-        "unsettled": result.unsettled if settles else None,
+        "updated": result.updated if has_post_norm else None,
         "statistics": result.statistics,
     }
     shapes = {"rows": rows, "eps": eps, "DIM": columns, "BLOCK": tile.block, "ROWS": tile.rows, "CENTRED": centred}
@@ -108,11 +108,11 @@ def plan_forward(
 
 
 def backward(
-    grad_settled: Tensor | None,
+    grad_bounded_next: Tensor | None,
     grad_identity: Tensor | None,
     grad_h: Tensor,
     kept: Tensor,
-    identity: Tensor | Carried | None,
+    identity: Tensor | Recompute | None,
     statistics: Tensor,
     constants: Constants,
     gains: Gains,
@@ -120,7 +120,7 @@ def backward(
 ) -> Backward:
     """Return the gradients; as `boundary_plain.backward`."""
     result, launches = plan_backward(
-        grad_settled, grad_identity, grad_h, kept, identity, statistics, constants, gains, centred,
+        grad_bounded_next, grad_identity, grad_h, kept, identity, statistics, constants, gains, centred,
         Processor.of(kept.device),
     )  # fmt: skip
     if kept.numel() == 0:
@@ -131,11 +131,11 @@ def backward(
 
 
 def plan_backward(
-    grad_settled: Tensor | None,
+    grad_bounded_next: Tensor | None,
     grad_identity: Tensor | None,
     grad_h: Tensor,
     kept: Tensor,
-    identity: Tensor | Carried | None,
+    identity: Tensor | Recompute | None,
     statistics: Tensor,
     constants: Constants,
     gains: Gains,
@@ -147,9 +147,9 @@ def plan_backward(
     Rows longer than LONGEST_WHOLE_ROW take two: the means over a row come before what is done with them.
     """
     rows, columns = kept.shape[:-1].numel(), kept.shape[-1]
-    carried = identity if isinstance(identity, Carried) else None
-    second = identity.rest if isinstance(identity, Carried) else identity
-    read = [part for part in (grad_settled, grad_identity, grad_h, kept, second) if part is not None]
+    recompute = identity if isinstance(identity, Recompute) else None
+    second = identity.difference if isinstance(identity, Recompute) else identity
+    read = [part for part in (grad_bounded_next, grad_identity, grad_h, kept, second) if part is not None]
     tile, sums = Tile.of(columns if columns <= LONGEST_WHOLE_ROW else PART_OF_A_ROW), len(gains.present)
     parts, holds_gains = triton.cdiv(columns, tile.block), sums * tile.block <= MOST_SUMS
     walk = Walk.over(
@@ -167,20 +167,20 @@ def plan_backward(
         kept.new_empty(0 if gains.identity_gain is None else kept.shape),
         grad_h.new_empty(0 if shared else kept.shape),
         kept.new_empty((sums, walk.programs, columns), dtype=torch.float32),
-        kept.new_empty(0 if carried is None else kept.shape),
+        kept.new_empty(0 if recompute is None else kept.shape),
     )
     sources = {
-        "grad_settled": _contiguous(grad_settled),
+        "grad_bounded_next": _contiguous(grad_bounded_next),
         "grad_h": grad_h.contiguous(),
         "kept": kept.contiguous(),
-        "identity": None if carried else _contiguous(second),
-        "carried": _contiguous(second) if carried else None,
-        "departure": carried.departure if carried else None,
+        "identity": None if recompute else _contiguous(second),
+        "difference": _contiguous(second) if recompute else None,
+        "next_scale": recompute.next_scale if recompute else None,
         "statistics": statistics,
         "projections": torch.empty_like(statistics) if parts > 1 else None,
         **_dense(gains),
         "rows": rows,
-        "eps": carried.eps if carried else 0.0,
+        "eps": recompute.eps if recompute else 0.0,
         "DIM": columns,
         "BLOCK": tile.block,
         "CENTRED": centred,
@@ -189,7 +189,7 @@ def plan_backward(
         "grad_bounded": result.bounded,
         "grad_identity": None if gains.identity_gain is None else result.identity,
         "grad_output": None if shared else result.output,
-        "carried_next": result.rest if carried else None,
+        "difference_next": result.difference if recompute else None,
         "partials": result.gains,
     }
     arguments = {

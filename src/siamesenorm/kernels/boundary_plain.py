@@ -59,44 +59,43 @@ class Forward(NamedTuple):
     `statistics` is [norms, tokens] of 1 / deviation, or [2 norms, tokens] with each norm's mean after it.
     """
 
-    settled: Tensor
+    bounded_next: Tensor
     identity: Tensor
     h: Tensor
-    unsettled: Tensor
+    updated: Tensor
     statistics: Tensor
 
 
 class Backward(NamedTuple):
     """What the backward pass returns: the gradients of X, Y, O, and [parts, dim] of the gains that are present.
 
-    Empty are that of Y where Y' is not normalised (it is then that of Y'), and that of O where it is that of X. `rest`
-    is what the boundary before this one rebuilds its Y' from, and is empty where this one had not to.
+    Empty are that of Y where Y' is not normalised (it is then that of Y'), and that of O where it is that of X.
+    `difference` is the stream difference of the previous boundary, and empty where Y' was kept.
     """
 
     bounded: Tensor
     identity: Tensor
     output: Tensor
     gains: Tensor
-    rest: Tensor
+    difference: Tensor
 
 
-class Carried(NamedTuple):
-    """What a boundary rebuilds its Y' from where it did not keep it: see `lean_boundary`.
+class Recompute(NamedTuple):
+    """What the backward pass recomputes Y' from, where it was not kept (see `boundary`).
 
-    `rest` is Y' - X' / `departure`, the latter being the scale of the next write to X.
+    `difference` is Y' - X' / `next_scale`, the latter being the scale of the next write to X.
     """
 
-    rest: Tensor
-    departure: Tensor
+    difference: Tensor
+    next_scale: Tensor
     eps: float
 
-    def rebuild(self, settled: Tensor, unsettled: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return Y', and the rest for the boundary before: Y - X / s = Y' - U / s."""
-        identity = self.rest.to(settled.dtype) + settled / self.departure.to(settled.dtype)
-        return identity, identity - (unsettled if scale is None else unsettled / scale.to(unsettled.dtype))
+    def identity(self, bounded: Tensor) -> Tensor:
+        """Return Y' from X'."""
+        return self.difference.to(bounded.dtype) + bounded / self.next_scale.to(bounded.dtype)
 
     def verify(self, normalised: Tensor, inverse: Tensor) -> Tensor:
-        """Return the rows that are of the Y' that was normalised, and NaN for others: better lost than wrong."""
+        """Return y^, with NaN in every row whose Y' is not the one that the forward pass normalised."""
         one = normalised.square().mean(-1, keepdim=True) + self.eps * inverse.square()
         return normalised.masked_fill((one - 1).abs() > 1e-3, float("nan"))
 
@@ -138,13 +137,13 @@ def forward(
     """Complete the pending write and read."""
     wide, statistics = widest(bounded), list[Tensor]()
     update = output.contiguous().to(wide)
-    settled = unsettled = times(bounded.contiguous().to(wide), constants.skip) + times(update, constants.scale)
+    bounded_next = updated = times(bounded.contiguous().to(wide), constants.skip) + times(update, constants.scale)
     if gains.post_norm_gain is not None:
-        normalised, found = normalise(unsettled, eps, centred)
+        normalised, found = normalise(updated, eps, centred)
         statistics.extend(found)
-        settled = affine(normalised, gains.post_norm_gain, gains.post_norm_bias)
+        bounded_next = affine(normalised, gains.post_norm_gain, gains.post_norm_bias)
 
-    h, identity_next = times(settled, gains.gate), bounded.new_empty(0)
+    h, identity_next = times(bounded_next, gains.gate), bounded.new_empty(0)
     if identity is not None:
         summed = identity.contiguous().to(wide) + times(update, constants.identity_scale)
         identity_next = summed.to(identity.dtype)
@@ -158,10 +157,10 @@ def forward(
         h = affine(normalised, gains.input_gain, gains.input_bias)
 
     return Forward(
-        settled.to(bounded.dtype),
+        bounded_next.to(bounded.dtype),
         identity_next,
-        h.to(output.dtype, copy=h is settled),  # an operator's results share no memory
-        bounded.new_empty(0) if gains.post_norm_gain is None else unsettled.to(bounded.dtype),
+        h.to(output.dtype, copy=h is bounded_next),  # an operator's results share no memory
+        bounded.new_empty(0) if gains.post_norm_gain is None else updated.to(bounded.dtype),
         torch.stack([value.flatten() for value in statistics])
         if statistics
         else bounded.new_empty((0, bounded.shape[:-1].numel()), dtype=wide),
@@ -169,7 +168,7 @@ def forward(
 
 
 class _Statistics:
-    """Hands out the statistics of one norm after the other: post_norm, identity, input."""
+    """The row statistics of the norms in order: post_norm, identity norm, input norm."""
 
     def __init__(self, statistics: Tensor, shape: torch.Size, centred: bool) -> None:
         self.rows = iter(statistics.reshape(len(statistics), *shape[:-1], 1))
@@ -197,11 +196,11 @@ def shares_gradient(
 
 
 def backward(
-    grad_settled: Tensor | None,
+    grad_bounded_next: Tensor | None,
     grad_identity: Tensor | None,
     grad_h: Tensor,
     kept: Tensor,
-    identity: Tensor | Carried | None,
+    identity: Tensor | Recompute | None,
     statistics: Tensor,
     constants: Constants,
     gains: Gains,
@@ -210,16 +209,18 @@ def backward(
     """Return the gradients from those of the results and what the forward pass kept."""
     wide, row = widest(kept), _Statistics(statistics, kept.shape, centred)
     sums: dict[str, Tensor] = {}
-    settled, rest, carried = kept.to(wide), kept.new_empty(0), identity
+    bounded_next, difference, recompute = kept.to(wide), kept.new_empty(0), identity
     if gains.post_norm_gain is not None:
-        x_hat, x_inverse = row.normalise(settled)
-        settled = affine(x_hat, gains.post_norm_gain, gains.post_norm_bias)
-    total = times(settled, gains.gate)
-    if isinstance(identity, Carried):
-        identity, rest = identity.rebuild(settled, kept.to(wide), constants.scale)
-    if identity is not None and gains.identity_gain is not None:
+        x_hat, x_inverse = row.normalise(bounded_next)
+        bounded_next = affine(x_hat, gains.post_norm_gain, gains.post_norm_bias)
+    total = times(bounded_next, gains.gate)
+    if isinstance(recompute, Recompute):
+        identity = recompute.identity(bounded_next)
+        updated = kept.to(wide)
+        difference = identity - (updated if constants.scale is None else updated / constants.scale.to(wide))
+    if isinstance(identity, Tensor) and gains.identity_gain is not None:
         y_hat, y_inverse = row.normalise(identity.to(wide))
-        y_hat = carried.verify(y_hat, y_inverse) if isinstance(carried, Carried) else y_hat
+        y_hat = recompute.verify(y_hat, y_inverse) if isinstance(recompute, Recompute) else y_hat
         total = total + affine(y_hat, gains.identity_gain, gains.identity_bias)
 
     d_total = grad_h.contiguous().to(wide)
@@ -228,10 +229,10 @@ def backward(
         sums.update(input_gain=d_total * z_hat, input_bias=d_total)
         d_total = row.pull_back(times(d_total, gains.input_gain), z_hat, z_inverse)
 
-    sums["gate"] = d_total * settled
+    sums["gate"] = d_total * bounded_next
     d_bounded = times(d_total, gains.gate)
-    if grad_settled is not None:
-        d_bounded = d_bounded + grad_settled.contiguous().to(wide)
+    if grad_bounded_next is not None:
+        d_bounded = d_bounded + grad_bounded_next.contiguous().to(wide)
     if gains.post_norm_gain is not None:
         sums.update(post_norm_gain=d_bounded * x_hat, post_norm_bias=d_bounded)
         d_bounded = row.pull_back(times(d_bounded, gains.post_norm_gain), x_hat, x_inverse)
@@ -257,5 +258,5 @@ def backward(
         d_identity.to(kept.dtype),
         kept.new_empty(0) if shared else d_output.to(grad_h.dtype, copy=d_output is grad_h),
         torch.stack(learned) if learned else kept.new_empty((0, kept.shape[-1]), dtype=wide),
-        rest.to(kept.dtype),
+        difference.to(kept.dtype),
     )

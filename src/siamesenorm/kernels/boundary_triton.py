@@ -13,7 +13,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from siamesenorm.kernels.rows_triton import load_rows, store_rows
+
+@triton.jit
+def load_rows(pointer, at, inside):
+    """Return elements in fp32, and 0 for those that are not inside."""
+    return tl.load(pointer + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rows(pointer, at, value, inside):
+    """Store elements in the dtype of their tensor."""
+    tl.store(pointer + at, value.to(pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -82,7 +92,7 @@ def _scale(x, squares, statistics, norm, row, rows, eps, DIM: tl.constexpr, CENT
 def boundary_forward(
     bounded, identity, output, skip, scale, identity_scale,
     post_norm_gain, post_norm_bias, gate, identity_gain, identity_bias, input_gain, input_bias,
-    settled, identity_next, h, unsettled, statistics,
+    bounded_next, identity_next, h, updated, statistics,
     rows, eps,
     DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
@@ -101,13 +111,13 @@ def boundary_forward(
         store_rows(identity_next, at, y, inside)
 
     if post_norm_gain is not None:
-        store_rows(unsettled, at, x, inside)
+        store_rows(updated, at, x, inside)
         if identity_gain is None:
             x = _normalise(x, inside, statistics, 0, row, rows, eps, DIM, CENTRED)
         else:
             x, y = _normalise_both(x, y, inside, statistics, row, rows, eps, DIM, CENTRED)
         x = _affine(x, post_norm_gain, post_norm_bias, column, DIM)
-    store_rows(settled, at, x, inside)
+    store_rows(bounded_next, at, x, inside)
 
     if gate is not None:
         x *= per_channel(gate, column, DIM)

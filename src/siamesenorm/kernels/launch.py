@@ -29,7 +29,7 @@ def is_transformed() -> bool:
     return forward_ad._current_level >= 0 or bool(torch._C._are_functorch_transforms_active())
 
 
-SMALLEST = 2**20
+SMALLEST_FUSED_BYTES = 2**20
 """Bytes of the smallest tensor that "auto" leaves to an operator.
 
 Below, time is the host's, not the device's: forward and backward pass of an operator keep it busy for 0.1 to 0.2 ms,
@@ -43,7 +43,7 @@ def suits_operator(x: Tensor) -> bool:
     An operator knows neither shards (DTensor) nor transformations.
     """
     shows_itself = type(x) in (Tensor, torch.nn.Parameter) and not is_transformed()
-    return shows_itself and x.numel() * x.itemsize >= SMALLEST
+    return shows_itself and x.numel() * x.itemsize >= SMALLEST_FUSED_BYTES
 
 
 def refuse_transformations(operator: str) -> None:
@@ -96,7 +96,7 @@ class Processor:
 H200 = Processor(count=132, memory=232_448)
 
 
-ON_THEIR_WAY = 96 * 1024
+PREFETCH_BYTES = 96 * 1024
 """Bytes of a multiprocessor's shared memory for rows to come: three times what hides the latency of an H200's memory.
 
 That takes 4.8 TB/s x 0.8 us / 132, or 29 kB. What is further ahead only costs registers, for its addresses; one tile
@@ -136,7 +136,7 @@ class Walk:
         one_ahead = resident * tile_bytes
         # A little memory is needed for the sums over a row.
         fitting = max(0, processor.memory - 8192) // one_ahead
-        return cls(programs, stages=1 + min(most_ahead, fitting, max(1, ON_THEIR_WAY // one_ahead)))
+        return cls(programs, stages=1 + min(most_ahead, fitting, max(1, PREFETCH_BYTES // one_ahead)))
 
 
 @cache

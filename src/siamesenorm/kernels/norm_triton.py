@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from siamesenorm.kernels.rows_triton import load_rows, store_rows
+from siamesenorm.kernels.boundary_triton import load_rows, store_rows
 
 
 @triton.jit

@@ -1,12 +1,12 @@
 """Normalisation operators: one file an operator, one contract, one registry."""
 
 from siamesenorm.norms.conditioned import AdaLN, AdaSeeDNorm, Modulation, modulate
-from siamesenorm.norms.declared import Declared, declared_parameters
 from siamesenorm.norms.dyt import DyT
 from siamesenorm.norms.function import Inexact, InexactKind, NormFunction
 from siamesenorm.norms.layer_norm import LayerNorm
 from siamesenorm.norms.norm import Norm, Role
-from siamesenorm.norms.registry import NORMS, NormSpec, available_norms, build_norm, norm_options
+from siamesenorm.norms.parameters import DeclaredModule, assign, declared_parameters
+from siamesenorm.norms.registry import NORMS, NormSpec, available_norms, build_norm, norm_options, register_norm
 from siamesenorm.norms.rms_norm import RMSNorm
 from siamesenorm.norms.scale_norm import ScaleNorm
 from siamesenorm.norms.seed_norm import SeeDNorm
@@ -15,7 +15,7 @@ __all__ = [
     "NORMS",
     "AdaLN",
     "AdaSeeDNorm",
-    "Declared",
+    "DeclaredModule",
     "DyT",
     "Inexact",
     "InexactKind",
@@ -28,9 +28,11 @@ __all__ = [
     "Role",
     "ScaleNorm",
     "SeeDNorm",
+    "assign",
     "available_norms",
     "build_norm",
     "declared_parameters",
     "modulate",
     "norm_options",
+    "register_norm",
 ]

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from siamesenorm.errors import UserError
-from siamesenorm.norms.declared import Declared
+from siamesenorm.norms.parameters import DeclaredModule
 from siamesenorm.norms.registry import NormSpec
 
 
-class Modulation(Declared):
+class Modulation(DeclaredModule):
     """Project a condition to `parts` vectors: W silu(c) + b, W and b 0 at the start (AdaLN-Zero, arXiv 2212.09748).
 
     Weight [parts * dim, condition_dim] decays, bias does not.

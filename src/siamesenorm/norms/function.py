@@ -87,11 +87,16 @@ class NormFunction:
         """Whether there is a gain or a bias."""
         return self.gain is not None or self.bias is not None
 
-    def divided(self, factor: float) -> NormFunction:
-        """Return the map divided by a factor: in fp64, with the offset in the gain."""
-        whole = torch.ones(self.dim, dtype=torch.float64) if self.gain is None else self.gain.double() + self.offset
-        bias = None if self.bias is None else self.bias.double() / factor
-        return dataclasses.replace(self, gain=whole / factor, offset=0.0, bias=bias)
+    def divided(self, gain_by: float, bias_by: float) -> NormFunction:
+        """Return the map with gain and bias divided by numbers: in fp64, with the offset in the gain."""
+        if gain_by == bias_by == 1.0:
+            return self
+        gain, offset = self.gain, self.offset
+        if gain_by != 1.0:
+            whole = torch.ones(self.dim, dtype=torch.float64) if gain is None else gain.double() + offset
+            gain, offset = whole / gain_by, 0.0
+        bias = None if self.bias is None else self.bias.double() / bias_by
+        return dataclasses.replace(self, gain=gain, offset=offset, bias=bias)
 
 
 def vanishes(parameter: Tensor | None) -> bool:

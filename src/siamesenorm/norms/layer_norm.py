@@ -17,6 +17,7 @@ class LayerNorm(Norm):
     """
 
     statistic = "layernorm"
+    eps_in_mean_square = True
     scale_invariant = True
     idempotent = True
     fusible = True

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from siamesenorm.errors import UserError
 from siamesenorm.kernels.launch import refuse_transformations, suits_operator
 from siamesenorm.kernels.norm import has_kernel
-from siamesenorm.norms.declared import Declared
 from siamesenorm.norms.function import Inexact, NormFunction, compare_statistic, copy_bias_from, copy_gain_from
+from siamesenorm.norms.parameters import DeclaredModule
 from siamesenorm.options import Scalar
 
 STRUCTURE = ("self", "dim", "affine", "axis")
@@ -32,7 +32,7 @@ class Role:
     domain: Literal["language", "vision"] = "language"
 
 
-class Norm(Declared):
+class Norm(DeclaredModule):
     """A map of one token's vector x of width `dim`, applied along `axis` (-1; 1 for channels-first images).
 
     Statistics and gains are computed in fp32 (fp64 for fp64 input) whatever the input's dtype and the gains' storage;
@@ -41,6 +41,8 @@ class Norm(Declared):
 
     statistic: ClassVar[str] = "unknown"
     """Registered name of the operator whose formula this one follows once gain and bias are taken out."""
+    eps_in_mean_square: ClassVar[bool] = False
+    """Whether the formula divides by sqrt(m + eps), m the mean square or the variance."""
     scale_invariant: bool
     """Whether N(c x) = N(x) for c > 0, up to eps, at the initial parameters and at any other."""
     idempotent: bool

@@ -16,6 +16,7 @@ class RMSNorm(Norm):
     """
 
     statistic = "rmsnorm"
+    eps_in_mean_square = True
     scale_invariant = True
     idempotent = True
     fusible = True

@@ -62,6 +62,7 @@ class SeeDNorm(Norm):
     """
 
     statistic = "seednorm"
+    eps_in_mean_square = True
     scale_invariant = False
     alpha: Tensor | None
     beta: Tensor | None

@@ -7,22 +7,19 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
-from siamesenorm.topologies.depth_scale import DepthScale, depth_scale_at
-from siamesenorm.topologies.factors import Scaled
-from siamesenorm.topologies.fused import single_stream_closing, single_stream_connection
-from siamesenorm.topologies.topology import (
-    AttentionNorm,
-    BoundaryCost,
-    Closing,
-    Connection,
-    Place,
-    ResidualSpec,
-    Topology,
+from siamesenorm.topologies.boundary import (
+    BoundaryClosing,
+    BoundaryConnection,
+    BoundaryTopology,
+    DepthScale,
+    WriteFactors,
+    depth_scale_at,
 )
+from siamesenorm.topologies.topology import AttentionNorm, BoundaryCost, Closing, Connection, Place, ResidualSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class HybridNorm(Topology):
+class HybridNorm(BoundaryTopology):
     """HybridNorm (arXiv 2503.04598): x <- N(x + Attention(x)), then x <- x + MLP(x), attention with QKV-norm.
 
     `first_block`: "same" as the others, or "pre" (HybridNorm*): both sublayers of block 0 are Pre-Norm, and its
@@ -46,7 +43,6 @@ class HybridNorm(Topology):
         "first_block=same: it is ResiDual-HybridNorm with N_f of the dual stream 0: exact",
         "first_block=same, depth_scale=none: Hybrid-Pre with N^Y = 0, gamma = N^X = N^in = N^X_f = 1, up to eps",
     )
-    has_fused_kernels: ClassVar[bool] = True
 
     first_block: Literal["same", "pre"] = "same"
     depth_scale: DepthScale = "none"
@@ -61,21 +57,19 @@ class HybridNorm(Topology):
         """Mean of the normalised boundary (5 and 4 passes), the plain one (3 and 3) and the V-norm (2 and 3)."""
         return BoundaryCost(forward=5, backward=5, saved=1)
 
+    def write_factors(self, place: Place) -> WriteFactors:
+        """Return the depth scale on the output."""
+        return WriteFactors(scale=None if self.depth_scale == "none" else depth_scale_at(place, self.depth_scale))
+
     def connection(self, place: Place, spec: ResidualSpec) -> Connection:
-        """Return the connection of a Pre-Norm first block, of attention, or of the MLP, which settles the attention."""
-        pre = self.first_block == "pre" and place.block == 0
-        scaled = self.depth_scale != "none"
-        return single_stream_connection(
-            place,
-            spec,
-            post_norm=None if pre else hybrid_post_norm(place, spec),
-            norm=spec.build_input_norm(place) if pre else None,
-            output=Scaled(nn.Identity(), depth_scale_at(place, self.depth_scale)) if scaled else None,
-        )
+        """Return the connection of a Pre-Norm first block, of attention, or of the MLP with the attention's norm."""
+        if self.first_block == "pre" and place.block == 0:
+            return BoundaryConnection(self, place, spec, input_norm=spec.build_input_norm(place))
+        return BoundaryConnection(self, place, spec, post_norm=hybrid_post_norm(place, spec))
 
     def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the final norm."""
-        return single_stream_closing(spec, norm=spec.build_final_norm())
+        return BoundaryClosing(self, last, spec, output_norm=spec.build_final_norm())
 
 
 def hybrid_post_norm(place: Place, spec: ResidualSpec) -> nn.Module | None:

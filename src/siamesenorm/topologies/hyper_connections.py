@@ -6,6 +6,7 @@ weights with which the sublayer's output is added: both come from the same H, be
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.norms import Inexact, NormFunction, NormSpec
+from siamesenorm.topologies.boundary import copy_function
 from siamesenorm.topologies.topology import (
     BoundaryCost,
     Closing,
@@ -25,16 +27,20 @@ from siamesenorm.topologies.topology import (
     Streams,
     Topology,
 )
-from siamesenorm.topologies.upcycling import copy_gain
 
 
 @dataclass(frozen=True, kw_only=True)
 class MultiStream(Topology):
-    """What every topology with n interchangeable streams in one tensor H [..., n, dim] shares."""
+    """A topology with n interchangeable streams in one tensor H [..., n, dim].
+
+    `exact_eps` multiplies the eps of a norm that reads c x, at the start, by c^2, so that it equals the norm of x. A
+    model that starts as a given Pre-Norm has it.
+    """
 
     pre_norm_refusal: ClassVar[str | None] = None
 
     streams: int = 2
+    exact_eps: bool = False
 
     def __post_init__(self) -> None:
         """Refuse fewer than one stream."""
@@ -55,7 +61,18 @@ class MultiStream(Topology):
 
     def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the sum of the streams and the final norm."""
-        return SumClosing(spec, self.streams)
+        return SumClosing(self.spec_for_multiple(spec, self.streams), self.streams)
+
+    def spec_for_multiple(self, spec: ResidualSpec, multiple: float) -> ResidualSpec:
+        """Return the specification of a norm that reads `multiple` times a stream at the start: see `exact_eps`."""
+        eps = spec.mean_square_eps
+        if not self.exact_eps or eps is None or multiple == 1:
+            return spec
+        return spec.with_norm_options(eps=eps * multiple**2)
+
+    def preserving(self) -> Topology:
+        """Return the topology with exact eps."""
+        return dataclasses.replace(self, exact_eps=True)
 
     def pack(self, streams: Streams) -> Tensor:
         """Return H, which is packed already."""
@@ -85,7 +102,8 @@ class HyperConnections(MultiStream):
         write   H <- H~ + B O
         close   N_f(H_1 + ... + H_n)
         static  A_m = one-hot(k mod n), A_r = I, B = 1 at the start
-        dynamic A_m + s tanh(norm(H) W_m), A_r + s tanh(norm(H) W_r), B + s' tanh(norm(H) w_B)"""
+        dynamic A_m + s tanh(norm(H) W_m), A_r + s tanh(norm(H) W_r), B + s' tanh(norm(H) w_B)
+        exact_eps: the eps of N_f times n^2"""
     diagram: ClassVar[str] = """\
         H_1 ──┬─▶ A_r ─▶ + B_1·O ──▶ H_1
          ⋮    │    ⋮         ⋮        ⋮
@@ -143,7 +161,7 @@ class SumClosing(Closing):
 
     def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
         """Give the final norm the gain of `norm`: it sees n equal streams' sum, n x."""
-        return [*copy_gain(norm, self.norm), Inexact.norm_of_multiple(self.count)]
+        return copy_function(norm, None, self.norm, multiple=self.count)
 
 
 def mix_streams(weights: Tensor, streams: Tensor) -> Tensor:
@@ -152,7 +170,12 @@ def mix_streams(weights: Tensor, streams: Tensor) -> Tensor:
 
 
 class MixingConnection(Connection):
-    """Around one sublayer: h = norm(A_m^T H), H~ = A_r^T H; H <- H~ + B O, with weights from `mixing_weights`."""
+    """Around one sublayer: h = norm(A_m^T H), H~ = A_r^T H; H <- H~ + B O, with weights from `mixing_weights`.
+
+    `multiple` is the sum of A_m at the start.
+    """
+
+    multiple: float = 1.0
 
     def __init__(self, spec: ResidualSpec, place: Place) -> None:
         super().__init__(spec)
@@ -180,7 +203,7 @@ class MixingConnection(Connection):
 
     def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
         """Give the input norm the gain of `norm`: at their initial values the n streams stay equal."""
-        return copy_gain(norm, self.norm)
+        return copy_function(norm, None, self.norm, multiple=self.multiple)
 
 
 class HyperConnection(MixingConnection):
@@ -221,7 +244,9 @@ class DynamicHyperConnection(HyperConnection):
 
     def __init__(self, spec: ResidualSpec, place: Place, topology: HyperConnections) -> None:
         super().__init__(spec, place, topology.streams)
-        self.stream_norm = NormSpec.parse(topology.stream_norm, eps=topology.stream_eps).build(spec.dim)
+        self.stream_norm = spec.select_kernels(
+            NormSpec.parse(topology.stream_norm, eps=topology.stream_eps).build(spec.dim)
+        )
         self.squash = nn.Tanh() if topology.tanh else nn.Identity()
         self.declare("project_in", (spec.dim,), initial=0.0, decay=True)
         self.declare("project_residual", (spec.dim, topology.streams), initial=0.0, decay=True)

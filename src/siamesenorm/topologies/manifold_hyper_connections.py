@@ -6,6 +6,7 @@ values; each is an option here, or named where it is fixed. comb_ij is the weigh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,11 +18,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from siamesenorm.errors import UserError
-from siamesenorm.norms import Declared, Inexact, NormFunction
+from siamesenorm.norms import DeclaredModule, Inexact, NormFunction
 from siamesenorm.norms.rms_norm import RMSNorm
+from siamesenorm.topologies.boundary import copy_function
 from siamesenorm.topologies.hyper_connections import MixingConnection, MultiStream, mix_streams, without_autocast
 from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, Place, ResidualSpec, Streams
-from siamesenorm.topologies.upcycling import copy_gain
 
 OWN_LOGIT = 2.0
 """Initial logit of the stream that a sublayer reads, minus that of the others: sigma = 0.88 and 0.12, so that the
@@ -49,7 +50,8 @@ class ManifoldHyperConnections(MultiStream):
         read    m = W RMS(vec H),  pre = sigma(a_0 m_pre + b_pre) + eps,  post = 2 sigma(a_1 m_post + b_post),
                 comb = Sinkhorn(a_2 m_res + b_res),  h = N_k(sum_i pre_i H_i)
         write   H_i <- sum_j comb_ij H_j + post_i O
-        close   N_f(H_1 + ... + H_n)   (readout=learned: N_f(sum_i (sigma(a m_i + b_i) + eps) H_i))"""
+        close   N_f(H_1 + ... + H_n)   (readout=learned: N_f(sum_i (sigma(a m_i + b_i) + eps) H_i))
+        exact_eps: the eps of N_k and N_f times the square of the weights' sum at the start"""
     diagram: ClassVar[str] = """\
         H_1 ──┬─▶ comb ─▶ + post_1·O ──▶ H_1
          ⋮    │    ⋮            ⋮         ⋮
@@ -85,17 +87,25 @@ class ManifoldHyperConnections(MultiStream):
 
     def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return the connection with its logits and its projection."""
-        return ManifoldHyperConnection(spec, place, self)
+        own = place.index % self.streams
+        logits = [OWN_LOGIT if stream == own else -OWN_LOGIT for stream in range(self.streams)]
+        return ManifoldHyperConnection(self.spec_for_multiple(spec, self.sum_of_gates(logits)), place, self, logits)
 
     def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the sum or the learned collapse, and the final norm."""
-        return CollapseClosing(spec, self) if self.readout == "learned" else super().closing(last, spec)
+        if self.readout == "sum":
+            return super().closing(last, spec)
+        return CollapseClosing(self.spec_for_multiple(spec, self.sum_of_gates([0.0] * self.streams)), self)
+
+    def sum_of_gates(self, logits: Sequence[float]) -> float:
+        """Return the sum of sigma(logit) + eps."""
+        return sum(1 / (1 + math.exp(-logit)) + self.eps for logit in logits)
 
     def build_logits(self, spec: ResidualSpec, biases: Sequence[Sequence[float]]) -> Logits:
         """Return the static or dynamic logits with these initial biases."""
         if not self.dynamic:
             return Logits(biases)
-        return DynamicLogits(biases, width=self.streams * spec.dim, gate=self.gate, eps=self.eps)
+        return DynamicLogits(spec, biases, width=self.streams * spec.dim, gate=self.gate, eps=self.eps)
 
     def build_projection(self) -> Callable[[Tensor], Tensor]:
         """Return the map of logits [..., n, n] to a doubly stochastic matrix."""
@@ -120,7 +130,7 @@ def sinkhorn_kernel(logits: Tensor, *, dims: Sequence[int], eps: float) -> Tenso
     return matrix
 
 
-class Logits(Declared):
+class Logits(DeclaredModule):
     """Static logits: one learned vector, `bias`, in groups."""
 
     bias: Tensor
@@ -128,12 +138,7 @@ class Logits(Declared):
     def __init__(self, biases: Sequence[Sequence[float]]) -> None:
         super().__init__()
         self.sizes = [len(group) for group in biases]
-        self.biases = biases
         self.declare("bias", (sum(self.sizes),), initial=list(chain(*biases)))
-
-    def start(self, group: int) -> Tensor:
-        """Return the initial logits of a group in fp64; where all streams are equal, W = 0 leaves them alone."""
-        return torch.tensor(self.biases[group], dtype=torch.float64, device="cpu")
 
     def forward(self, streams: Tensor) -> tuple[Tensor, ...]:
         """Return the groups of b in the dtype of the streams."""
@@ -146,9 +151,11 @@ class DynamicLogits(Logits):
     weight: Tensor
     gates: Tensor
 
-    def __init__(self, biases: Sequence[Sequence[float]], *, width: int, gate: float, eps: float) -> None:
+    def __init__(
+        self, spec: ResidualSpec, biases: Sequence[Sequence[float]], *, width: int, gate: float, eps: float
+    ) -> None:
         super().__init__(biases)
-        self.norm = RMSNorm(width, affine=False, eps=eps)
+        self.norm = spec.select_kernels(RMSNorm(width, affine=False, eps=eps))
         self.declare("weight", (sum(self.sizes), width), initial=0.0, decay=True)
         self.declare("gates", (len(self.sizes),), initial=gate)
 
@@ -163,13 +170,14 @@ class DynamicLogits(Logits):
 class ManifoldHyperConnection(MixingConnection):
     """pre and post by sigma gates, comb by Sinkhorn's projection."""
 
-    def __init__(self, spec: ResidualSpec, place: Place, topology: ManifoldHyperConnections) -> None:
+    def __init__(
+        self, spec: ResidualSpec, place: Place, topology: ManifoldHyperConnections, pre: Sequence[float]
+    ) -> None:
         super().__init__(spec, place)
         self.count = n = topology.streams
         self.eps = topology.eps
+        self.multiple = topology.sum_of_gates(pre)
         self.project = topology.build_projection()
-        own = place.index % n
-        pre = [OWN_LOGIT if stream == own else -OWN_LOGIT for stream in range(n)]
         comb = [0.0 if row == column else OFF_DIAGONAL_LOGIT for row in range(n) for column in range(n)]
         self.logits = topology.build_logits(spec, (pre, [0.0] * n, comb))
 
@@ -179,11 +187,6 @@ class ManifoldHyperConnection(MixingConnection):
         comb = self.project(comb.unflatten(-1, (self.count, self.count)))
         return pre.sigmoid() + self.eps, comb.mT, 2 * post.sigmoid()
 
-    def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
-        """Give the input norm the gain of `norm`: it sees a multiple of the n equal streams."""
-        factor = sum(value.item() for value in self.logits.start(0).sigmoid() + self.eps)
-        return [*super().init_as_pre_norm(norm), Inexact.norm_of_multiple(factor)]
-
 
 class CollapseClosing(Closing):
     """The final norm of the streams' sum, weighted by sigma gates."""
@@ -191,6 +194,7 @@ class CollapseClosing(Closing):
     def __init__(self, spec: ResidualSpec, topology: ManifoldHyperConnections) -> None:
         super().__init__(spec)
         self.eps = topology.eps
+        self.multiple = topology.sum_of_gates([0.0] * topology.streams)
         self.logits = topology.build_logits(spec, ([0.0] * topology.streams,))
         self.norm = spec.build_final_norm()
 
@@ -205,5 +209,4 @@ class CollapseClosing(Closing):
 
     def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
         """Give the final norm the gain of `norm`."""
-        factor = sum(value.item() for value in self.logits.start(0).sigmoid() + self.eps)
-        return [*copy_gain(norm, self.norm), Inexact.norm_of_multiple(factor)]
+        return copy_function(norm, None, self.norm, multiple=self.multiple)

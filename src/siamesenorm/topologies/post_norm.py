@@ -1,23 +1,18 @@
-"""Post-Norm and DeepNorm: the stream is normalised after each addition, and the sublayer sees it as it is."""
+"""Post-Norm, DeepNorm and Mix-LN: the stream is normalised after additions, and the sublayer reads it as it is."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from siamesenorm.topologies.fused import single_stream_closing, single_stream_connection
-from siamesenorm.topologies.topology import (
-    BoundaryCost,
-    Closing,
-    Connection,
-    Place,
-    ResidualSpec,
-    Topology,
-)
+from siamesenorm.errors import UserError
+from siamesenorm.topologies.boundary import BoundaryClosing, BoundaryConnection, BoundaryTopology, WriteFactors
+from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, Place, ResidualSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class PostNorm(Topology):
+class PostNorm(BoundaryTopology):
     """Post-Norm: x <- N(x + F(x)) (Vaswani et al. 2017, arXiv 1706.03762). The first sublayer sees the raw embedding.
 
     `final_norm` adds a norm before the head, as some code bases keep for every variant; the papers' equation has none,
@@ -35,7 +30,6 @@ class PostNorm(Topology):
         x ──┬─────────── + ─▶ N ──▶ x
             └─▶ F ─▶ O ──┘"""
     special_cases: ClassVar[tuple[str, ...]] = ("a zero-gated sublayer gives N(x), not the identity",)
-    has_fused_kernels: ClassVar[bool] = True
 
     final_norm: bool = False
 
@@ -45,18 +39,14 @@ class PostNorm(Topology):
         return BoundaryCost(forward=5, backward=4, saved=1)
 
     def connection(self, place: Place, spec: ResidualSpec) -> Connection:
-        """Return the connection that settles its predecessor's addition, if there is one."""
-        return single_stream_connection(place, spec, skip=self.skip(place), post_norm=spec.build_post_norm(place))
+        """Return the connection whose post-norm is that of the previous addition, if there is one."""
+        return BoundaryConnection(self, place, spec, post_norm=spec.build_post_norm(place))
 
     def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the norm of the last addition, and the final norm if asked for."""
         final = spec.build_final_norm() if self.final_norm else None
         post_norm = spec.build_norm("final")
-        return single_stream_closing(spec, skip=self.skip(last), post_norm=post_norm, norm=final)
-
-    def skip(self, place: Place) -> float | None:
-        """Return the factor on the stream in a write; None is 1."""
-        return None
+        return BoundaryClosing(self, last, spec, post_norm=post_norm, output_norm=final)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +79,73 @@ class DeepNorm(PostNorm):
         """As Post-Norm; the backward pass writes dX = alpha dU and dO = dU."""
         return BoundaryCost(forward=5, backward=5, saved=1)
 
-    def skip(self, place: Place) -> float | None:
-        """Return alpha = (2L)^(1/4)."""
-        alpha: float = (2 * place.depth) ** 0.25
-        return alpha
+    def write_factors(self, place: Place) -> WriteFactors:
+        """Return alpha = (2L)^(1/4) on the stream."""
+        return WriteFactors(skip=(2 * place.depth) ** 0.25)
 
     def initial_factor(self, role: str, depth: int) -> float:
         """Return beta = (8L)^(-1/4) for the projections whose scale it tames."""
         tamed = ("value", "attention_output", "mlp_up", "mlp_output")
         return (8 * depth) ** -0.25 if self.initial_scaling and role in tamed else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixLN(BoundaryTopology):
+    """Mix-LN (arXiv 2412.13795): blocks l < m are Post-Norm, blocks l >= m Pre-Norm, always with a final norm.
+
+    m = floor(`post_fraction` * L), or `post_blocks` where that is given. Its granularity is the block.
+    """
+
+    title: ClassVar[str] = "Mix-LN"
+    paper: ClassVar[str] = "Li et al. 2024, arXiv 2412.13795"
+    formula: ClassVar[str] = """\
+        open    x = e
+        blocks l < m:   read h = x,       write x <- N_k(x + O)
+        blocks l >= m:  read h = N_k(x),  write x <- x + O
+        close   N_f(x);  m = floor(post_fraction L), or post_blocks"""
+    diagram: ClassVar[str] = """\
+        l < m:  x ──┬─────────── + ─▶ N ──▶ x      l ≥ m:  x ──┬──────────────── + ──▶ x
+                    └─▶ F ─▶ O ──┘                             └─▶ N ─▶ F ─▶ O ──┘"""
+    special_cases: ClassVar[tuple[str, ...]] = (
+        "m = 0 is Pre-Norm",
+        "m = L is Post-Norm with a final norm",
+    )
+
+    post_fraction: float = 0.25
+    post_blocks: int | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        """Refuse a fraction outside [0, 1]."""
+        super().__post_init__()
+        if not 0 <= self.post_fraction <= 1:
+            raise UserError(f"post_fraction of {self.title} is {self.post_fraction}: choose a number from 0 to 1")
+        if self.post_blocks != "auto" and self.post_blocks < 0:
+            raise UserError(f"post_blocks of {self.title} is {self.post_blocks}: choose 0 or more, or auto (fraction)")
+
+    @property
+    def cost(self) -> BoundaryCost:
+        """Pre-Norm's, and Post-Norm's for its part of the blocks."""
+        return BoundaryCost(forward=4 + self.post_fraction, backward=4, saved=1)
+
+    def is_post(self, place: Place) -> bool:
+        """Return whether the place is in a Post-Norm block."""
+        if self.post_blocks != "auto":
+            return place.block < self.post_blocks
+        # 0.29 * 100 is 28.999999999999996: the floor is meant of the decimal fraction.
+        return place.block < math.floor(self.post_fraction * place.depth + 1e-9)
+
+    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
+        """Return the connection with the previous sublayer's Post-Norm and its own Pre-Norm, where they are."""
+        after_post = place.previous is not None and self.is_post(place.previous)
+        return BoundaryConnection(
+            self,
+            place,
+            spec,
+            post_norm=spec.build_post_norm(place) if after_post else None,
+            input_norm=None if self.is_post(place) else spec.build_input_norm(place),
+        )
+
+    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
+        """Return the final norm, after the last Post-Norm if every block is one."""
+        post_norm = spec.build_norm("final") if self.is_post(last) else None
+        return BoundaryClosing(self, last, spec, post_norm=post_norm, output_norm=spec.build_final_norm())

@@ -7,28 +7,25 @@ couples Post-Norm with Pre-Norm; Hybrid-Pre, the paper's main form, couples Hybr
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from torch import nn
-
-from siamesenorm.topologies.depth_scale import DepthScale, depth_scale_at
-from siamesenorm.topologies.factors import Gate
-from siamesenorm.topologies.siamese_connection import (
-    FusedSiameseConnection,
-    GatedOpening,
-    LeanSiameseClosing,
-    LeanSiameseConnection,
-    PendingSiameseClosing,
-    PendingSiameseConnection,
-    SiameseClosing,
-    SiameseConnection,
+from siamesenorm.topologies.boundary import (
+    BoundaryClosing,
+    BoundaryConnection,
+    BoundaryTopology,
+    DepthScale,
+    WriteFactors,
+    depth_scale_at,
+    double_norm_eps,
 )
 from siamesenorm.topologies.topology import (
     AttentionNorm,
     BoundaryCost,
     Closing,
     Connection,
+    Gate,
     Opening,
     Place,
     ResidualSpec,
@@ -37,64 +34,73 @@ from siamesenorm.topologies.topology import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Siamese(Topology):
+class Siamese(BoundaryTopology):
     """What both forms share: the write X <- X + s O, Y <- Y + O, and the readings of the depth scale s.
 
     `depth_scale`: "code" = 1/sqrt(2(l+1)) with l the 0-based block, as in all released code; "paper_block" =
     1/sqrt(l+1); "paper_sublayer" = 1/sqrt(k+1) with k the 0-based sublayer; "none" = 1.
     `normalized_input` is the norm N^in of the sum before the sublayer.
+    `exact_eps` makes a norm of a norm equal one norm: with e^2 / (1 + e) = eps, both (and the bounded stream's norm of
+    that read) have eps e, and the outer one is multiplied by sqrt(1 + e). A model that starts as a given Pre-Norm has
+    it; RMSNorm and LayerNorm (and SeeDNorm at beta = 0) are then exact.
     """
 
     paper: ClassVar[str] = "SiameseNorm, arXiv 2602.08064"
-    has_fused_kernels: ClassVar[bool] = True
     has_lean_kernels: ClassVar[bool] = True
     pre_norm_refusal: ClassVar[str | None] = None
 
     depth_scale: DepthScale = "code"
     normalized_input: bool = True
+    exact_eps: bool = False
 
     @property
     def stream_names(self) -> tuple[str, ...]:
         """The bounded stream X and the identity stream Y."""
         return ("bounded", "identity")
 
-    def scale(self, place: Place) -> float:
-        """Return s at a place."""
-        return depth_scale_at(place, self.depth_scale)
+    def write_factors(self, place: Place) -> WriteFactors:
+        """Return s on what the bounded stream adds."""
+        return WriteFactors(scale=depth_scale_at(place, self.depth_scale))
 
-    def build_connection(self, place: Place, spec: ResidualSpec, **parts: Any) -> Connection:
-        """Return the plain connection of these parts, or the one whose read completes the previous pending write."""
-        scale = self.scale(place)
-        if spec.kernels == "plain":
-            return SiameseConnection(spec, scale=scale, **parts)
-        if place.previous is None:
-            return PendingSiameseConnection(spec, scale=scale, **parts)
-        kind = LeanSiameseConnection if spec.kernels == "lean" else FusedSiameseConnection
-        return kind(spec, arrival=self.scale(place.previous), scale=scale, **parts)
+    def build_sum_read(self, place: Place, spec: ResidualSpec, *, post_norm: bool) -> Connection:
+        """Return the connection that reads N^in(X + N^Y(Y)), or the sum itself without `normalized_input`.
 
-    def build_closing(self, last: Place, spec: ResidualSpec, *, output_norm: nn.Module | None) -> Closing:
-        """Return the closing N_out(N^X_f(X) + N^Y_f(Y))."""
-        post_norm, identity_norm = spec.build_norm("final"), spec.build_norm("final")
-        if spec.kernels == "plain":
-            return SiameseClosing(spec, post_norm=post_norm, identity_norm=identity_norm, output_norm=output_norm)
-        kind = LeanSiameseClosing if spec.kernels == "lean" else PendingSiameseClosing
-        return kind(
+        N^Y is the last norm before the sublayer where neither the read nor the sublayer has an N^in.
+        """
+        doubled = self.normalized_input and not place.normalises_input
+        spec, factor = self.exact_double_norm(spec) if doubled else (spec, None)
+        identity_is_last = not (self.normalized_input or place.normalises_input)
+        return BoundaryConnection(
+            self,
+            place,
             spec,
-            arrival=self.scale(last),
-            post_norm=post_norm,
-            identity_norm=identity_norm,
-            output_norm=output_norm,
+            post_norm=spec.build_norm(place.kind) if post_norm else None,
+            identity_norm=spec.build_input_norm(place) if identity_is_last else spec.build_norm(place.kind),
+            input_norm=spec.build_input_norm(place) if self.normalized_input else None,
+            input_scale=factor,
         )
 
-    def build_identity_norm(self, place: Place, spec: ResidualSpec) -> nn.Module:
-        """Return N^Y, which is the last norm before the sublayer where neither read nor sublayer has an N^in."""
-        if self.normalized_input or place.normalises_input:
-            return spec.build_norm(place.kind)
-        return spec.build_input_norm(place)
+    def build_closing(self, last: Place, spec: ResidualSpec, *, output_norm: bool) -> Closing:
+        """Return the closing N_out(N^X_f(X) + N^Y_f(Y))."""
+        doubled = output_norm and spec.final_norm
+        spec, factor = self.exact_double_norm(spec) if doubled else (spec, None)
+        return BoundaryClosing(
+            self,
+            last,
+            spec,
+            post_norm=spec.build_norm("final"),
+            identity_norm=spec.build_norm("final"),
+            output_norm=spec.build_final_norm() if output_norm else None,
+            output_scale=factor,
+        )
 
-    def build_sum_norm(self, place: Place, spec: ResidualSpec) -> nn.Module | None:
-        """Return N^in, if the input is normalised."""
-        return spec.build_input_norm(place) if self.normalized_input else None
+    def exact_double_norm(self, spec: ResidualSpec) -> tuple[ResidualSpec, float | None]:
+        """Return the norms' specification and the outer one's factor for a norm of a norm: see `exact_eps`."""
+        eps = spec.mean_square_eps
+        if not self.exact_eps or eps is None:
+            return spec, None
+        inner = double_norm_eps(eps)
+        return spec.with_norm_options(eps=inner), math.sqrt(1 + inner)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +120,8 @@ class SiamesePostPre(Siamese):
         read    h = N^in_k(X + N^Y_k(Y))                  (normalized_input=False: no N^in)
         write   X <- N^X_k(X + s O),  Y <- Y + O
         close   X + N_f(Y)             (readout=code: N_out(X + N_f(Y)))
-        scale   s = 1/sqrt(2(l+1))     (depth_scale=none: s = 1)"""
+        scale   s = 1/sqrt(2(l+1))     (depth_scale=none: s = 1)
+        exact_eps: N_out(N(x)) and N^in(N(x)) equal one N(x), eps included"""
     diagram: ClassVar[str] = """\
         X ──┬───────────────────────── + s·O ─▶ N^X ──▶ X
             + ─▶ N^in ─▶ F ─▶ O ───────┤
@@ -132,8 +139,13 @@ class SiamesePostPre(Siamese):
     gated_opening: bool = False
 
     def preserving(self) -> Topology:
-        """Return the topology with X_0 = 0: by a gated opening, or by the first post_norm where it is lazy."""
-        return dataclasses.replace(self, gated_opening=True) if self.post_norm == "eager" else self
+        """Return the topology with X_0 = 0 (a gated opening, or the first post-norm where it is lazy) and exact eps."""
+        doubled = self.normalized_input or self.readout == "code"
+        return dataclasses.replace(
+            self,
+            gated_opening=self.gated_opening or self.post_norm == "eager",
+            exact_eps=self.exact_eps or doubled,
+        )
 
     @property
     def cost(self) -> BoundaryCost:
@@ -142,32 +154,24 @@ class SiamesePostPre(Siamese):
 
     def opening(self, spec: ResidualSpec) -> Opening:
         """Return two copies of the embedding, the first one gated if asked for."""
-        return GatedOpening(spec) if self.gated_opening else super().opening(spec)
+        return Opening(spec, count=2, gate=Gate(spec) if self.gated_opening else None)
 
     def connection(self, place: Place, spec: ResidualSpec) -> Connection:
-        """Return the connection; the eager first reader alone has nothing to post_norm."""
-        settles = place.previous is not None or self.post_norm == "lazy"
-        return self.build_connection(
-            place,
-            spec,
-            post_norm=spec.build_norm(place.kind) if settles else None,
-            identity_norm=self.build_identity_norm(place, spec),
-            input_norm=self.build_sum_norm(place, spec),
-        )
+        """Return the connection; without the eager form's post-norm where nothing was added yet."""
+        return self.build_sum_read(place, spec, post_norm=place.previous is not None or self.post_norm == "lazy")
 
     def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the last norms and the sum."""
-        output_norm = spec.build_final_norm() if self.readout == "code" else None
-        return self.build_closing(last, spec, output_norm=output_norm)
+        return self.build_closing(last, spec, output_norm=self.readout == "code")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SiameseHybridPre(Siamese):
     """SiameseNorm Hybrid-Pre, the paper's main form: HybridNorm and Pre-Norm share every sublayer.
 
-    Attention reads gamma X + N^Y(Y) and normalises its own queries, keys and values; the MLP settles X first and reads
-    through N^in. Three final norms. `normalized_input=False` drops the MLP's N^in and keeps QKV-norm (what the paper's
-    ablation row removed is not published).
+    Attention reads gamma X + N^Y(Y) and normalises its own queries, keys and values; the MLP normalises X first and
+    reads through N^in. Three final norms. `normalized_input=False` drops the MLP's N^in and keeps QKV-norm (what the
+    paper's ablation row removed is not published).
     """
 
     title: ClassVar[str] = "SiameseNorm Hybrid-Pre"
@@ -177,7 +181,8 @@ class SiameseHybridPre(Siamese):
         MLP         read   X <- N^X_l(X),  h = N^in_l(X + N^Y_k(Y))
         write   X <- X + s O,  Y <- Y + O
         close   N_out(N^X_f(X) + N^Y_f(Y))
-        scale   s = 1/sqrt(2(l+1))     (depth_scale=none: s = 1)"""
+        scale   s = 1/sqrt(2(l+1))     (depth_scale=none: s = 1)
+        exact_eps: N_out(N(x)) and N^in(N(x)) equal one N(x), eps included"""
     diagram: ClassVar[str] = """\
         X ──┬──────────────────────── + s·O ─▶ N^X ─┬─────────────────────── + s·O ──▶ X
             γ                         │             │                        │
@@ -188,6 +193,10 @@ class SiameseHybridPre(Siamese):
         "Pre-Norm: gamma, N^X, N^X_f = 0 and N^Y = 1 at the MLP and the closing: exact up to the double norm's eps",
         "HybridNorm: N^Y = 0, gamma = N^X_f = 1, N^X = N^in constant, depth_scale none: exact up to eps",
     )
+
+    def preserving(self) -> Topology:
+        """Return the topology with exact eps."""
+        return dataclasses.replace(self, exact_eps=True)
 
     @property
     def attention_norm(self) -> AttentionNorm:
@@ -204,15 +213,9 @@ class SiameseHybridPre(Siamese):
         if place.kind == "attention":
             own = place.normalises_input
             identity_norm = spec.build_norm(place.kind) if own else spec.build_input_norm(place)
-            return self.build_connection(place, spec, gate=Gate(spec), identity_norm=identity_norm)
-        return self.build_connection(
-            place,
-            spec,
-            post_norm=spec.build_norm(place.kind),
-            identity_norm=self.build_identity_norm(place, spec),
-            input_norm=self.build_sum_norm(place, spec),
-        )
+            return BoundaryConnection(self, place, spec, gate=Gate(spec), identity_norm=identity_norm)
+        return self.build_sum_read(place, spec, post_norm=True)
 
     def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the three final norms."""
-        return self.build_closing(last, spec, output_norm=spec.build_final_norm())
+        return self.build_closing(last, spec, output_norm=True)

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from siamesenorm.topologies.single_stream import SingleStreamClosing, SingleStreamConnection
+from siamesenorm.topologies.boundary import BoundaryClosing, BoundaryConnection, BoundaryTopology
 from siamesenorm.topologies.topology import (
     BoundaryCost,
     Closing,
@@ -19,12 +19,11 @@ from siamesenorm.topologies.topology import (
     Place,
     ResidualSpec,
     Streams,
-    Topology,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpanNorm(Topology):
+class SpanNorm(BoundaryTopology):
     """SpanNorm (arXiv 2601.22580), experimental: its equations were not found, and no scaling is applied.
 
     `reading` "A": the residual goes from the block's input to its output, past both sublayers; "B": Pre-Norm inside the
@@ -44,6 +43,8 @@ class SpanNorm(Topology):
             └─▶ Attn ────┘"""
     special_cases: ClassVar[tuple[str, ...]] = ("the block's output is always normalised: no final norm",)
 
+    has_fused_kernels: ClassVar[bool] = False
+
     reading: Literal["A", "B"] = "A"
 
     @property
@@ -57,20 +58,20 @@ class SpanNorm(Topology):
         return BoundaryCost(forward=4, backward=4.5, saved=1) if self.reading == "A" else BoundaryCost(4.5, 4, 1)
 
     def connection(self, place: Place, spec: ResidualSpec) -> Connection:
-        """Return the half of the block: the first settles the previous block, in A the second settles the attention."""
+        """Return a half of the block: the first has the previous block's norm, in A the second the attention's."""
         post_norm = spec.build_post_norm(place) if place.kind == "attention" else None
         if self.reading == "B":
-            return SingleStreamConnection(spec, post_norm=post_norm, norm=spec.build_input_norm(place))
+            return BoundaryConnection(self, place, spec, post_norm=post_norm, input_norm=spec.build_input_norm(place))
         if place.kind == "attention":
-            return SpanStart(spec, post_norm=post_norm)
-        return SpanEnd(spec, post_norm=spec.build_input_norm(place))
+            return SpanStart(self, place, spec, post_norm=post_norm)
+        return SpanEnd(self, place, spec, post_norm=spec.build_input_norm(place))
 
     def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the norm of the last block's output."""
-        return SingleStreamClosing(spec, post_norm=spec.build_norm("final"))
+        return BoundaryClosing(self, last, spec, post_norm=spec.build_norm("final"))
 
 
-class SpanStart(SingleStreamConnection):
+class SpanStart(BoundaryConnection):
     """The attention's connection: its write keeps the block's input beside the sum, (x, x + O)."""
 
     def write(self, streams: Streams, output: Tensor) -> Streams:
@@ -79,10 +80,10 @@ class SpanStart(SingleStreamConnection):
         return x, x + output.to(x.dtype)
 
 
-class SpanEnd(SingleStreamConnection):
-    """The MLP's connection: it sees the settled sum, and writes to the block's input."""
+class SpanEnd(BoundaryConnection):
+    """The MLP's connection: it reads the normalised sum, and writes to the block's input."""
 
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
-        """Return the settled sum, and the block's input as the only stream."""
+        """Return the normalised sum, and the block's input as the only stream."""
         x, total = streams
         return self.to_compute(self.post_norm(total)), (x,)

@@ -8,22 +8,23 @@ A topology is not a block class. It opens the streams, puts a connection around 
         streams = connection.write(streams, sublayer(h))  # what its output does
     hidden = closing(streams)                             # owns every final norm
 
-A norm that follows an addition belongs to the next reader, as its `post_norm`, or to the closing: parameters never
+A norm after an addition belongs to the next connection, as its `post_norm`, or to the closing: so parameters never
 cross a block's edge, and a write may stay pending until the next read.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, Literal, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.norms import Declared, Inexact, NormFunction, NormSpec, Role
-from siamesenorm.options import check_option
+from siamesenorm.norms import NORMS, DeclaredModule, Inexact, Norm, NormFunction, NormSpec, Role, assign
+from siamesenorm.options import Scalar, check_option
 
 Streams = tuple[Tensor, ...]
 AttentionNorm = Literal["auto", "none", "qk", "qk-head", "qkv-head"]
@@ -32,7 +33,7 @@ Kernels = Literal["plain", "fused", "lean", "auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a sublayer stands: its `index` k, its `block` l and its `slot` therein, of `depth` L blocks."""
+    """The position of a sublayer: its `index` k, its `block` l and its `slot` in it, of `depth` L blocks."""
 
     index: int
     block: int
@@ -67,15 +68,19 @@ def transformer_places(depth: int, *, conditioned: bool = False) -> list[tuple[P
 class ResidualSpec:
     """What a topology's modules are built from.
 
-    `residual_dtype` is the dtype of the streams, `compute_dtype` that of what sublayers see; None keeps it as it is.
-    `final_norm=False` leaves the last norm of the closing to the model (a DiT head has a conditioned one of its own).
-    `kernels="fused"` leaves writes pending and completes them in one operator with the next read; "auto" does so where
-    that is faster (a GPU with Triton, norms that the operator knows) and takes the plain formulas elsewhere. "lean" is
-    "fused" that keeps one fp32 stream of two for the backward pass, and rebuilds the other.
+    `norm` is an operator, or its name. `residual_dtype` is the dtype of the streams, `compute_dtype` that of what
+    sublayers see; None leaves it as it is. `final_norm=False` leaves the last norm of the closing to the model (a DiT
+    head has a conditioned one of its own).
+
+    `kernels` decides for boundaries and norms. "plain": no custom operator. "fused": a write stays pending, and one
+    operator completes it together with the next read. "auto": the same, where it is faster (a GPU with Triton, norms
+    that the operator supports), and the plain formulas elsewhere. "lean": "fused" with one of two fp32 streams kept
+    for the backward pass and the other recomputed. With all but "plain", the norms outside of boundaries are fused
+    where that is faster. A topology without a fused or lean form refuses these.
     """
 
     dim: int
-    norm: NormSpec = NormSpec()
+    norm: NormSpec | str = NormSpec()
     domain: Literal["language", "vision"] = "language"
     axis: int = -1
     residual_dtype: torch.dtype | None = None
@@ -84,13 +89,37 @@ class ResidualSpec:
     kernels: Kernels = "plain"
 
     def __post_init__(self) -> None:
-        """Refuse kernels that do not exist."""
+        """Read the name of a norm; raise UserError for unknown kernels."""
         if self.kernels not in get_args(Kernels):
             raise unknown("kernels", self.kernels, get_args(Kernels))
+        if isinstance(self.norm, str):
+            object.__setattr__(self, "norm", NormSpec.parse(self.norm))
+
+    @property
+    def norm_spec(self) -> NormSpec:
+        """The operator of the norms."""
+        assert isinstance(self.norm, NormSpec)
+        return self.norm
+
+    @property
+    def mean_square_eps(self) -> float | None:
+        """The eps of the norms, None where the operator does not divide by sqrt(mean square + eps)."""
+        spec = self.norm_spec
+        return spec.to_json()["eps"] if NORMS[spec.name].eps_in_mean_square else None  # type: ignore[return-value]
+
+    def with_norm_options(self, **options: Scalar) -> ResidualSpec:
+        """Return the same with options of the operator overridden."""
+        return dataclasses.replace(self, norm=self.norm_spec.with_options(**options))
+
+    def select_kernels(self, norm: Norm) -> Norm:
+        """Return the norm with the kernels of this specification."""
+        norm.kernels = "plain" if self.kernels == "plain" else "auto"
+        return norm
 
     def build_norm(self, kind: str, *, affine: bool = True) -> nn.Module:
         """Return a norm for the stream, in the role of its operator's recipe."""
-        return self.norm.build(self.dim, role=Role(kind, self.domain), affine=affine, axis=self.axis)
+        norm = self.norm_spec.build(self.dim, role=Role(kind, self.domain), affine=affine, axis=self.axis)
+        return self.select_kernels(norm)
 
     def build_input_norm(self, place: Place) -> nn.Module:
         """Return the last norm before a sublayer: without gain if it is conditioned, none if it has its own."""
@@ -107,11 +136,35 @@ class ResidualSpec:
         return self.build_norm("final") if self.final_norm else nn.Identity()
 
 
-class Reader(Declared):
-    """A module that reads streams and hands on the compute dtype."""
+class Gate(DeclaredModule):
+    """A learned factor per channel, gamma x, without weight decay."""
+
+    gain: Tensor
+
+    def __init__(self, spec: ResidualSpec, *, initial: float = 1.0) -> None:
+        super().__init__()
+        self.axis = spec.axis
+        self.declare("gain", (spec.dim,), initial=initial)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return gamma x."""
+        return (x.movedim(self.axis, -1) * self.gain.to(x.dtype)).movedim(-1, self.axis)
+
+    def zero_(self) -> None:
+        """Set gamma to 0."""
+        assign(self.gain, torch.zeros_like(self.gain))
+
+
+class Reader(DeclaredModule):
+    """A module that reads streams and returns the compute dtype."""
+
+    has_kernels: ClassVar[bool] = False
+    """Whether it has a form for `kernels="fused"` or "lean"."""
 
     def __init__(self, spec: ResidualSpec) -> None:
         super().__init__()
+        if spec.kernels in ("fused", "lean") and not self.has_kernels:
+            raise UserError(f"{type(self).__name__} has no {spec.kernels} kernels: use kernels plain or auto")
         self.compute_dtype = spec.compute_dtype
 
     def to_compute(self, h: Tensor) -> Tensor:
@@ -119,32 +172,53 @@ class Reader(Declared):
         return h if self.compute_dtype is None else h.to(self.compute_dtype)
 
 
-class Opening(Declared):
-    """Turn the embedding [..., dim] into the streams: here `count` copies of it in the residual dtype."""
+class Opening(DeclaredModule):
+    """Turn the embedding e [..., dim] into `count` streams in the residual dtype: X = gate norm(e), Y = scale norm(e).
 
-    def __init__(self, spec: ResidualSpec, count: int = 1) -> None:
+    Without norm, gate and scale every stream is a copy of the embedding.
+    """
+
+    scale: Tensor | None
+
+    def __init__(
+        self,
+        spec: ResidualSpec,
+        count: int = 1,
+        *,
+        norm: nn.Module | None = None,
+        gate: Gate | None = None,
+        scale: float | None = None,
+    ) -> None:
         super().__init__()
         self.count = count
         self.residual_dtype = spec.residual_dtype
+        self.norm = norm
+        self.gate = gate
+        self.constant("scale", scale)
 
     def to_residual(self, embedding: Tensor) -> Tensor:
         """Return the embedding in the residual dtype."""
         return embedding if self.residual_dtype is None else embedding.to(self.residual_dtype)
 
     def forward(self, embedding: Tensor) -> Streams:
-        """Return the streams, tensors of their own: one under two names would cost a compiled block a second graph."""
+        """Return the streams, each a tensor object of its own: else a compiled block would have a second graph."""
         first = self.to_residual(embedding)
-        return (first, *(first.view_as(first) for _ in range(self.count - 1)))
+        if self.norm is not None:
+            first = self.norm(first)
+        others = (first.view_as(first) if self.scale is None else first * self.scale for _ in range(self.count - 1))
+        return (first if self.gate is None else self.gate(first), *others)
 
     def init_as_pre_norm(self) -> None:
-        """Set the parameters to where the model is a Pre-Norm; most openings have none."""
+        """Set the parameters to where the model is a Pre-Norm: the first stream starts at 0 if it has a gate."""
+        if self.gate is not None:
+            self.gate.zero_()
 
 
 class Connection(Reader):
     """What a topology puts around one sublayer: a read before it, a write after it."""
 
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
-        """Return what the sublayer sees, [..., dim] in the compute dtype, and the settled streams."""
+        """Return what the sublayer sees, [..., dim] in the compute dtype, and the streams, post-normalised."""
         raise NotImplementedError
 
     def write(self, streams: Streams, output: Tensor) -> Streams:
@@ -190,17 +264,18 @@ class BoundaryCost:
 class Topology:
     """The wiring of the residual path: a frozen set of options that makes openings, connections and closings.
 
-    Fields are scalars, so that a topology is JSON-serialisable, comparable and hashable. The class variables say what
-    `explain` prints.
+    Fields are scalars, so that a topology is JSON-serialisable, comparable and hashable. `explain` prints the class
+    variables; what a class leaves out is shown as unknown.
     """
 
     revision: ClassVar[int] = 0
-    """Raised when a mended defect changes numbers: runs of an earlier revision are then other runs."""
-    title: ClassVar[str]
-    paper: ClassVar[str]
-    formula: ClassVar[str]
+    """Part of a run's identity, raised when a mended defect changes numbers."""
+    title: ClassVar[str] = ""
+    """The name in tables and messages; the class's name where it is empty."""
+    paper: ClassVar[str] = ""
+    formula: ClassVar[str] = ""
     """Opening, read, write and closing, one a line; `O` is the sublayer's output, `N` a norm."""
-    diagram: ClassVar[str]
+    diagram: ClassVar[str] = ""
     special_cases: ClassVar[tuple[str, ...]] = ()
     has_fused_kernels: ClassVar[bool] = False
     """Whether `kernels="fused"` gives connections that leave writes pending."""
@@ -210,6 +285,12 @@ class Topology:
     """Why the topology does not compose with conditioned (AdaLN) sublayers; None if it does."""
     pre_norm_refusal: ClassVar[str | None] = "its sublayers read a stream that was normalised"
     """Why no setting of the parameters is a Pre-Norm model; None if one is."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Give a class without a title its name as title."""
+        super().__init_subclass__(**keywords)
+        if not cls.title:
+            cls.title = cls.__name__
 
     def __post_init__(self) -> None:
         """Refuse option values that their annotations do not admit, and spell the others alike."""
@@ -233,16 +314,16 @@ class Topology:
         return "auto"
 
     @property
-    def cost(self) -> BoundaryCost:
-        """Memory traffic of a fused boundary."""
-        raise NotImplementedError
+    def cost(self) -> BoundaryCost | None:
+        """Memory traffic of a fused boundary, the mean over a model's boundaries; None where it is not declared."""
+        return None
 
     def opening(self, spec: ResidualSpec) -> Opening:
         """Return the module that turns the embedding into the streams."""
         return Opening(spec, len(self.stream_names))
 
     def connection(self, place: Place, spec: ResidualSpec) -> Connection:
-        """Return what stands around the sublayer at `place`."""
+        """Return the connection of the sublayer at `place`."""
         raise NotImplementedError
 
     def closing(self, last: Place, spec: ResidualSpec) -> Closing:
@@ -271,7 +352,7 @@ class Topology:
         return 1.0
 
     def pack(self, streams: Streams) -> Tensor:
-        """Return the streams as one tensor [..., streams, dim], for loops that hand on one tensor."""
+        """Return the streams as one tensor [..., streams, dim], for loops that pass one tensor from block to block."""
         if len(streams) == 1:
             return streams[0].unsqueeze(-2)
         return torch.stack(streams, dim=-2)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.norms import Declared, declared_parameters
+from siamesenorm.norms import DeclaredModule, declared_parameters
 
 Shape = Literal["cosine", "linear", "wsd", "constant"]
 Decay = Literal["declared", "all-but-embeddings"]
@@ -154,7 +154,7 @@ def decayed_parameters(model: nn.Module, rule: str) -> dict[str, bool]:
                 decisions[name] = False
             elif rule == "all-but-embeddings":
                 decisions[name] = True
-            elif isinstance(module, Declared):
+            elif isinstance(module, DeclaredModule):
                 decisions[name] = declared[id(parameter)]
             else:
                 decisions[name] = parameter.ndim >= 2

@@ -81,7 +81,7 @@ def centred_medians(values: Sequence[float], half_width: int) -> list[float]:
     return medians
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ExcursionRule:
     """When a value counts as an excursion above its surroundings.
 
@@ -122,6 +122,11 @@ def robust_sigma(values: Sequence[float]) -> float:
     """Return the robust standard deviation: 1.4826 times the median absolute deviation from the median."""
     centre = median(values)
     return SIGMA_PER_MAD * median([abs(value - centre) for value in values])
+
+
+def logarithms(values: Sequence[float]) -> list[float]:
+    """Return the logarithms of values of at least 1e-12; NaN for what is not finite."""
+    return [math.log(max(value, 1e-12)) if math.isfinite(value) else math.nan for value in values]
 
 
 def part_far_above(

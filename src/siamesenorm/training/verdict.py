@@ -1,12 +1,9 @@
 """The verdict on a run: stable, spiked, diverged or not learned, a pure function of its record and of thresholds.
 
-The loss is smoothed by a trailing running median over 5 % of the run (11 to 501 steps). A median, not an exponential
-average, because the question is where the bulk of recent batches is: one bad batch of any height leaves it where it
-was, and it moves only when more than half of a window has moved. The window grows with the run so that the noise left
-in it, and with it the downward bias of its minimum, stays far below the rise that counts.
-
-Spikes are residuals from a median of the steps before *and* after, so that the first steps after the warm-up are seen
-as well as the last; the verdict is therefore made of the whole record, and only `should_stop` works step by step.
+The loss is smoothed by a trailing running median: one bad batch of any height leaves it where it was. Its window grows
+with the run, so that the downward bias of its minimum stays far below the rise that counts. Spikes are residuals from a
+median of the steps before *and* after, so that the first steps after the warm-up are seen as well as the last; the
+verdict is therefore made of the whole record, and only `should_stop` works step by step.
 """
 
 from __future__ import annotations
@@ -19,8 +16,8 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from siamesenorm.errors import UserError
+from siamesenorm.training import stability
 from siamesenorm.training.curves import LossCurve, loss_curve
-from siamesenorm.training.stability import ExcursionRule, RunningMedian, excursions, part_far_above, still_falls
 
 DETECTOR = 2
 """Version of the rules; raised with every change that may give a record another verdict."""
@@ -57,7 +54,6 @@ class Unchecked(StrEnum):
 
 _UNCHECKED_SENTENCES = {
     Unchecked.NO_FLOOR: "whether it learned (no floor)",
-    Unchecked.NOT_ENDED: "the end of the run",
     Unchecked.TOO_SHORT_FOR_TRENDS: "rises and falls (too few steps)",
     Unchecked.TOO_SHORT_FOR_SPIKES: "spikes (too few steps)",
 }
@@ -72,8 +68,7 @@ class Thresholds:
     rise_fraction: float = 0.05
     """Diverged: part of the run for which it stays there."""
     floor_margin: float = 0.2
-    """Learned: distance of the final loss, training or held-out, below the floor. More than a hair: a model that has
-    learned nothing but which kind of text it reads ends below the entropy of a mixed corpus (measured: 0.07 nats)."""
+    """Learned: distance of the final loss, training or held-out, below the floor."""
     fall: float = 0.02
     """Still learning: fall of the loss from the third quarter of the run to the last one."""
     patience_fraction: float = 0.1
@@ -125,15 +120,9 @@ class Thresholds:
         """Return a fraction of the run as a whole number of steps, at least one."""
         return max(1, math.ceil(fraction * steps_total - 1e-9))
 
-    def spike_rule(self, scale: float) -> ExcursionRule:
-        """Return the rule for spikes of the loss."""
-        return ExcursionRule(
-            window=self.spike_window,
-            history=self.spike_history,
-            sigmas=self.spike_sigmas,
-            rise=self.spike_rise * scale,
-            shortest=self.spike_steps,
-        )
+    def spike_rule(self, *, rise: float, shortest: int) -> stability.ExcursionRule:
+        """Return the rule for spikes of at least this rise and length."""
+        return stability.ExcursionRule(self.spike_window, self.spike_history, self.spike_sigmas, rise, shortest)
 
 
 DEFAULT_THRESHOLDS = Thresholds()
@@ -143,13 +132,12 @@ DEFAULT_THRESHOLDS = Thresholds()
 class Verdict:
     """The label of a run, and the evidence for it.
 
-    `reasons` has all that hold, in order of precedence: the first one gives the label, none means *stable*.
-    `unchecked` says which rules could not be applied. `divergence_step` is the step where the rise began or the first
-    with a loss that is not finite. `spikes` has the first step of each; `gradient_spikes` counts those of the gradient
-    norm, which decide nothing. `high_part` is the part of the steps far above the running lower quartile, None if too
-    few steps could be compared. `best` and `final` are smoothed training losses (`best` is None before the first whole
-    window), `held_out` is the last held-out loss, `floor` the loss of a model that has learned nothing. `steps` were
-    seen of `steps_total`. `detector` is the version of the rules.
+    `reasons` has all that hold, in order of precedence: the first gives the label, none means *stable*. `unchecked` has
+    the rules that could not be applied. `divergence_step` is where the rise began, or the first loss that is not
+    finite. `spikes` has the first step of each; `gradient_spikes` counts those of the gradient norm, which decide
+    nothing. `high_part` is the part of the steps far above the running lower quartile, None where none was compared.
+    `best` (None before the first whole window) and `final` are smoothed training losses, `held_out` is the last
+    held-out loss. `steps` were seen of `steps_total`. `detector` is the version of the rules.
     """
 
     label: Label
@@ -173,7 +161,7 @@ class Verdict:
 
     @property
     def ended(self) -> bool:
-        """Whether the rules about the end of a run were applied."""
+        """Whether the run has ended."""
         return Unchecked.NOT_ENDED not in self.unchecked
 
     def to_json(self) -> dict[str, Any]:
@@ -197,7 +185,7 @@ class Verdict:
 
     def sentence(self) -> str:
         """Return the verdict in one line, with the numbers it rests on and what could not be checked."""
-        left = [_UNCHECKED_SENTENCES[each] for each in self.unchecked if each is not Unchecked.NOT_ENDED]
+        left = [_UNCHECKED_SENTENCES[each] for each in self.unchecked if each in _UNCHECKED_SENTENCES]
         text = self._evidence() + (f"; not checked: {', '.join(left)}" if left and self.label != "diverged" else "")
         return text if self.ended else f"{text} (after {self.steps} of {self.steps_total} steps)"
 
@@ -224,9 +212,8 @@ class Verdict:
 class StabilityMonitor:
     """The verdict on a run while it happens: `observe` every step, ask `should_stop`, and take the `verdict`.
 
-    A step costs a few insertions into a short sorted list, and the memory of its numbers. To resume, observe the steps
-    of the record again. Losses are in any unit: `scale` is the unit of the thresholds, `floor` the loss of a model that
-    has learned nothing (without it no run is *not learned*).
+    To resume, observe the steps of the record again. Losses are in any unit: `scale` is the unit of the thresholds,
+    `floor` the loss of a model that has learned nothing (without it no run is *not learned*).
     """
 
     def __init__(
@@ -245,14 +232,13 @@ class StabilityMonitor:
         self._floor, self._scale, self._thresholds = floor, scale, thresholds
         self._persistence = thresholds.steps(thresholds.rise_fraction, steps_total)
         self._patience = thresholds.steps(thresholds.patience_fraction, steps_total)
-        self._recent = RunningMedian(thresholds.smoothing_window(steps_total))
+        self._recent = stability.RunningMedian(thresholds.smoothing_window(steps_total))
         self._losses: list[float] = []
         self._gradient_norms: list[float] = []
         self._held_out: float | None = None
         self._best, self._best_step = math.inf, 0
         self._final = math.nan
         self._steps_up = self._steps_nonfinite = 0
-        self._first_nonfinite: int | None = None
         self._rise_step: int | None = None
 
     def observe(self, loss: float, gradient_norm: float | None = None) -> None:
@@ -271,7 +257,6 @@ class StabilityMonitor:
         else:
             self._final, up = loss, True
             self._steps_nonfinite += 1
-            self._first_nonfinite = self._first_nonfinite or step
         self._steps_up = self._steps_up + 1 if up else 0
         if self._steps_up >= self._persistence and self._rise_step is None:
             self._rise_step = step - self._steps_up + 1
@@ -291,15 +276,15 @@ class StabilityMonitor:
             raise UserError("there are no losses to judge: expected at least one step")
         thresholds, steps = self._thresholds, len(self._losses)
         divergence, divergence_step = self._divergence()
-        spikes = excursions(self._losses, thresholds.spike_rule(self._scale), after=self._warmup_steps)
-        high_part = part_far_above(
-            self._losses,
-            window=thresholds.spike_window,
-            history=thresholds.spike_history,
-            rise=thresholds.high_rise * self._scale,
-            spreads=thresholds.high_spreads,
-            after=self._warmup_steps,
-        )
+        rule = thresholds.spike_rule(rise=thresholds.spike_rise * self._scale, shortest=thresholds.spike_steps)
+        spikes = stability.excursions(self._losses, rule, after=self._warmup_steps)
+        # Clipped norms are nearly constant: by a tenth at least.
+        tenth = thresholds.spike_rule(rise=math.log(1.1), shortest=1)
+        norm_spikes = stability.excursions(stability.logarithms(self._gradient_norms), tenth, after=self._warmup_steps)
+        high_part = stability.part_far_above(
+            self._losses, window=thresholds.spike_window, history=thresholds.spike_history,
+            rise=thresholds.high_rise * self._scale, spreads=thresholds.high_spreads, after=self._warmup_steps,
+        )  # fmt: skip
         found = {
             divergence: divergence is not None,
             Reason.NOT_LEARNED: divergence is None and self._ended and self._has_not_learned(),
@@ -313,7 +298,7 @@ class StabilityMonitor:
             unchecked=tuple(self._unchecked()),
             divergence_step=divergence_step,
             spikes=spikes,
-            gradient_spikes=self._gradient_spikes(),
+            gradient_spikes=len(norm_spikes),
             high_part=None if math.isnan(high_part) else high_part,
             best=self._best if self._best_step else None,
             best_step=self._best_step or None,
@@ -338,8 +323,9 @@ class StabilityMonitor:
         return len(self._losses) < 2 * max(least, self._thresholds.smoothing_window(self._steps_total))
 
     def _divergence(self) -> tuple[Reason | None, int | None]:
-        if self._first_nonfinite is not None:
-            return Reason.NOT_FINITE, self._first_nonfinite
+        broken = [step for step, loss in enumerate(self._losses, start=1) if not math.isfinite(loss)]
+        if broken:
+            return Reason.NOT_FINITE, broken[0]
         if self._rise_step is not None:
             return Reason.ROSE_AND_STAYED, self._rise_step
         if self._ended and self._steps_up:
@@ -351,24 +337,18 @@ class StabilityMonitor:
             return False
         line = self._floor - self._thresholds.floor_margin * self._scale
         learned = self._final < line or (self._held_out is not None and self._held_out < line)
-        return not learned and not still_falls(self._losses, fall=self._thresholds.fall * self._scale)
+        return not learned and not stability.still_falls(self._losses, fall=self._thresholds.fall * self._scale)
 
     def _unchecked(self) -> Iterable[Unchecked]:
         thresholds, steps = self._thresholds, len(self._losses)
-        if self._floor is None:
-            yield Unchecked.NO_FLOOR
-        if not self._ended:
-            yield Unchecked.NOT_ENDED
-        if self._is_short:
-            yield Unchecked.TOO_SHORT_FOR_TRENDS
-        if steps < max(thresholds.spike_history, self._warmup_steps) + thresholds.spike_steps:
-            yield Unchecked.TOO_SHORT_FOR_SPIKES
-
-    def _gradient_spikes(self) -> int:
-        """Count the spikes of the logarithm: by a tenth at least, for clipped norms are nearly constant."""
-        logs = [math.log(max(norm, 1e-12)) if math.isfinite(norm) else math.nan for norm in self._gradient_norms]
-        rule = dataclasses.replace(self._thresholds.spike_rule(1.0), rise=math.log(1.1), shortest=1)
-        return len(excursions(logs, rule, after=self._warmup_steps))
+        first = max(thresholds.spike_history, self._warmup_steps)
+        found = {
+            Unchecked.NO_FLOOR: self._floor is None,
+            Unchecked.NOT_ENDED: not self._ended,
+            Unchecked.TOO_SHORT_FOR_TRENDS: self._is_short,
+            Unchecked.TOO_SHORT_FOR_SPIKES: steps < first + thresholds.spike_steps,
+        }
+        return (each for each, holds in found.items() if holds)
 
 
 def judge(record: LossCurve | Iterable[Mapping[str, Any]], thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Verdict:
@@ -381,8 +361,8 @@ def judge(record: LossCurve | Iterable[Mapping[str, Any]], thresholds: Threshold
       above its running median; or more than 5 % of the steps are 0.5 above the running lower quartile.
     * *stable*: none of these, as far as they could be checked.
 
-    Where several hold, the first label counts. All numbers are thresholds, in units of the task's scale. A curve that
-    was logged every n steps is judged by its points. Raises UserError where there are no losses.
+    The first that holds is the label. Numbers are thresholds, in units of the task's scale. A curve that was logged
+    every n steps is judged by its points. Raises UserError where there are no losses.
     """
     curve = record if isinstance(record, LossCurve) else loss_curve(record)
     if not curve.losses:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.interop.derived_class import derive, original_class
-from siamesenorm.topologies import Closing, Opening, Streams, Topology
+from siamesenorm.topologies import Closing, Connection, Opening, Streams, Topology
 
 
 class RewiredBlock(nn.Module):
@@ -38,6 +38,29 @@ class RewiredBlock(nn.Module):
     def leave(self, streams: Streams) -> Tensor:
         """Return the streams packed for the host's loop."""
         return self.topology.pack(streams)
+
+
+class SequentialBlock(RewiredBlock):
+    """A block of attention, then MLP, each behind a connection; a family's subclass returns their outputs.
+
+    Further arguments are the attention's, by name: their order differs from family to family.
+    """
+
+    attention_connection: Connection
+    mlp_connection: Connection
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the packed streams after both sublayers."""
+        streams = self.attention_connection(self.enter(hidden_states), lambda h: self.attend(h, *args, **kwargs))
+        return self.leave(self.mlp_connection(streams, self.transform))
+
+    def attend(self, h: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the output of the attention sublayer."""
+        raise NotImplementedError
+
+    def transform(self, h: Tensor) -> Tensor:
+        """Return the output of the MLP sublayer."""
+        raise NotImplementedError
 
 
 class RewiredClosing(nn.Module):

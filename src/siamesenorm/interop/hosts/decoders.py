@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from siamesenorm.errors import UserError
 from siamesenorm.interop.hosts.blocks import (
     BlockSpec,
-    RewiredBlock,
+    SequentialBlock,
     SpecReader,
     SublayerSpec,
     close_hidden_states,
@@ -22,19 +22,11 @@ from siamesenorm.topologies import Connection
 # --- attention, then MLP, each behind an RMSNorm
 
 
-class DecoderBlock(RewiredBlock):
-    """A decoder layer: attention behind one connection, MLP or mixture of experts behind another."""
+class DecoderBlock(SequentialBlock):
+    """A decoder layer with an MLP or a mixture of experts."""
 
-    attention_connection: Connection
-    mlp_connection: Connection
     self_attn: nn.Module
     mlp: nn.Module
-
-    # Further arguments are the attention's, by name: their order differs from family to family.
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """Return the packed streams after both sublayers."""
-        streams = self.attention_connection(self.enter(hidden_states), lambda h: self.attend(h, **kwargs))
-        return self.leave(self.mlp_connection(streams, self.transform))
 
     def attend(self, h: Tensor, **kwargs: Any) -> Tensor:
         """Return the output of the attention sublayer."""
@@ -100,17 +92,15 @@ def _decoder(module: str, block: str, backbone: str, spec: BlockSpec) -> dict[st
 # --- GPT-2: LayerNorms, one projection for queries, keys and values
 
 
-class GPT2Block(RewiredBlock):
+class GPT2Block(SequentialBlock):
     """A GPT-2 block without cross-attention."""
 
-    attention_connection: Connection
-    mlp_connection: Connection
     attn: nn.Module
     mlp: nn.Module
 
-    def forward(
+    def attend(
         self,
-        hidden_states: Tensor,
+        h: Tensor,
         past_key_values: Any = None,
         attention_mask: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
@@ -118,18 +108,13 @@ class GPT2Block(RewiredBlock):
         use_cache: bool | None = False,
         **kwargs: Any,
     ) -> Tensor:
-        """Return the packed streams after both sublayers; raises UserError for encoder states."""
+        """Return the output of the attention sublayer; raises UserError for encoder states."""
         if encoder_hidden_states is not None:
             raise UserError("encoder_hidden_states in a rewired GPT-2: it has no cross-attention, leave them out")
-
-        def attend(h: Tensor) -> Tensor:
-            output: Tensor = self.attn(
-                h, past_key_values=past_key_values, attention_mask=attention_mask, use_cache=use_cache, **kwargs
-            )[0]
-            return output
-
-        streams = self.attention_connection(self.enter(hidden_states), attend)
-        return self.leave(self.mlp_connection(streams, self.transform))
+        output: Tensor = self.attn(
+            h, past_key_values=past_key_values, attention_mask=attention_mask, use_cache=use_cache, **kwargs
+        )[0]
+        return output
 
     def transform(self, h: Tensor) -> Tensor:
         """Return the output of the MLP sublayer."""
@@ -158,8 +143,8 @@ def _read_gpt2(block: nn.Module) -> BlockSpec:
 # --- GPT-NeoX and Pythia: attention and MLP in parallel, both in one sublayer, or one after the other
 
 
-class NeoXBlock(RewiredBlock):
-    """What both forms of the block share."""
+class NeoXBlock(SequentialBlock):
+    """Attention, then MLP, the form of `use_parallel_residual=False`."""
 
     attention: nn.Module
     mlp: nn.Module
@@ -177,38 +162,26 @@ class NeoXBlock(RewiredBlock):
         return dropped
 
 
-class ParallelBlock(NeoXBlock):
+class ParallelNeoXBlock(NeoXBlock):
     """Attention and MLP read the same state, each through its own norm: one connection, one sublayer."""
 
     connection: Connection
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the packed streams after the sublayer MLP(N2(h)) + Attention(N1(h))."""
 
         def both(h: Tensor) -> Tensor:
-            attention = self.attend(self.input_layernorm(h), **kwargs)
+            attention = self.attend(self.input_layernorm(h), *args, **kwargs)
             return self.transform(self.post_attention_layernorm(h)) + attention
 
         return self.leave(self.connection(self.enter(hidden_states), both))
 
 
-class SequentialBlock(NeoXBlock):
-    """Attention, then MLP, the form of `use_parallel_residual=False`."""
-
-    attention_connection: Connection
-    mlp_connection: Connection
-
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """Return the packed streams after both sublayers."""
-        streams = self.attention_connection(self.enter(hidden_states), lambda h: self.attend(h, **kwargs))
-        return self.leave(self.mlp_connection(streams, self.transform))
-
-
 NEOX_PACKAGE = "transformers.models.gpt_neox.modeling_gpt_neox"
 PARALLEL = BlockSpec(
-    rewired=ParallelBlock,
+    rewired=ParallelNeoXBlock,
     sublayers=(
         SublayerSpec(kind="attention", connection="connection", kept=("input_layernorm", "post_attention_layernorm")),
     ),
@@ -223,7 +196,7 @@ PARALLEL = BlockSpec(
     adapt_backbone=close_hidden_states,
 )
 SEQUENTIAL = replace(
-    PARALLEL, rewired=SequentialBlock, sublayers=two_sublayers("input_layernorm", "post_attention_layernorm")
+    PARALLEL, rewired=NeoXBlock, sublayers=two_sublayers("input_layernorm", "post_attention_layernorm")
 )
 
 

@@ -17,12 +17,13 @@ from siamesenorm.interop.derived_class import derive
 from siamesenorm.interop.hosts.blocks import (
     BlockSpec,
     RewiredBlock,
+    SequentialBlock,
     SpecReader,
     SublayerSpec,
     qualified_name,
     two_sublayers,
 )
-from siamesenorm.norms.declared import declared_parameters
+from siamesenorm.norms.parameters import declared_parameters
 from siamesenorm.topologies import Connection
 
 # --- ViT and DeiT
@@ -30,11 +31,9 @@ from siamesenorm.topologies import Connection
 VITS = ("timm.models.vision_transformer.VisionTransformer", "timm.models.deit.VisionTransformerDistilled")
 
 
-class VisionBlock(RewiredBlock):
-    """A ViT block: drop_path(LayerScale(sublayer(h))) is what each connection writes."""
+class VisionBlock(SequentialBlock):
+    """A ViT block: drop_path(LayerScale(sublayer(h))) is what each connection writes; arguments are masks."""
 
-    attention_connection: Connection
-    mlp_connection: Connection
     attn: nn.Module
     ls1: nn.Module
     drop_path1: nn.Module
@@ -42,18 +41,15 @@ class VisionBlock(RewiredBlock):
     ls2: nn.Module
     drop_path2: nn.Module
 
-    def forward(self, x: Tensor, *args: Any, **masks: Any) -> Tensor:
-        """Return the packed streams after both sublayers; masks are the attention's."""
+    def attend(self, h: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the output of the attention sublayer."""
+        attended: Tensor = self.drop_path1(self.ls1(self.attn(h, *args, **kwargs)))
+        return attended
 
-        def attend(h: Tensor) -> Tensor:
-            attended: Tensor = self.drop_path1(self.ls1(self.attn(h, *args, **masks)))
-            return attended
-
-        def transform(h: Tensor) -> Tensor:
-            transformed: Tensor = self.drop_path2(self.ls2(self.mlp(h)))
-            return transformed
-
-        return self.leave(self.mlp_connection(self.attention_connection(self.enter(x), attend), transform))
+    def transform(self, h: Tensor) -> Tensor:
+        """Return the output of the MLP sublayer."""
+        transformed: Tensor = self.drop_path2(self.ls2(self.mlp(h)))
+        return transformed
 
 
 class ClosedIntermediates(nn.Module):

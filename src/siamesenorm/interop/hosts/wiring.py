@@ -18,6 +18,7 @@ from siamesenorm.interop.derived_class import derive
 from siamesenorm.interop.foreign_norms import Unreadable, inheriting, read_norm
 from siamesenorm.interop.hosts.blocks import BlockSpec, BlockStack, RewiredBlock, RewiredClosing
 from siamesenorm.interop.hosts.find import find_blocks
+from siamesenorm.models.block import build_residual_path
 from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec
 from siamesenorm.topologies import (
     Closing,
@@ -129,12 +130,8 @@ class ResidualParts:
         final_norm = not stack.spec.keeps_final_norm
         spec = ResidualSpec(dim=old.first.dim, norm=norm, domain=stack.spec.domain, final_norm=final_norm)
         places = places_of(stack.spec, len(stack.blocks))
-        parts = cls(
-            topology=topology,
-            opening=topology.opening(spec),
-            connections=tuple(tuple(topology.connection(place, spec) for place in block) for block in places),
-            closing=topology.closing(places[-1][-1], spec),
-        )
+        path = build_residual_path(topology, spec, places)
+        parts = cls(topology=topology, opening=path.opening, connections=path.connections, closing=path.closing)
         norms = iter(old.inputs.values())
         for block, connections in zip(stack.blocks, parts.connections, strict=True):
             for connection in connections:
@@ -151,7 +148,13 @@ class ResidualParts:
             name: connection.init_as_pre_norm(norm)
             for connection, (name, norm) in zip(connections, old.inputs.items(), strict=True)
         }
-        return {**found, stack.final_norm: self.closing.init_as_pre_norm(old.final)}
+        found[stack.final_norm] = self.closing.init_as_pre_norm(old.final)
+        # Where the sublayer keeps its own norm, the connection reports no bound: its eps is that of the other norms.
+        twice = Inexact.norm_of_norm(old.first.eps, old.first.eps)
+        return {
+            name: [twice if (one.kind, one.bound) == (twice.kind, None) else one for one in differences]
+            for name, differences in found.items()
+        }
 
     def install(self, stack: BlockStack) -> None:
         """Exchange the residual path of the host: nothing here can fail."""

@@ -38,8 +38,8 @@ from siamesenorm.interop.hosts.find import FAMILIES
 from siamesenorm.interop.hosts.wiring import scale_drawn_weights
 from siamesenorm.interop.huggingface.modeling import is_initialised, mark_initialised, refill_constants
 from siamesenorm.interop.stored_model import Step
-from siamesenorm.norms import Declared
-from siamesenorm.norms.declared import assign, declared_parameters
+from siamesenorm.norms import DeclaredModule
+from siamesenorm.norms.parameters import assign, declared_parameters
 
 PREFIX = "SiameseNorm"
 """Precedes the name of the host's class."""
@@ -247,7 +247,7 @@ def _set_class(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module._no_split_modules = {*(module._no_split_modules or ()), *rewired}
-        if isinstance(module, Declared):  # Gemma would take our RMSNorm, by its name, for its own
+        if isinstance(module, DeclaredModule):  # Gemma would take our RMSNorm, by its name, for its own
             mark_initialised(module)
     # Conversions between the names of a checkpoint and those of the host: files of this model have its own names.
     vars(model).pop("_weight_conversions", None)

@@ -17,7 +17,7 @@ Initial = float | list[float] | list[list[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Declaration:
+class ParameterSpec:
     """How a parameter starts (a number, or nested lists of its shape) and whether weight decay applies to it.
 
     Plain numbers, not a tensor: a tensor made while a model is built on the meta device would hold no values.
@@ -27,34 +27,41 @@ class Declaration:
     decay: bool
 
 
-class Declared(nn.Module):
+class DeclaredModule(nn.Module):
     """A module that declares its parameters and constants."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.declarations: dict[str, Declaration] = {}
+        self.parameter_specs: dict[str, ParameterSpec] = {}
         self._constants: dict[str, float] = {}
 
     def declare(self, name: str, shape: tuple[int, ...], *, initial: Initial, decay: bool = False) -> None:
         """Register the parameter `name` of the given shape, with its initial value and weight-decay rule."""
-        self.declarations[name] = Declaration(initial, decay)
+        self.parameter_specs[name] = ParameterSpec(initial, decay)
         self.register_parameter(name, nn.Parameter(torch.empty(shape)))
         self._reset_parameter(name)
 
-    def constant(self, name: str, value: float) -> None:
-        """Register `value` as a 0-d buffer that is not saved: it follows from the configuration."""
+    def constant(self, name: str, value: float | None) -> None:
+        """Register `value` as a 0-d buffer that is not saved, for it follows from the configuration; or None."""
+        if value is None:
+            self.register_buffer(name, None)
+            return
         self._constants[name] = value
         self.register_buffer(name, torch.tensor(value), persistent=False)
 
+    def constant_value(self, name: str) -> float:
+        """Return a constant unrounded; 1 for None."""
+        return self._constants.get(name, 1.0)
+
     def reset_parameters(self) -> None:
         """Put declared parameters at their initial values and refill the constants (after meta-device construction)."""
-        for name in self.declarations:
+        for name in self.parameter_specs:
             self._reset_parameter(name)
         self.refill_constants()
 
     def _reset_parameter(self, name: str) -> None:
         parameter = self.get_parameter(name)
-        initial = self.declarations[name].initial
+        initial = self.parameter_specs[name].initial
         assign(parameter, torch.tensor(initial, dtype=parameter.dtype, device=parameter.device))
 
     def refill_constants(self) -> None:
@@ -64,7 +71,7 @@ class Declared(nn.Module):
             dtype = torch.promote_types(buffer.dtype, torch.float32)
             self._buffers[name] = torch.tensor(value, dtype=dtype, device=buffer.device)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Declared:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DeclaredModule:
         # A constant is refilled rather than cast: 1/sqrt(2) rounded to bf16 or fp32 would follow the model into fp64.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.refill_constants()
@@ -89,9 +96,9 @@ def assign(parameter: Tensor, value: Tensor) -> None:
     parameter.copy_(value)
 
 
-def declared_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Declaration]]:
+def declared_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
     """Yield (qualified name, parameter, declaration) of every declared parameter of a model."""
     for prefix, module in model.named_modules():
-        if isinstance(module, Declared):
-            for name, declaration in module.declarations.items():
+        if isinstance(module, DeclaredModule):
+            for name, declaration in module.parameter_specs.items():
                 yield f"{prefix}.{name}".lstrip("."), module.get_parameter(name), declaration

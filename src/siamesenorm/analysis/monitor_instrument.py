@@ -1,0 +1,59 @@
+"""The stream monitor as an instrument of the training loop: `siamesenorm train ... --monitor.every 50`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from siamesenorm.analysis.stream_monitor import StreamMonitor
+from siamesenorm.errors import UserError
+from siamesenorm.training.instruments import Instrument, Loop
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorOptions:
+    """What to measure beside the loss; it changes no number of the run, and is no part of its identity."""
+
+    every: int = 0
+    """Measure streams, gradients and updates at step 1 and every so many steps; 0 for never."""
+
+    def __post_init__(self) -> None:
+        """Raise UserError for a negative interval."""
+        if self.every < 0:
+            raise UserError(f"monitor.every is {self.every}: give 0 for never, or a number of steps")
+
+    def instruments(self) -> tuple[Instrument, ...]:
+        """Return the instruments that measure this."""
+        return (MonitorInstrument(self.every),) if self.every else ()
+
+
+class MonitorInstrument(Instrument):
+    """Writes lines of kind "streams" into the record of a run; see `StreamMonitor` for their fields.
+
+    They are cut back with the record, so that a resumed run has the lines of one never interrupted. A compiled model
+    runs uncompiled in a measured step, whose numbers may then differ by rounding.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.monitor: StreamMonitor | None = None
+
+    def on_start(self, loop: Loop, step: int) -> None:
+        """Attach the monitor to model and optimizer."""
+
+        def write(line: dict[str, Any]) -> None:
+            if line["kind"] == "streams":
+                loop.record(line)
+
+        self.monitor = StreamMonitor(loop.model, loop.optimizer, every=self.every, write=write)
+        self.monitor.attach(loop.optimizer, after=step)
+
+    def on_step(self, loop: Loop, record: dict[str, Any]) -> None:
+        """Record what was measured in this step, if anything was."""
+        if self.monitor is not None:
+            self.monitor.step(step=record["step"])
+
+    def close(self) -> None:
+        """Remove the probes."""
+        if self.monitor is not None:
+            self.monitor.close()
