@@ -48,6 +48,7 @@ from siamesenorm.topologies import (
     transformer_places,
 )
 from siamesenorm.topologies.hyper_connections import MultiStream
+from siamesenorm.topologies.topology import Connection
 from siamesenorm.training.config import OptimizerConfig, RunConfig
 
 # Variants as someone may register them: the laws know families, not names.
@@ -575,7 +576,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *entries: EntryPoint) -> list[str]:
         return entries
 
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
-    monkeypatch.setattr("siamesenorm.topologies.registry.unloaded_groups", ["siamesenorm.topologies"])
+    monkeypatch.setattr("siamesenorm.topologies.registry.PLUGINS.loaded", False)
     return asked
 
 
@@ -616,8 +617,57 @@ def test_an_entry_point_that_fails_leaves_the_others(
         raise ImportError("no module named absent")
 
     install(monkeypatch, EntryPoint("broken.module", broken), EntryPoint("a.module:register", lambda: by_function))
-    with pytest.warns(RuntimeWarning, match="topologies of broken.module are left out: no module named absent"):
+    with pytest.warns(RuntimeWarning, match="broken.module"):
         assert "by-function" in available_topologies()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bare(Topology):
+    """A topology that declares neither title nor cost."""
+
+
+@pytest.mark.parametrize("plugin", [Bare, Bare()], ids=["class", "instance"])
+def test_an_entry_point_may_be_a_class_or_an_instance(
+    plugin: object, registry: dict[str, Topology], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, EntryPoint("a.module:Bare", lambda: plugin, name="bare"))
+    assert build_topology("bare") == Bare()
+    assert (Bare().title, Bare().cost, Bare().heading) == ("Bare", None, "Bare")
+
+
+@pytest.mark.parametrize("plugin", [3, "pre", dict, nn.Linear])
+def test_an_entry_point_of_another_kind_is_not_silent(
+    plugin: object, registry: dict[str, Topology], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, EntryPoint("a.module:other", lambda: plugin))
+    with pytest.warns(RuntimeWarning, match="a.module:other"):
+        assert "plugin" not in available_topologies()
+
+
+def test_a_parameter_that_is_not_declared_is_refused() -> None:
+    class Undeclared(Connection):
+        def __init__(self, spec: ResidualSpec) -> None:
+            super().__init__(spec)
+            self.alpha = nn.Parameter(torch.ones(spec.dim))
+
+    with pytest.raises(UserError) as refusal:
+        Undeclared(ResidualSpec(dim=4))
+    assert "alpha" in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("kernels", ["fused", "lean"])
+@over_topologies
+def test_kernels_that_a_topology_lacks_are_refused(name: str, kernels: str) -> None:
+    """By every module that is built from a specification, and not only by the language model."""
+    topology, spec = build_topology(name), ResidualSpec(dim=8, norm="rmsnorm", kernels=kernels)
+    *_, (place, last) = transformer_places(2)
+    exists = topology.has_fused_kernels if kernels == "fused" else topology.has_lean_kernels
+    for build in (lambda: topology.connection(place, spec), lambda: topology.closing(last, spec)):
+        if exists:
+            build()
+        else:
+            with pytest.raises(UserError):
+                build()
 
 
 @over_topologies

@@ -137,7 +137,7 @@ class LanguageModel(nn.Module):
         self.opening = config.topology.opening(spec)
         self.blocks = nn.ModuleList(
             TransformerBlock(
-                Attention(shape),
+                Attention(shape, kernels),
                 build_mlp(config.activation, config.dim, config.hidden, bias=config.bias),
                 (
                     config.topology.connection(attention, spec),
