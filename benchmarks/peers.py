@@ -27,10 +27,11 @@ from siamesenorm.benchmark.measurement import (
     rounded,
 )
 from siamesenorm.benchmark.results import Results, Row
-from siamesenorm.models.block import TransformerBlock
+from siamesenorm.models.block import Block, build_residual_path
 from siamesenorm.models.initialisation import initialise
 from siamesenorm.norms import build_norm
 from siamesenorm.sublayers.attention import Attention, AttentionShape
+from siamesenorm.sublayers.cache import Context
 from siamesenorm.sublayers.mlp import build_mlp
 from siamesenorm.sublayers.rotary import Rotation, rotation
 from siamesenorm.topologies import ResidualSpec, build_topology, transformer_places
@@ -56,23 +57,20 @@ class Stack(nn.Module):
     def __init__(self, topology: str, settings: PeerSettings) -> None:
         super().__init__()
         resolved, spec = build_topology(topology), ResidualSpec(dim=settings.dim)
-        places = transformer_places(settings.depth)
-        self.opening = resolved.opening(spec)
+        path = build_residual_path(resolved, spec, transformer_places(settings.depth))
+        qkv = resolved.attention_norm == "qkv-head"
+        self.opening, self.closing = path.opening, path.closing
         self.blocks = nn.ModuleList(
-            TransformerBlock(
-                *sublayers(settings, qkv=resolved.attention_norm == "qkv-head"),
-                (resolved.connection(attention, spec), resolved.connection(mlp, spec)),
-            )
-            for attention, mlp in places
+            Block(dict(zip(("attention", "mlp"), sublayers(settings, qkv=qkv), strict=True)), connections)
+            for connections in path.connections
         )
-        self.closing = resolved.closing(places[-1][-1], spec)
         initialise(self, self.blocks, scheme="mitchell", topology=resolved, dim=settings.dim, seed=0)
 
     def forward(self, x: Tensor, rotary: Rotation) -> Tensor:
         """Return what the head would see."""
         streams = self.opening(x)
         for block in self.blocks:
-            streams, _ = block(streams, rotary)
+            streams, _ = block(streams, Context(rotary))
         closed: Tensor = self.closing(streams)
         return closed
 

@@ -25,8 +25,9 @@ from siamesenorm import (
     build_topology,
 )
 from siamesenorm.errors import UserError
-from siamesenorm.models.block import TransformerBlock
+from siamesenorm.models.block import Block
 from siamesenorm.norms import NormSpec
+from siamesenorm.sublayers.cache import Context
 from siamesenorm.sublayers.mlp import GatedMLP
 from siamesenorm.sublayers.modulated import Modulated
 from siamesenorm.sublayers.rotary import Rotation
@@ -122,14 +123,14 @@ def test_every_parameter_can_be_sharded(topology: str) -> None:
 class ForeignBlock(nn.Module):
     """What `for block in blocks: h = block(h)` meets: one tensor in, one tensor out."""
 
-    def __init__(self, block: TransformerBlock, topology: Topology, rotary: Rotation) -> None:
+    def __init__(self, block: Block, topology: Topology, rotary: Rotation) -> None:
         super().__init__()
         self.block = block
         self.topology = topology
         self.rotary = rotary
 
     def forward(self, h: Tensor) -> Tensor:
-        streams, _ = self.block(self.topology.unpack(h), self.rotary)
+        streams, _ = self.block(self.topology.unpack(h), Context(self.rotary))
         return self.topology.pack(streams)
 
 
@@ -201,7 +202,7 @@ def test_a_write_stays_pending_across_a_block_edge() -> None:
     model = tiny_model("siamese", kernels="fused")
     streams = model.opening(model.embedding(tokens()))
     for block in model.blocks:
-        streams, _ = block(streams, model._rotary(6))
+        streams, _ = block(streams, Context(model._rotary(6)))
         assert len(streams) == 3, "the bounded stream, the identity stream, the output not yet added"
     bounded, identity, output = streams
     settled = (bounded + model.closing.previous.scale * output, identity + output)
@@ -299,7 +300,7 @@ class ConditionedStack(nn.Module):
         streams = self.opening(embedding)
         for connection, sublayer in zip(self.connections, self.sublayers, strict=True):
             h, before = connection.read(streams)
-            streams = connection.write(before, sublayer(h, condition))
+            streams = connection.write(before, sublayer(h, Context(condition=condition)))
             yield before, streams
 
     def forward(self, embedding: Tensor, condition: Tensor) -> Tensor:

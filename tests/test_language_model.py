@@ -23,7 +23,7 @@ from siamesenorm.errors import UserError
 from siamesenorm.models.language import SIZES
 from siamesenorm.norms import NormSpec
 from siamesenorm.sublayers.attention import Attention, AttentionShape
-from siamesenorm.sublayers.cache import AttentionCache
+from siamesenorm.sublayers.cache import AttentionCache, Context
 from siamesenorm.sublayers.projection import Projection
 from siamesenorm.sublayers.rotary import rotation
 
@@ -208,7 +208,7 @@ def test_attention_equals_its_definition(attention_norm: Any, context_norm: bool
     randomise(attention)
     h = torch.randn(2, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     rotary = rotation(torch.arange(5), shape.head_dim, 100.0, torch.float64)
-    torch.testing.assert_close(attention(h, rotary), slow_attention(attention, h, 100.0), rtol=0, atol=1e-12)
+    torch.testing.assert_close(attention(h, Context(rotary)), slow_attention(attention, h, 100.0), rtol=0, atol=1e-12)
 
 
 def test_grouped_query_attention_is_attention_with_repeated_heads() -> None:
@@ -351,7 +351,7 @@ def test_options_beside_a_configuration_are_refused() -> None:
 
 def test_kernels_a_topology_does_not_have_are_refused() -> None:
     with pytest.raises(UserError):
-        build_language_model("nano", topology="olmo2", kernels="fused")
+        build_language_model("nano", topology="olmo2", kernels="fused", device="meta")
 
 
 def test_documents_on_a_cache_are_refused() -> None:
@@ -365,7 +365,7 @@ def test_several_tokens_on_a_cache_equal_the_whole_sequence() -> None:
     attention = Attention(AttentionShape(dim=16, heads=4, kv_heads=2)).double()
     h = torch.randn(2, 7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     cache = AttentionCache()
-    parts = [attention(part, cache=cache) for part in h.split((3, 1, 3), dim=1)]
+    parts = [attention(part, Context(cache=cache)) for part in h.split((3, 1, 3), dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), attention(h))
 
 
@@ -413,7 +413,7 @@ class RoutedMLP(nn.Module):
         self.mlp = mlp
         self.balance = balance
 
-    def forward(self, h: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, h: Tensor, context: Context) -> tuple[Tensor, dict[str, Tensor]]:
         return self.mlp(h), {"balance": h.new_tensor(self.balance), "z": h.square().mean()}
 
 

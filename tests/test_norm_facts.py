@@ -21,6 +21,7 @@ from siamesenorm.norms import (
     build_norm,
     declared_parameters,
 )
+from siamesenorm.sublayers.cache import Context
 from siamesenorm.sublayers.modulated import Modulated
 
 DIM = 12
@@ -229,27 +230,27 @@ class Mixer(nn.Module):
         super().__init__()
         self.linear, self.loss = nn.Linear(DIM, DIM), loss
 
-    def forward(self, h: Tensor, mask: Tensor) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        output = self.linear(h * mask).cumsum(1)
+    def forward(self, h: Tensor, context: Context) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        output = self.linear(h * context.mask).cumsum(1)
         return (output, {"balance": h.mean()}) if self.loss else output
 
 
 def test_modulated_is_its_formula() -> None:
     module = conditioned(Modulated(Mixer(), DIM, CONDITION))
     h, c, mask = draw(14, 2, 4, DIM), draw(15, 2, CONDITION), draw(16, 4, 1)
-    y = module(h, c, mask)
+    y = module(h, Context(mask=mask, condition=c))
     for sample in range(2):
         shift, scale, gate = modulation_parts(module, c[sample])
-        inner = module.sublayer((h[sample] * (1 + scale) + shift).unsqueeze(0), mask)[0]
+        inner = module.sublayer((h[sample] * (1 + scale) + shift).unsqueeze(0), Context(mask=mask))[0]
         torch.testing.assert_close(y[sample], gate * inner, rtol=1e-12, atol=1e-12)
 
 
 def test_modulated_hands_losses_on_and_takes_a_condition_for_each_token() -> None:
     module = conditioned(Modulated(Mixer(loss=True), DIM, CONDITION))
     h, c, mask = draw(17, 2, 4, DIM), draw(18, 2, CONDITION), torch.ones(4, 1, dtype=torch.float64)
-    y, losses = module(h, c, mask)
+    y, losses = module(h, Context(mask=mask, condition=c))
     assert losses.keys() == {"balance"}
-    each, _ = module(h, c.unsqueeze(1).expand(2, 4, CONDITION), mask)
+    each, _ = module(h, Context(mask=mask, condition=c.unsqueeze(1).expand(2, 4, CONDITION)))
     torch.testing.assert_close(each, y)
 
 
@@ -257,7 +258,7 @@ def test_modulated_hands_losses_on_and_takes_a_condition_for_each_token() -> Non
 def test_modulated_starts_at_exactly_zero_and_learns(dtype: torch.dtype) -> None:
     module = Modulated(Mixer(), DIM, CONDITION).to(dtype)
     h, c, mask = draw(19, 2, 4, DIM).to(dtype), draw(20, 2, CONDITION).to(dtype), torch.ones(4, 1, dtype=dtype)
-    y = module(h, c, mask)
+    y = module(h, Context(mask=mask, condition=c))
     assert y.dtype == dtype and not y.any()
     y.float().sum().backward()
     shift, scale, gate = module.modulation.weight.grad.chunk(3)
@@ -268,9 +269,14 @@ def test_modulated_starts_at_exactly_zero_and_learns(dtype: torch.dtype) -> None
 
 def test_modulated_norm_is_adaseednorm() -> None:
     ada = conditioned(AdaSeeDNorm(DIM, CONDITION))
-    module = Modulated(nn.Identity(), DIM, CONDITION).double()
+
+    class Unchanged(nn.Module):
+        def forward(self, h: Tensor, context: Context) -> Tensor:
+            return h
+
+    module = Modulated(Unchanged(), DIM, CONDITION).double()
     module.modulation.weight.data[: 2 * DIM] = ada.modulation.weight.data
     module.modulation.bias.data[: 2 * DIM] = ada.modulation.bias.data
     module.modulation.bias.data[2 * DIM :] = 1.0  # gate
     x, c = draw(21, 2, 4, DIM), draw(22, 2, CONDITION)
-    torch.testing.assert_close(module(ada.norm(x), c), ada(x, c), rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(module(ada.norm(x), Context(condition=c)), ada(x, c), rtol=1e-14, atol=1e-14)

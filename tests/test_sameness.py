@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from siamesenorm import LanguageModel, available_norms, available_topologies, build_language_model
-from siamesenorm.models.block import TransformerBlock
+from siamesenorm.models.block import Block
 from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks
 
 DEEP = 12
@@ -72,7 +72,7 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def kind(block: TransformerBlock) -> tuple[object, ...]:
+def kind(block: Block) -> tuple[object, ...]:
     """Return what makes two blocks alike: their modules' types and their tensors' shapes."""
     modules = tuple((name, type(module)) for name, module in block.named_modules())
     tensors = (*block.named_parameters(), *block.named_buffers())

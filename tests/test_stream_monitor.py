@@ -29,6 +29,7 @@ from siamesenorm import LanguageModel, StreamMonitor
 from siamesenorm.analysis.blocks import plan_probes
 from siamesenorm.analysis.probes import Measurements
 from siamesenorm.models.block import split_losses
+from siamesenorm.sublayers.cache import Context
 from siamesenorm.sublayers.rotary import rotation
 from siamesenorm.topologies import ResidualSpec, available_topologies, build_topology, transformer_places
 from siamesenorm.training.parallel import checkpoint_blocks
@@ -43,7 +44,7 @@ def streams_by_hand(model: LanguageModel, tokens: Tensor) -> tuple[dict[str, Any
     rotary = rotation(torch.arange(tokens.shape[1]), DIM // 2, model.config.rope_theta, torch.float32)
     seen = {}
     for index, block in enumerate(model.blocks):
-        attention = lambda h, block=block: block.attention(h, rotary, None, None)  # noqa: E731
+        attention = lambda h, block=block: block.attention(h, Context(rotary))  # noqa: E731
         for slot, connection, sublayer in (
             ("attention", block.attention_connection, attention),
             ("mlp", block.mlp_connection, block.mlp),

@@ -565,6 +565,7 @@ class EntryPoint:
 
     value: str
     load: Callable[[], object]
+    name: str = "entry"
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *entries: EntryPoint) -> list[str]:
@@ -576,7 +577,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *entries: EntryPoint) -> list[str]:
         return entries
 
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
-    monkeypatch.setattr("siamesenorm.topologies.registry.PLUGINS.loaded", False)
+    monkeypatch.setattr("siamesenorm.topologies.registry.ENTRY_POINTS.loaded", False)
     return asked
 
 
@@ -626,22 +627,14 @@ class Bare(Topology):
     """A topology that declares neither title nor cost."""
 
 
-@pytest.mark.parametrize("plugin", [Bare, Bare()], ids=["class", "instance"])
-def test_an_entry_point_may_be_a_class_or_an_instance(
-    plugin: object, registry: dict[str, Topology], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(monkeypatch, EntryPoint("a.module:Bare", lambda: plugin, name="bare"))
-    assert build_topology("bare") == Bare()
+def test_a_title_and_a_cost_are_optional() -> None:
     assert (Bare().title, Bare().cost, Bare().heading) == ("Bare", None, "Bare")
 
 
-@pytest.mark.parametrize("plugin", [3, "pre", dict, nn.Linear])
-def test_an_entry_point_of_another_kind_is_not_silent(
-    plugin: object, registry: dict[str, Topology], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(monkeypatch, EntryPoint("a.module:other", lambda: plugin))
-    with pytest.warns(RuntimeWarning, match="a.module:other"):
-        assert "plugin" not in available_topologies()
+def test_only_topologies_are_registered(registry: dict[str, Topology]) -> None:
+    for other in (Bare, 3):
+        with pytest.raises(ValueError):
+            register_topology("other", other)
 
 
 def test_a_parameter_that_is_not_declared_is_refused() -> None:
@@ -668,6 +661,21 @@ def test_kernels_that_a_topology_lacks_are_refused(name: str, kernels: str) -> N
         else:
             with pytest.raises(UserError):
                 build()
+
+
+def test_an_entry_point_may_name_a_class_or_an_instance(
+    registry: dict[str, Topology], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance = build_topology("dhc-2", streams=6)
+    entries = [
+        EntryPoint("a.module:Class", lambda: type(instance), "by-class"),
+        EntryPoint("a.module:instance", lambda: instance, "by-instance"),
+    ]
+    install(monkeypatch, *entries, EntryPoint("a.module:NUMBER", lambda: 3, "number"))
+    with pytest.warns(RuntimeWarning, match="a.module:NUMBER"):
+        assert {"by-class", "by-instance"} < set(available_topologies())
+    assert build_topology("by-class") == type(instance)()
+    assert build_topology("by-instance") == instance
 
 
 @over_topologies

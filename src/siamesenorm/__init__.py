@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from siamesenorm.interop.rewire import rewire
     from siamesenorm.interop.stored import from_pretrained
     from siamesenorm.interop.swap_norms import swap_norms
-    from siamesenorm.models.block import TransformerBlock
+    from siamesenorm.models.block import Block
     from siamesenorm.models.language import (
         LanguageModel,
         LanguageModelConfig,
         build_language_model,
         language_model_config,
     )
-    from siamesenorm.norms import AdaLN, AdaSeeDNorm, Norm, NormSpec, available_norms, build_norm
+    from siamesenorm.norms import AdaLN, AdaSeeDNorm, Norm, NormSpec, available_norms, build_norm, register_norm
     from siamesenorm.sublayers.attention import Attention
     from siamesenorm.sublayers.modulated import Modulated
     from siamesenorm.tasks.registry import available_tasks
@@ -60,7 +60,7 @@ __all__ = [
     "StabilityMonitor",
     "StreamMonitor",
     "Topology",
-    "TransformerBlock",
+    "Block",
     "available_norms",
     "available_tasks",
     "available_topologies",
@@ -69,6 +69,7 @@ __all__ = [
     "build_topology",
     "from_pretrained",
     "language_model_config",
+    "register_norm",
     "register_topology",
     "rewire",
     "swap_norms",

@@ -15,7 +15,7 @@ from siamesenorm.interop.converted_models import record_step, refuse_unsavable
 from siamesenorm.interop.foreign_norms import Unreadable, looks_like_norm, read_norm, replace_module, replacement
 from siamesenorm.interop.rewire_report import norms_of
 from siamesenorm.models.config import inherited_operator
-from siamesenorm.models.conversion import ResidualPath
+from siamesenorm.models.conversion import path_of
 from siamesenorm.models.language import LanguageModel, LanguageModelConfig
 from siamesenorm.norms import NORMS, Inexact, Norm, NormSpec
 from siamesenorm.topologies.boundary import BoundaryConnection
@@ -182,7 +182,7 @@ def _is_already(module: nn.Module, specification: NormSpec) -> bool:
 
 def _on_the_residual_path(model: LanguageModel) -> set[str]:
     """Return the names of the norms that a topology made, which are of the configuration's operator."""
-    inside = {id(norm) for part in ResidualPath.of(model).parts for norm in norms_of(part).values()}
+    inside = {id(norm) for part in path_of(model).parts for norm in norms_of(part).values()}
     return {name for name, norm in norms_of(model).items() if id(norm) in inside}
 
 

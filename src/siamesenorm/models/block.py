@@ -1,47 +1,70 @@
-"""A Transformer block: attention and MLP with their connections; the unit of sharding, compilation, checkpointing."""
+"""The residual path of a model and its blocks: lists of sublayers with their connections; and what a model costs."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from siamesenorm.sublayers.attention import Attention
-from siamesenorm.sublayers.cache import KeyValueCache
+from siamesenorm.sublayers.cache import NO_CONTEXT, Context
 from siamesenorm.sublayers.modulated import Losses
-from siamesenorm.sublayers.rotary import Rotation
-from siamesenorm.topologies import Connection, Streams
+from siamesenorm.topologies import Closing, Connection, Opening, Place, ResidualSpec, Streams, Topology
 
 
-class TransformerBlock(nn.Module):
-    """Streams in, streams out; a sublayer may return (output, losses), and the losses are passed out."""
+class ResidualPath(NamedTuple):
+    """The modules that a topology makes for a stack of blocks; `connections` of every block, in order."""
+
+    opening: Opening
+    connections: tuple[tuple[Connection, ...], ...]
+    closing: Closing
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """All modules in the order of the forward pass."""
+        return (self.opening, *(each for block in self.connections for each in block), self.closing)
+
+
+def build_residual_path(topology: Topology, spec: ResidualSpec, places: Sequence[Sequence[Place]]) -> ResidualPath:
+    """Return opening, connections and closing of a stack whose blocks have sublayers at `places`."""
+    return ResidualPath(
+        opening=topology.opening(spec),
+        connections=tuple(tuple(topology.connection(place, spec) for place in block) for block in places),
+        closing=topology.closing(places[-1][-1], spec),
+    )
+
+
+class Block(nn.Module):
+    """A list of sublayers with their connections: the unit of sharding, compilation and checkpointing.
+
+    A sublayer `sublayer(h, context)` returns a tensor, or a tensor and its scalar losses by name. Its attribute has its
+    name, that of its connection ends in `_connection`. Dropout acts on the output before the write, so that every
+    stream drops the same elements.
+    """
 
     def __init__(
-        self, attention: Attention, mlp: nn.Module, connections: tuple[Connection, Connection], dropout: float = 0.0
+        self, sublayers: Mapping[str, nn.Module], connections: Sequence[Connection], dropout: float = 0.0
     ) -> None:
         super().__init__()
-        self.attention = attention
-        self.mlp = mlp
-        self.attention_connection, self.mlp_connection = connections
+        self.names = tuple(sublayers)
+        for name, sublayer in sublayers.items():
+            self.add_module(name, sublayer)
+        for name, connection in zip(self.names, connections, strict=True):
+            self.add_module(f"{name}_connection", connection)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(
-        self,
-        streams: Streams,
-        rotary: Rotation | None = None,
-        mask: Tensor | None = None,
-        cache: KeyValueCache | None = None,
-    ) -> tuple[Streams, Losses]:
-        """Return the streams after both sublayers, and their scalar losses by name."""
-        h, streams = self.attention_connection.read(streams)
-        output, attention_losses = split_losses(self.attention(h, rotary, mask, cache))
-        streams = self.attention_connection.write(streams, self.dropout(output))
-
-        h, streams = self.mlp_connection.read(streams)
-        output, mlp_losses = split_losses(self.mlp(h))
-        streams = self.mlp_connection.write(streams, self.dropout(output))
-        return streams, add_losses(attention_losses, mlp_losses)
+    def forward(self, streams: Streams, context: Context = NO_CONTEXT) -> tuple[Streams, Losses]:
+        """Return the streams after all sublayers, and the sums of their losses by name."""
+        losses: Losses = {}
+        for name in self.names:
+            connection = getattr(self, f"{name}_connection")
+            h, streams = connection.read(streams)
+            output, found = split_losses(getattr(self, name)(h, context))
+            streams = connection.write(streams, self.dropout(output))
+            losses = add_losses(losses, found)
+        return streams, losses
 
 
 def split_losses(result: Tensor | tuple[Tensor, Losses]) -> tuple[Tensor, Losses]:

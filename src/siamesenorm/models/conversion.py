@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.models.block import TransformerBlock
+from siamesenorm.models.block import Block, ResidualPath, build_residual_path
 from siamesenorm.models.config import inherited_operator
 from siamesenorm.models.language import LanguageModel, LanguageModelConfig
 from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec
-from siamesenorm.topologies import Kernels, Topology, build_topology, topology_name, transformer_places
+from siamesenorm.topologies import Topology, build_topology, topology_name, transformer_places
 from siamesenorm.topologies.pre_norm import PreNorm
 
 FREE = ("context", "dropout", "document_mask", "residual_dtype", "compute_dtype")
@@ -79,83 +79,43 @@ def convert(model: LanguageModel, target: LanguageModelConfig) -> tuple[Inexact,
     if all(getattr(source, name) == getattr(target, name) for name in (*PATH, *FREE)):
         model.config = target
         return ()
-    path = ResidualPath.build(target, model.embedding.weight, model.kernels)
+    spec, like, old = target.residual_spec(model.kernels), model.embedding.weight, path_of(model)
+    path = build_residual_path(target.topology, spec, transformer_places(target.depth))
+    for part in path.parts:
+        part.to(device=like.device, dtype=like.dtype)
+    differences: dict[Inexact, None] = {}
     if all(getattr(source, name) == getattr(target, name) for name in PATH):
-        path.load(model)
-        differences: dict[Inexact, None] = {}
+        for part, replaced in zip(path.parts, old.parts, strict=True):
+            part.load_state_dict(replaced.state_dict())
     else:
-        differences = path.init_as_pre_norm(model)
-    path.install(model)
-    model.dropout.p = target.dropout
-    for block in _blocks(model):
+        path.opening.init_as_pre_norm()
+        for part, replaced in zip((*chain(*path.connections), path.closing), old.parts[1:], strict=True):
+            differences |= dict.fromkeys(part.init_as_pre_norm(_norm_of(replaced)))  # type: ignore[operator]
+    for part, replaced in zip(path.parts, old.parts, strict=True):
+        part.train(replaced.training)
+    model.opening, model.closing = path.opening, path.closing
+    for block, connections in zip(_blocks(model), path.connections, strict=True):
+        for name, connection in zip(block.names, connections, strict=True):
+            setattr(block, f"{name}_connection", connection)
         block.dropout.p = target.dropout
+    model.dropout.p = target.dropout
     model.config = target
     return tuple(differences)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ResidualPath:
-    """The modules of a language model's residual path, outside of it."""
-
-    opening: nn.Module
-    connections: tuple[tuple[nn.Module, nn.Module], ...]
-    closing: nn.Module
-
-    @classmethod
-    def build(cls, config: LanguageModelConfig, like: torch.Tensor, kernels: Kernels) -> ResidualPath:
-        """Build a fresh path with the device and the dtype of a weight of the model."""
-        spec, places = config.residual_spec(kernels), transformer_places(config.depth)
-        path = cls(
-            opening=config.topology.opening(spec),
-            connections=tuple(
-                (config.topology.connection(attention, spec), config.topology.connection(mlp, spec))
-                for attention, mlp in places
-            ),
-            closing=config.topology.closing(places[-1][-1], spec),
-        )
-        for part in (path.opening, *chain(*path.connections), path.closing):
-            part.to(device=like.device, dtype=like.dtype)
-        return path
-
-    @classmethod
-    def of(cls, model: LanguageModel) -> ResidualPath:
-        """Return the path that a model has."""
-        return cls(
-            opening=model.opening,
-            connections=tuple((block.attention_connection, block.mlp_connection) for block in _blocks(model)),
-            closing=model.closing,
-        )
-
-    @property
-    def parts(self) -> tuple[nn.Module, ...]:
-        """All modules in the order of the forward pass."""
-        return (self.opening, *chain(*self.connections), self.closing)
-
-    def load(self, model: LanguageModel) -> None:
-        """Take over the parameters of a path of the same topology and operator."""
-        for part, old in zip(self.parts, ResidualPath.of(model).parts, strict=True):
-            part.load_state_dict(old.state_dict())
-
-    def init_as_pre_norm(self, model: LanguageModel) -> dict[Inexact, None]:
-        """Set the path to where it computes what a Pre-Norm model does; return the differences as keys."""
-        _, *old = ResidualPath.of(model).parts
-        self.opening.init_as_pre_norm()  # type: ignore[operator]
-        found: dict[Inexact, None] = {}
-        for part, norm in zip(self.parts[1:], map(_norm_of, old), strict=True):
-            found.update(dict.fromkeys(part.init_as_pre_norm(norm)))  # type: ignore[operator]
-        return found
-
-    def install(self, model: LanguageModel) -> None:
-        """Put the path into a model in place of its own."""
-        for part, old in zip(self.parts, ResidualPath.of(model).parts, strict=True):
-            part.train(old.training)
-        model.opening, model.closing = self.opening, self.closing  # type: ignore[assignment]
-        for block, (attention, mlp) in zip(_blocks(model), self.connections, strict=True):
-            block.attention_connection, block.mlp_connection = attention, mlp  # type: ignore[assignment]
+def path_of(model: LanguageModel) -> ResidualPath:
+    """Return the modules of a model's residual path."""
+    return ResidualPath(
+        opening=model.opening,
+        connections=tuple(
+            tuple(getattr(block, f"{name}_connection") for name in block.names) for block in _blocks(model)
+        ),
+        closing=model.closing,
+    )
 
 
-def _blocks(model: LanguageModel) -> list[TransformerBlock]:
-    return [block for block in model.blocks if isinstance(block, TransformerBlock)]
+def _blocks(model: LanguageModel) -> list[Block]:
+    return [block for block in model.blocks if isinstance(block, Block)]
 
 
 def _norm_of(part: nn.Module) -> NormFunction:

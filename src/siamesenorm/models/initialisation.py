@@ -1,7 +1,8 @@
-"""Initial weights, drawn for each parameter by its name.
+"""Initial weights, drawn for each parameter from a seed and a key of its own.
 
-The same seed gives the same sublayer weights whatever the topology, the world size and the order of construction, up to
-the factors that a topology declares. Every weight is a normal truncated at three standard deviations:
+The key is made of the block and the role, and stays when modules are renamed or moved. So the same seed gives the same
+sublayer weights whatever the topology, the world size and the order of construction, up to the factors that a topology
+declares. Every weight is a normal truncated at three standard deviations:
 
     scheme    embedding, query, key, value, up, gate, head    attention output            MLP output
     mitchell  1/sqrt(fan in)                                  1/sqrt(2 fan_in (l+1))      1/sqrt(2 fan_in (l+1))
@@ -29,6 +30,16 @@ from siamesenorm.topologies import Topology
 
 Initialisation = Literal["mitchell", "normal", "megatron"]
 _OUTPUTS = ("attention_output", "mlp_output")
+_KEYS = {
+    "query": "attention.query",
+    "key": "attention.key",
+    "value": "attention.value",
+    "attention_output": "attention.output",
+    "mlp_up": "mlp.up",
+    "mlp_gate": "mlp.gate",
+    "mlp_output": "mlp.output",
+}
+"""The part of a weight's key that says which projection of a block it is: frozen, whatever modules are called."""
 
 
 def _mitchell(role: str, fan_in: int, dim: int, block: int, depth: int) -> float:
@@ -65,17 +76,19 @@ def initialise(
         elif isinstance(module, Projection):
             std = SCHEMES[scheme](module.role, module.in_features, dim, block_of.get(module, 0), depth)
             factor = topology.initial_factor(module.role, depth)
-            fill_normal(module.weight, std * factor, seed, f"{name}.weight")
+            inside = module.role in _KEYS and module in block_of
+            key = f"blocks.{block_of[module]}.{_KEYS[module.role]}" if inside else name
+            fill_normal(module.weight, std * factor, seed, f"{key}.weight")
             if module.bias is not None:
                 module.bias.zero_()
 
 
-def fill_normal(parameter: Tensor, std: float, seed: int, name: str) -> None:
-    """Fill with N(0, std^2) truncated at 3 std, from a generator seeded by `seed` and the parameter's name.
+def fill_normal(parameter: Tensor, std: float, seed: int, key: str) -> None:
+    """Fill with N(0, std^2) truncated at 3 std, from a generator seeded by `seed` and the parameter's key.
 
     Drawn in fp32 on the CPU, so that a model holds the same numbers on every device.
     """
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    digest = hashlib.sha256(f"{seed}:{key}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
     nn.init.trunc_normal_(drawn, 0.0, std, -3 * std, 3 * std, generator=generator)

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.models.block import TransformerBlock, add_losses
+from siamesenorm.models.block import Block, add_losses, build_residual_path
 from siamesenorm.models.config import TransformerConfig, inherited_operator, require_positive
 from siamesenorm.models.initialisation import initialise
 from siamesenorm.norms import NORMS, DeclaredModule, NormSpec
 from siamesenorm.sublayers.attention import Attention
-from siamesenorm.sublayers.cache import AttentionCache
+from siamesenorm.sublayers.cache import AttentionCache, Context
 from siamesenorm.sublayers.mlp import build_mlp
 from siamesenorm.sublayers.modulated import Losses
 from siamesenorm.sublayers.projection import Projection
@@ -127,27 +127,25 @@ class LanguageModel(nn.Module):
         super().__init__()
         require_positive(config, "vocabulary")
         self.config, self.kernels = config, kernels
-        spec, shape = config.residual_spec(kernels), config.attention_shape
-        places = transformer_places(config.depth)
         # Not nn.Embedding(...), whose own draw imports the compiler on the meta device: over a second.
         table = torch.empty(config.vocabulary, config.dim)
         self.embedding: nn.Embedding = nn.Embedding.from_pretrained(table, freeze=False)  # type: ignore[no-untyped-call]
         self.embedding_scale: nn.Module = EmbeddingScale(config.dim) if _scales_embedding(config) else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
-        self.opening = config.topology.opening(spec)
+        path = build_residual_path(config.topology, config.residual_spec(kernels), transformer_places(config.depth))
+        self.opening = path.opening
         self.blocks = nn.ModuleList(
-            TransformerBlock(
-                Attention(shape, kernels),
-                build_mlp(config.activation, config.dim, config.hidden, bias=config.bias),
-                (
-                    config.topology.connection(attention, spec),
-                    config.topology.connection(mlp, spec),
-                ),
+            Block(
+                {
+                    "attention": Attention(config.attention_shape, kernels),
+                    "mlp": build_mlp(config.activation, config.dim, config.hidden, bias=config.bias),
+                },
+                connections,
                 config.dropout,
             )
-            for attention, mlp in places
+            for connections in path.connections
         )
-        self.closing = config.topology.closing(places[-1][-1], spec)
+        self.closing = path.closing
         # A tied head is the embedding: no second name for the same weights.
         self.head = None if config.tied else Projection(config.dim, config.vocabulary, role="head")
 
@@ -178,7 +176,8 @@ class LanguageModel(nn.Module):
         rotary = self._rotary(tokens.shape[1], past)
         losses: Losses = {}
         for index, block in enumerate(self.blocks):
-            streams, block_losses = block(streams, rotary, mask, caches[index] if caches else None)
+            context = Context(rotary, mask, caches[index] if caches else None)
+            streams, block_losses = block(streams, context)
             losses = add_losses(losses, block_losses)
         if last_only:
             streams = tuple(stream[:, -1:] for stream in streams)

@@ -1,15 +1,12 @@
 """Names of operators, and the frozen description of one that configurations hold.
 
-Installed packages add theirs through entry points of the group "siamesenorm.norms": see `PluginGroup`.
+Installed packages add theirs through entry points of the group "siamesenorm.norms": a subclass of `Norm` under the
+name of the entry point, or a module or function that calls `register_norm`.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import metadata
-from types import ModuleType
 from typing import Any
 
 from siamesenorm.errors import unknown
@@ -19,7 +16,7 @@ from siamesenorm.norms.norm import Norm, Role
 from siamesenorm.norms.rms_norm import RMSNorm
 from siamesenorm.norms.scale_norm import ScaleNorm
 from siamesenorm.norms.seed_norm import SeeDNorm
-from siamesenorm.options import Scalar, parse_specification, read_scalar, widen
+from siamesenorm.options import EntryPointGroup, Scalar, parse_specification, read_scalar, widen
 
 NORMS: dict[str, type[Norm]] = {
     "layernorm": LayerNorm,
@@ -30,66 +27,39 @@ NORMS: dict[str, type[Norm]] = {
 }
 
 
-@dataclass
-class PluginGroup:
-    """Entry points by which installed packages register what they add; loaded when a name is first looked up.
-
-    An entry point is an object that `register` takes, with the entry point's name; or a module or a function that
-    registers by itself. One that fails, or is something else, is left out with a warning.
-    """
-
-    group: str
-    loaded: bool = False
-
-    def load(self, register: Callable[[str, Any], bool]) -> None:
-        """Load the entry points once. `register(name, object)` returns whether it takes such objects."""
-        if self.loaded:
-            return
-        self.loaded = True  # at first: what is loaded may itself look up a name
-        for entry in metadata.entry_points(group=self.group):
-            try:
-                found = entry.load()
-                if register(entry.name, found) or isinstance(found, ModuleType):
-                    continue
-                if isinstance(found, type) or not callable(found):
-                    raise TypeError(f"{found!r} is neither a class or instance of the contract nor a function")
-                found()
-            except Exception as error:
-                warnings.warn(f"{self.group} of {entry.value} is left out: {error}", RuntimeWarning, stacklevel=3)
-
-
-PLUGINS = PluginGroup("siamesenorm.norms")
-
-
-def load_norm_plugins() -> None:
-    """Register the norms of installed packages."""
-    PLUGINS.load(_register_plugin)
-
-
-def _register_plugin(name: str, found: object) -> bool:
-    if not (isinstance(found, type) and issubclass(found, Norm)):
-        return False
-    register_norm(name, found)
-    return True
+ENTRY_POINTS = EntryPointGroup("siamesenorm.norms")
 
 
 def register_norm(name: str, operator: type[Norm]) -> None:
-    """Add an operator under a new name; raises ValueError if the name is taken, or the class is not a `Norm`."""
+    """Add an operator under a new name; raises ValueError if the name is taken, or it is not a subclass of `Norm`."""
     if not (isinstance(operator, type) and issubclass(operator, Norm)):
         raise ValueError(f"{operator!r} is not a subclass of Norm: register the class of an operator")
     if NORMS.setdefault(name, operator) is not operator:
-        raise ValueError(f"norm name {name!r} is taken: choose another")
+        raise ValueError(f"norm name {name!r} is taken by {NORMS[name].__name__}: choose another")
+
+
+def load_entry_points() -> None:
+    """Let installed packages register their operators."""
+    ENTRY_POINTS.load(_register_found)
+
+
+def _register_found(name: str, found: Any) -> bool:
+    is_operator = isinstance(found, type) and issubclass(found, Norm)
+    if is_operator:
+        register_norm(name, found)
+    return is_operator
 
 
 def available_norms() -> tuple[str, ...]:
-    """Return the registered names."""
-    load_norm_plugins()
+    """Return the names that `build_norm` accepts."""
+    load_entry_points()
     return tuple(NORMS)
 
 
 def norm_options(name: str) -> dict[str, Scalar]:
     """Return the options of an operator with their default values; raises UserError for an unknown name."""
-    load_norm_plugins()
+    if name not in NORMS:  # the package's own operators are used while it is imported, before others can be
+        load_entry_points()
     if name not in NORMS:
         raise unknown("norm", name, NORMS)
     return NORMS[name].option_defaults()

@@ -21,9 +21,9 @@ from torch.nn import functional as F
 
 from siamesenorm.errors import UserError, unknown
 from siamesenorm.norms import NormSpec
-from siamesenorm.sublayers.cache import KeyValueCache
+from siamesenorm.sublayers.cache import NO_CONTEXT, Context
 from siamesenorm.sublayers.projection import Projection
-from siamesenorm.sublayers.rotary import Rotation, rotate
+from siamesenorm.sublayers.rotary import rotate
 
 ATTENTION_NORMS = ("none", "qk", "qk-head", "qkv-head")
 
@@ -80,18 +80,9 @@ class Attention(nn.Module):
         self.value_head_norm = self._norm_or_identity(kernels, shape.head_dim, shape.attention_norm == "qkv-head")
         self.context_head_norm = self._norm_or_identity(kernels, shape.head_dim, shape.context_norm)
 
-    def forward(
-        self,
-        h: Tensor,
-        rotary: Rotation | None = None,
-        mask: Tensor | None = None,
-        cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        """Return [batch, tokens, dim].
-
-        `rotary` holds cos and sin of the tokens' positions: a cache keeps keys as they were rotated. `mask` is boolean,
-        True where a query may look, broadcastable to [batch, heads, tokens, all tokens], and replaces the causal mask.
-        """
+    def forward(self, h: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        """Return [batch, tokens, dim]; a cache holds keys as they were rotated."""
+        rotary, mask, cache, _ = context
         query = self.query_head_norm(self._split(self.query_norm(self.query(h))))
         key = self.key_head_norm(self._split(self.key_norm(self.key(h))))
         value = self.value_head_norm(self._split(self.value(h)))
@@ -107,7 +98,7 @@ class Attention(nn.Module):
         elif causal and new < total:
             # Several new tokens on a cache: PyTorch's causal mask is aligned to the first token, not to the last.
             mask, causal = torch.ones(new, total, dtype=torch.bool, device=h.device).tril(total - new), False
-        context = F.scaled_dot_product_attention(
+        attended = F.scaled_dot_product_attention(
             query,
             key,
             value,
@@ -115,7 +106,7 @@ class Attention(nn.Module):
             is_causal=causal,
             enable_gqa=self.shape.kv_heads != self.shape.heads,
         )
-        output: Tensor = self.output(self.context_head_norm(context).transpose(1, 2).flatten(2))
+        output: Tensor = self.output(self.context_head_norm(attended).transpose(1, 2).flatten(2))
         return output
 
     def _norm_or_identity(self, kernels: str, dim: int, present: bool) -> nn.Module:

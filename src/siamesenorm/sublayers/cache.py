@@ -1,11 +1,16 @@
-"""Keys and values of past tokens. Streams are not cached: every topology is local to a token."""
+"""What sublayers receive besides h: rotary angles, mask, condition, and the keys and values of past tokens.
+
+Streams are not cached: every topology is local to a token.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from siamesenorm.sublayers.rotary import Rotation
 
 
 class KeyValueCache(Protocol):
@@ -13,6 +18,22 @@ class KeyValueCache(Protocol):
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append the keys (rotated) and values of new tokens; return those of all tokens."""
+
+
+class Context(NamedTuple):
+    """What a block passes to its sublayers; each reads what it needs.
+
+    `rotary` holds cos and sin of the tokens' positions. `mask` is boolean, True where a query may look, broadcastable
+    to [batch, heads, tokens, all tokens], and replaces the causal mask. `condition` is [batch, condition_dim].
+    """
+
+    rotary: Rotation | None = None
+    mask: Tensor | None = None
+    cache: KeyValueCache | None = None
+    condition: Tensor | None = None
+
+
+NO_CONTEXT = Context()
 
 
 class AttentionCache:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from siamesenorm.errors import unknown
+from siamesenorm.sublayers.cache import NO_CONTEXT, Context
 from siamesenorm.sublayers.projection import Projection
 
 Activation = Literal["swiglu", "gelu"]
@@ -22,7 +23,7 @@ class GatedMLP(nn.Module):
         self.gate = Projection(dim, hidden, role="mlp_gate", bias=bias)
         self.output = Projection(hidden, dim, role="mlp_output", bias=bias)
 
-    def forward(self, h: Tensor) -> Tensor:
+    def forward(self, h: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         """Return [..., dim]."""
         output: Tensor = self.output(F.silu(self.gate(h)) * self.up(h))
         return output
@@ -36,7 +37,7 @@ class PlainMLP(nn.Module):
         self.up = Projection(dim, hidden, role="mlp_up", bias=bias)
         self.output = Projection(hidden, dim, role="mlp_output", bias=bias)
 
-    def forward(self, h: Tensor) -> Tensor:
+    def forward(self, h: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         """Return [..., dim]."""
         output: Tensor = self.output(F.gelu(self.up(h)))
         return output

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from siamesenorm.norms.conditioned import Modulation, modulate
+from siamesenorm.sublayers.cache import Context
 
 Losses = dict[str, Tensor]
 
@@ -21,13 +22,10 @@ class Modulated(nn.Module):
         self.sublayer = sublayer
         self.modulation = Modulation(dim, condition_dim, parts=3)
 
-    def forward(self, h: Tensor, c: Tensor, *inputs: object) -> Tensor | tuple[Tensor, Losses]:
-        """Return the sublayer's gated output, and its losses if it has any.
-
-        h is [batch, tokens, dim], c [batch, condition_dim]; `inputs` are handed to the sublayer after h.
-        """
-        shift, scale, gate = self.modulation(c, like=h)
-        output = self.sublayer(modulate(h, shift, scale), *inputs)
+    def forward(self, h: Tensor, context: Context) -> Tensor | tuple[Tensor, Losses]:
+        """Return the sublayer's gated output for h [batch, tokens, dim], and its losses if it has any."""
+        shift, scale, gate = self.modulation(context.condition, like=h)
+        output = self.sublayer(modulate(h, shift, scale), context)
         value, *losses = output if isinstance(output, tuple) else (output,)
         gated: Tensor = (gate * value).to(value.dtype)
         return (gated, *losses) if losses else gated

@@ -1,7 +1,7 @@
 """Names of topologies. A variant is a name; options override: "dhc-2:streams=4".
 
-Installed packages add theirs through entry points of the group "siamesenorm.topologies", each a topology, its class, or
-a module or function that calls `register_topology`.
+Installed packages add theirs through entry points of the group "siamesenorm.topologies": a topology or its class
+under the name of the entry point, or a module or function that calls `register_topology`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import dataclasses
 from typing import Any
 
 from siamesenorm.errors import unknown
-from siamesenorm.norms.registry import PluginGroup
-from siamesenorm.options import Scalar, parse_specification
+from siamesenorm.options import EntryPointGroup, Scalar, parse_specification
 from siamesenorm.topologies.hybridnorm import HybridNorm
 from siamesenorm.topologies.hyper_connections import HyperConnections
 from siamesenorm.topologies.manifold_hyper_connections import ManifoldHyperConnections
@@ -46,21 +45,19 @@ TOPOLOGIES: dict[str, Topology] = {
 }
 
 
-PLUGINS = PluginGroup("siamesenorm.topologies")
+ENTRY_POINTS = EntryPointGroup("siamesenorm.topologies")
 
 
 def load_entry_points() -> None:
-    """Register the topologies of installed packages."""
-    PLUGINS.load(_register_plugin)
+    """Let installed packages register their topologies."""
+    ENTRY_POINTS.load(_register_found)
 
 
-def _register_plugin(name: str, found: object) -> bool:
-    if isinstance(found, type) and issubclass(found, Topology):
-        found = found()
-    if not isinstance(found, Topology):
-        return False
-    register_topology(name, found)
-    return True
+def _register_found(name: str, found: Any) -> bool:
+    topology = found() if isinstance(found, type) and issubclass(found, Topology) else found
+    if isinstance(topology, Topology):
+        register_topology(name, topology)
+    return isinstance(topology, Topology)
 
 
 def register_topology(name: str, topology: Topology) -> None:

@@ -18,6 +18,7 @@ from siamesenorm.interop.derived_class import derive
 from siamesenorm.interop.foreign_norms import Unreadable, inheriting, read_norm
 from siamesenorm.interop.hosts.blocks import BlockSpec, BlockStack, RewiredBlock, RewiredClosing
 from siamesenorm.interop.hosts.find import find_blocks
+from siamesenorm.models.block import build_residual_path
 from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec
 from siamesenorm.topologies import (
     Closing,
@@ -129,12 +130,8 @@ class ResidualParts:
         final_norm = not stack.spec.keeps_final_norm
         spec = ResidualSpec(dim=old.first.dim, norm=norm, domain=stack.spec.domain, final_norm=final_norm)
         places = places_of(stack.spec, len(stack.blocks))
-        parts = cls(
-            topology=topology,
-            opening=topology.opening(spec),
-            connections=tuple(tuple(topology.connection(place, spec) for place in block) for block in places),
-            closing=topology.closing(places[-1][-1], spec),
-        )
+        path = build_residual_path(topology, spec, places)
+        parts = cls(topology=topology, opening=path.opening, connections=path.connections, closing=path.closing)
         norms = iter(old.inputs.values())
         for block, connections in zip(stack.blocks, parts.connections, strict=True):
             for connection in connections:

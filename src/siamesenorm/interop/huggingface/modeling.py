@@ -23,7 +23,7 @@ from siamesenorm.interop.native_models import compute_in
 from siamesenorm.models.block import add_losses
 from siamesenorm.models.language import LanguageModel
 from siamesenorm.norms import DeclaredModule
-from siamesenorm.sublayers.cache import KeyValueCache
+from siamesenorm.sublayers.cache import Context, KeyValueCache
 from siamesenorm.sublayers.modulated import Losses
 from siamesenorm.sublayers.rotary import Rotation
 from siamesenorm.topologies import Streams
@@ -80,7 +80,7 @@ class SiameseNormPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     gradient_checkpointing = False
     _gradient_checkpointing_func: Callable[..., Any]
-    _no_split_modules = ["TransformerBlock"]
+    _no_split_modules = ["Block"]
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     _can_compile_fullgraph = True
@@ -178,17 +178,22 @@ class SiameseNormPreTrainedModel(PreTrainedModel):
         return DynamicCache(config=self.config) if given is None and wanted else given
 
     def _run_block(
-        self, block: nn.Module, streams: Streams, rotary: Rotation, mask: Tensor | None, cache: KeyValueCache | None
+        self,
+        block: nn.Module,
+        streams: Streams,
+        rotary: Rotation | None,
+        mask: Tensor | None,
+        cache: KeyValueCache | None,
     ) -> tuple[Streams, Losses]:
         """Run a block, in the backward pass once more under gradient checkpointing."""
         if not self._recomputes:
-            result: tuple[Streams, Losses] = block(streams, rotary, mask, cache)
+            result: tuple[Streams, Losses] = block(streams, Context(rotary, mask, cache))
             return result
         names: list[str] = []
 
         def flat(*streams: Tensor) -> tuple[Tensor, ...]:
             # Reentrant checkpointing sees gradients only of tensors that are arguments and results themselves.
-            streams, losses = block(streams, rotary, mask)
+            streams, losses = block(streams, Context(rotary, mask))
             names[:] = losses
             return *streams, *losses.values()
 
