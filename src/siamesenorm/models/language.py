@@ -137,7 +137,7 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(
             Block(
                 {
-                    "attention": Attention(config.attention_shape),
+                    "attention": Attention(config.attention_shape, kernels),
                     "mlp": build_mlp(config.activation, config.dim, config.hidden, bias=config.bias),
                 },
                 connections,

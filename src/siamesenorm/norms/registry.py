@@ -31,7 +31,9 @@ ENTRY_POINTS = EntryPointGroup("siamesenorm.norms")
 
 
 def register_norm(name: str, operator: type[Norm]) -> None:
-    """Add an operator under a new name; raises ValueError if the name is taken by another one."""
+    """Add an operator under a new name; raises ValueError if the name is taken, or it is not a subclass of `Norm`."""
+    if not (isinstance(operator, type) and issubclass(operator, Norm)):
+        raise ValueError(f"{operator!r} is not a subclass of Norm: register the class of an operator")
     if NORMS.setdefault(name, operator) is not operator:
         raise ValueError(f"norm name {name!r} is taken by {NORMS[name].__name__}: choose another")
 

@@ -63,9 +63,11 @@ def _register_found(name: str, found: Any) -> bool:
 def register_topology(name: str, topology: Topology) -> None:
     """Add a topology under a new name.
 
-    Raises ValueError if the name is taken by another one, or if another class has the name of its class, which a run's
-    identity is made of.
+    Raises ValueError if it is not an instance of `Topology`, if the name is taken by another one, or if another class
+    has the name of its class, which is part of a run's identity.
     """
+    if not isinstance(topology, Topology):
+        raise ValueError(f"{topology!r} is not an instance of Topology: register an instance, such as MyTopology()")
     for other in {type(registered) for registered in TOPOLOGIES.values()} - {type(topology)}:
         if other.__name__ == family_name(topology):
             raise ValueError(f"class name {other.__name__} is taken by {other.__module__}: rename the class")
@@ -74,7 +76,7 @@ def register_topology(name: str, topology: Topology) -> None:
 
 
 def available_topologies() -> tuple[str, ...]:
-    """Return the names that `build_topology` knows."""
+    """Return the registered names."""
     load_entry_points()
     return tuple(TOPOLOGIES)
 
