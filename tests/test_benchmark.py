@@ -153,7 +153,7 @@ def test_what_fails_is_noted_and_the_rest_is_measured() -> None:
     results = boundary.measure_boundaries(settings, "cpu")
     assert [row["candidate"] for row in results.rows] == ["plain"]
     (noted,) = results.not_measured
-    assert noted.startswith("siamese, 16 bfloat16, lean: kernels='lean' rebuilds streams")
+    assert noted.startswith("siamese, 16 bfloat16, lean: kernels='lean' ")
     late = boundary.measure_boundaries(settings, "cpu", Deadline.after(-1))
     assert (late.rows, late.not_measured) == ([], ["siamese, 16 bfloat16: no time was left"])
 
@@ -169,7 +169,7 @@ def settings_of_two(**others: object) -> boundary.BoundarySettings:
     ("part", "change", "what"),
     [
         ("forward", {"h": lambda h: 2 * h}, "its input differs from the formula by 1 of its length"),
-        ("forward", {"settled": lambda x: torch.cat((x[:-1], x[:1]))}, "its closed state differs"),
+        ("forward", {"bounded_next": lambda x: torch.cat((x[:-1], x[:1]))}, "its closed state differs"),
         ("backward", {"identity": lambda x: -x}, "its gradient of stream 1 differs from the formula by 2 of its"),
         (
             "backward",

@@ -15,7 +15,7 @@ from siamesenorm import LanguageModel, ResidualSpec, available_topologies, build
 from siamesenorm.errors import UserError
 from siamesenorm.interop.swap_norms import swap_norms
 from siamesenorm.kernels import launch
-from siamesenorm.norms import NormSpec
+from siamesenorm.norms import NormSpec, available_norms
 from siamesenorm.sublayers.cache import Context
 from siamesenorm.topologies import boundary as family
 from siamesenorm.topologies import transformer_places
@@ -116,6 +116,31 @@ def pretend_kernels(monkeypatch: pytest.MonkeyPatch, smallest: int = 0) -> None:
     """Let there be kernels for every tensor of so many bytes."""
     monkeypatch.setattr(family, "has_kernels_for", lambda x: True)
     monkeypatch.setattr(launch, "SMALLEST_FUSED_BYTES", smallest)
+
+
+class OperatorCalls(TorchDispatchMode):
+    """Count the calls of the package's operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "siamesenorm"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("norm", available_norms())
+@pytest.mark.parametrize("topology", available_topologies())
+def test_plain_calls_no_operator_on_a_gpu(topology: str, norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for boundaries, norms outside of them, or the attention's norms; all other kernels do."""
+    pretend_kernels(monkeypatch)
+    monkeypatch.setattr("siamesenorm.norms.norm.has_kernel", lambda x: True)
+    calls = {}
+    for kernels in ("plain", "auto", *(["fused"] if topology in FUSED and norm in ("rmsnorm", "layernorm") else [])):
+        with OperatorCalls() as counted:
+            run(tiny_model(topology, norm=norm, kernels=kernels, attention_norm="auto", context_norm=True, depth=2))
+        calls[kernels] = counted.count
+    assert calls.pop("plain") == 0
+    assert min(calls.values()) > 0
 
 
 @pytest.mark.parametrize("topology", FUSED)

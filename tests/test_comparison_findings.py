@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,21 +27,22 @@ FACTS = {"metrics": [metric.to_json() for metric in LanguageTask.metrics], "floo
 
 
 def result(method: str, rate: float, seed: int, loss: float) -> RunResult:
-    trace = Curve(steps=np.arange(1.0, 41.0), values=np.full(40, 2.5 if math.isnan(loss) else loss))
-    training = trace.values.tolist()
-    if math.isnan(loss):
-        training[-1] = math.nan
+    diverged = math.isnan(loss)
+    training = [1.3] * 20 + [2.4] * 20 if diverged else [loss] * 40
+    held_out = 1.2 if diverged else loss  # lower than any other, and of no consequence
+    trace = Curve(steps=np.arange(1.0, 41.0), values=np.array(training))
     records = [
         {"kind": "model", "steps": 40, "warmup_steps": 0, "floor": 3.0, "scale": 1.0},
         *({"kind": "train", "step": step, "loss": value} for step, value in enumerate(training, start=1)),
-        {"kind": "validation", "step": 40, "loss": 2.5 if math.isnan(loss) else loss},
+        {"kind": "validation", "step": 40, "loss": held_out},
     ]
     part = Part.SELECTION if seed == 0 else Part.REPORT
     return RunResult(
         path=Path(f"{method}-{rate}-{seed}"),
+        identity="",
         planned=PlannedRun(method=method, learning_rate=rate, seed=seed, part=part, label=method),
         status="finished", verdict=judge(records), train_loss=loss,
-        held_out={"loss": loss, "perplexity": math.exp(loss)}, first_held_out={}, held_out_step=40, steps=40,
+        held_out={"loss": held_out, "perplexity": math.exp(held_out)}, first_held_out={}, held_out_step=40, steps=40,
         steps_done=40, step_seconds=0.1, peak_memory_bytes=2**20, losses=trace, gradient_norms=trace,
         facts={**FACTS, "attention_norm": "qkv-head" if method in (CONTROL, SIAMESE) else "qk"},
         config={"task": {"model": {}}, "batch": 4}, environments=(),
@@ -251,10 +253,10 @@ def test_outcomes_at_a_rate_are_over_the_same_seeds() -> None:
 
 
 def test_sensitivity_counts_a_diverged_rate_as_nothing_learned() -> None:
-    """Whatever the run's own last losses were: here they are low."""
+    """Whatever the run's own last losses were: here they are low. Only the selection seed counts."""
     found = findings(
         {
-            PRE: {1e-3: [1.6], 2e-3: [1.5], 4e-3: [1.7]},
+            PRE: {1e-3: [1.6, 1.0], 2e-3: [1.5, 2.0], 4e-3: [1.7]},
             POST: {1e-3: [1.6], 2e-3: [NAN], 4e-3: [NAN]},
             SIAMESE: {1e-3: [1.6], 2e-3: [1.5]},
             "deepnorm": {1e-3: [NAN], 2e-3: [NAN], 4e-3: [NAN]},
@@ -279,6 +281,10 @@ def test_stable_at_every_rate_is_said_only_of_methods_whose_runs_have_all_ended(
     planned = PlannedRun(method=PRE, learning_rate=4e-3, seed=0, part=Part.SELECTION, label=PRE)
     found = findings({PRE: {1e-3: [1.5], 2e-3: [1.6]}, POST: {1e-3: [1.5], 2e-3: [1.6], 4e-3: [1.7]}}, absent=planned)
     assert text_of(found, "Stable at every rate") == "post."
+    further = dataclasses.replace(planned, learning_rate=1e-3, seed=1, part=Part.REPORT)
+    assert not text_of(findings({PRE: {1e-3: [1.5]}}, absent=further), "Stable at every rate")
+    fewer = findings({PRE: {1e-3: [1.5]}, POST: {1e-3: [1.5], 2e-3: [1.6]}})
+    assert text_of(fewer, "Stable at every rate") == "post."
 
 
 def test_outcomes_hold_the_worst_verdict_and_the_seeds_that_survived() -> None:
@@ -288,3 +294,4 @@ def test_outcomes_hold_the_worst_verdict_and_the_seeds_that_survived() -> None:
     perplexity = outcome.metric("perplexity")
     assert perplexity is not None and perplexity.mean == pytest.approx((math.exp(1.4) + math.exp(1.6)) / 2)
     assert outcome.median(lambda run: run.seed) == 1
+    assert findings({POST: {1e-3: [2.95, NAN]}}).outcomes[1e-3, POST].verdict == "diverged"

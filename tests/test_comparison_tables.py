@@ -14,7 +14,7 @@ from comparison_sweeps import METHODS, PRE, SyntheticMethod, runs_of, write_swee
 from siamesenorm.comparison import quantities
 from siamesenorm.comparison.comparison_report import comparison_tables, comparisons_csv, runs_csv
 from siamesenorm.comparison.findings import Findings, find
-from siamesenorm.comparison.result_tables import against_baselines, at_chosen_rates, by_learning_rate
+from siamesenorm.comparison.result_tables import against_baselines, at_chosen_rates, by_kind, by_learning_rate
 from siamesenorm.comparison.results import read_experiment
 from siamesenorm.comparison.statistics import Estimate
 from siamesenorm.comparison.summary import definitions, method_notes, subject
@@ -116,7 +116,7 @@ def test_a_method_that_lost_a_seed_is_not_the_lowest(tmp_path: Path) -> None:
 
 
 def test_differences_have_both_intervals_and_are_grouped_by_kind(findings: Findings) -> None:
-    table = against_baselines(findings.comparisons, "nats")
+    table = against_baselines(by_kind(findings.comparisons), "nats")
     assert len(table.groups) == 3, "topology, ablation and control"
     comparison = findings.comparison("siamese", "pre")
     assert comparison is not None and comparison.interval is not None and comparison.corrected is not None

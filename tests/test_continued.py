@@ -28,9 +28,9 @@ from siamesenorm.norms import NormSpec
 from siamesenorm.recipes.continued import ContinuedPlan, Variant
 from siamesenorm.recipes.continued_report import (
     ContinuedFindings,
-    bases_table,
     conclusions,
     continuations_table,
+    continued_report,
     find_continued,
 )
 from siamesenorm.topologies import build_topology
@@ -337,7 +337,7 @@ def test_gaps_are_the_differences_of_the_records(experiment: Any) -> None:
     findings = find_continued(read_experiment(out))
     assert [each.outcome.method for each in findings.continuations] == [variant.name for variant in VARIANTS]
     assert [each.base for each in findings.continuations] == [variant.base for variant in VARIANTS]
-    for each in findings.compared:
+    for each in findings.comparisons:
         expected = {seed: losses[each.method, seed] - losses[each.baseline, seed] for seed in (0, 1)}
         undiverged = {seed: gap for seed, gap in expected.items() if seed in each.difference.by_seed}
         assert each.difference.by_seed == pytest.approx(undiverged)
@@ -369,7 +369,7 @@ def test_the_command_reports_what_was_trained(experiment: Any, capsys: pytest.Ca
     out, *_ = experiment
     for words in (["reproduce", "continued", "--out", str(out)], ["report", str(out)]):
         assert main(words) == 0
-        assert "Against unchanged" in capsys.readouterr().out
+        assert "Against the baselines" in capsys.readouterr().out
         report = (out / "report" / "report.md").read_text()
         assert for_markdown(continuations_table(find_continued(read_experiment(out)))) in report
         assert len((out / "report" / "runs.csv").read_text().splitlines()) == 1 + 12
@@ -395,7 +395,7 @@ def made_up(source: Path, *, diverged: Variant | None = None) -> ContinuedFindin
     for seed in range(5):
         base = PlannedRun(method="pre", learning_rate=1e-2, seed=seed, part=Part.BASE, label="pre")
         path = Path(f"{seed:012d}")
-        runs.append(dataclasses.replace(run, path=path, planned=base, held_out={"loss": 4.0}))
+        runs.append(dataclasses.replace(run, path=path, identity=path.name, planned=base, held_out={"loss": 4.0}))
         for variant, losses in LOSSES.items():
             planned = dataclasses.replace(base, method=variant.name, part=Part.CONTINUED, label=variant.label)
             runs.append(
@@ -416,7 +416,7 @@ def made_up(source: Path, *, diverged: Variant | None = None) -> ContinuedFindin
 
 def test_words_follow_from_paired_intervals_corrected_together(source: Path) -> None:
     findings = made_up(source)
-    better, same = findings.compared
+    better, same = findings.comparisons
     assert (better.conclusion, same.conclusion) == (Conclusion.CONFIRMED_LOWER, Conclusion.NOT_CONFIRMED)
     differences = np.array([-0.10, -0.11, -0.08, -0.12, -0.10])
     error = differences.std(ddof=1) / np.sqrt(5)
@@ -435,7 +435,7 @@ def test_words_follow_from_paired_intervals_corrected_together(source: Path) -> 
 
 def test_a_lost_seed_allows_no_conclusion(source: Path) -> None:
     findings = made_up(source, diverged=BETTER)
-    better, same = findings.compared
+    better, same = findings.comparisons
     assert better.conclusion is Conclusion.SOME_DIVERGED and better.decision is None
     assert same.decision is not None
 
@@ -449,7 +449,7 @@ RUNS = sorted(EVIDENCE.glob("runs/*"))
 def test_the_page_says_what_the_committed_runs_say() -> None:
     findings = find_continued(read_experiment(EVIDENCE))
     page = (ROOT / "docs/continued.md").read_text()
-    for table in (bases_table(findings), continuations_table(findings)):
+    for table in continued_report(findings).tables:
         assert for_markdown(table) in page
     assert not findings.results.unfinished and not findings.results.missing
     assert {len(each.outcome.complete) for each in findings.continuations} == {5}
@@ -458,6 +458,7 @@ def test_the_page_says_what_the_committed_runs_say() -> None:
 def test_every_committed_continuation_began_where_its_base_ended() -> None:
     assert len(RUNS) >= 40
     for each in find_continued(read_experiment(EVIDENCE)).continuations:
+        assert each.base in ("pre", "pre + qkv")
         assert abs(each.jump) <= (1e-3 if each.label in ("siamese-post-pre", "siamese") else 1e-6), each.label
 
 

@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import siamesenorm.norms
-
-pytestmark = pytest.mark.skipif(not hasattr(siamesenorm.norms, "register_norm"), reason="norms cannot be registered")
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/extending.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
@@ -69,4 +66,4 @@ def test_names_are_registered_in_python(package: Path) -> None:
 
 
 def test_the_templates_are_short() -> None:
-    assert [sum(bool(line.strip()) for line in block.splitlines()) for block in BLOCKS] == [27, 16]
+    assert all(sum(bool(line.strip()) for line in block.splitlines()) < 25 for block in BLOCKS)

@@ -48,6 +48,7 @@ from siamesenorm.topologies import (
     transformer_places,
 )
 from siamesenorm.topologies.hyper_connections import MultiStream
+from siamesenorm.topologies.topology import Connection
 from siamesenorm.training.config import OptimizerConfig, RunConfig
 
 # Variants as someone may register them: the laws know families, not names.
@@ -564,6 +565,7 @@ class EntryPoint:
 
     value: str
     load: Callable[[], object]
+    name: str = "entry"
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *entries: EntryPoint) -> list[str]:
@@ -575,7 +577,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *entries: EntryPoint) -> list[str]:
         return entries
 
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
-    monkeypatch.setattr("siamesenorm.topologies.registry.unloaded_groups", ["siamesenorm.topologies"])
+    monkeypatch.setattr("siamesenorm.topologies.registry.ENTRY_POINTS.loaded", False)
     return asked
 
 
@@ -616,8 +618,64 @@ def test_an_entry_point_that_fails_leaves_the_others(
         raise ImportError("no module named absent")
 
     install(monkeypatch, EntryPoint("broken.module", broken), EntryPoint("a.module:register", lambda: by_function))
-    with pytest.warns(RuntimeWarning, match="topologies of broken.module are left out: no module named absent"):
+    with pytest.warns(RuntimeWarning, match="broken.module"):
         assert "by-function" in available_topologies()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bare(Topology):
+    """A topology that declares neither title nor cost."""
+
+
+def test_a_title_and_a_cost_are_optional() -> None:
+    assert (Bare().title, Bare().cost, Bare().heading) == ("Bare", None, "Bare")
+
+
+def test_only_topologies_are_registered(registry: dict[str, Topology]) -> None:
+    for other in (Bare, 3):
+        with pytest.raises(ValueError):
+            register_topology("other", other)
+
+
+def test_a_parameter_that_is_not_declared_is_refused() -> None:
+    class Undeclared(Connection):
+        def __init__(self, spec: ResidualSpec) -> None:
+            super().__init__(spec)
+            self.alpha = nn.Parameter(torch.ones(spec.dim))
+
+    with pytest.raises(UserError) as refusal:
+        Undeclared(ResidualSpec(dim=4))
+    assert "alpha" in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("kernels", ["fused", "lean"])
+@over_topologies
+def test_kernels_that_a_topology_lacks_are_refused(name: str, kernels: str) -> None:
+    """By every module that is built from a specification, and not only by the language model."""
+    topology, spec = build_topology(name), ResidualSpec(dim=8, norm="rmsnorm", kernels=kernels)
+    *_, (place, last) = transformer_places(2)
+    exists = topology.has_fused_kernels if kernels == "fused" else topology.has_lean_kernels
+    for build in (lambda: topology.connection(place, spec), lambda: topology.closing(last, spec)):
+        if exists:
+            build()
+        else:
+            with pytest.raises(UserError):
+                build()
+
+
+def test_an_entry_point_may_name_a_class_or_an_instance(
+    registry: dict[str, Topology], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance = build_topology("dhc-2", streams=6)
+    entries = [
+        EntryPoint("a.module:Class", lambda: type(instance), "by-class"),
+        EntryPoint("a.module:instance", lambda: instance, "by-instance"),
+    ]
+    install(monkeypatch, *entries, EntryPoint("a.module:NUMBER", lambda: 3, "number"))
+    with pytest.warns(RuntimeWarning, match="a.module:NUMBER"):
+        assert {"by-class", "by-instance"} < set(available_topologies())
+    assert build_topology("by-class") == type(instance)()
+    assert build_topology("by-instance") == instance
 
 
 @over_topologies

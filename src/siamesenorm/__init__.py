@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         build_language_model,
         language_model_config,
     )
-    from siamesenorm.norms import AdaLN, AdaSeeDNorm, Norm, NormSpec, available_norms, build_norm
+    from siamesenorm.norms import AdaLN, AdaSeeDNorm, Norm, NormSpec, available_norms, build_norm, register_norm
     from siamesenorm.sublayers.attention import Attention
     from siamesenorm.sublayers.modulated import Modulated
     from siamesenorm.tasks.registry import available_tasks
@@ -69,6 +69,7 @@ __all__ = [
     "build_topology",
     "from_pretrained",
     "language_model_config",
+    "register_norm",
     "register_topology",
     "rewire",
     "swap_norms",

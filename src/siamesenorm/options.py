@@ -1,11 +1,13 @@
-"""Names with options as text: "dhc-2:streams=4", "seednorm:heads=16,activation=sigmoid"."""
+"""Names with options as text, such as "dhc-2:streams=4", and names that installed packages add."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
-from types import UnionType
-from typing import Literal, Union, get_args, get_origin
+from importlib import metadata
+from types import ModuleType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from siamesenorm.errors import UserError, unknown
 
@@ -108,3 +110,37 @@ def check_option(what: str, value: Scalar, hint: object) -> Scalar:
     if infinite or type(value) is not kinds[0]:
         raise UserError(f"{what} is {value!r}: write {' or '.join([REMEDIES[kinds[0]], *words])}")
     return value
+
+
+class EntryPointGroup:
+    """The entry points of installed packages in one group, loaded when a name is first looked up or listed.
+
+    An entry point names what is registered under its own name, a function that registers, or a module that does so
+    when it is imported.
+    """
+
+    def __init__(self, group: str) -> None:
+        self.group = group
+        self.loaded = False
+
+    def load(self, register: Callable[[str, Any], bool]) -> None:
+        """Load each entry point once; one that fails is left out with a warning.
+
+        `register(name, found)` registers what is of its kind, and returns whether it is.
+        """
+        if self.loaded:
+            return
+        self.loaded = True  # first: what is loaded may itself look up a name
+        for entry in metadata.entry_points(group=self.group):
+            try:
+                found = entry.load()
+                if register(entry.name, found) or isinstance(found, ModuleType):
+                    continue
+                if not callable(found):
+                    raise UserError(
+                        f"{found!r} cannot be registered: name a class, an instance, a function or a module"
+                    )
+                found()
+            except Exception as error:
+                line = f"{entry.value}, an entry point of {self.group}, is left out: {error}"
+                warnings.warn(line, RuntimeWarning, stacklevel=3)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from siamesenorm.comparison import quantities, summary
 from siamesenorm.comparison.figures import curve_figures, rate_figures
 from siamesenorm.comparison.findings import Comparison, Findings, find
-from siamesenorm.comparison.result_tables import against_baselines, at_chosen_rates, by_learning_rate
+from siamesenorm.comparison.result_tables import against_baselines, at_chosen_rates, by_kind, by_learning_rate
 from siamesenorm.comparison.results import ExperimentResults, RunResult
 from siamesenorm.comparison.sections import Code, Gallery, Report, ReportSection, Statement, Statements
 from siamesenorm.comparison.tables import Table
@@ -24,7 +24,8 @@ COMPARISON_COLUMNS = (
 
 def comparison_tables(findings: Findings) -> tuple[Table, ...]:
     """Return the tables of a comparison; the one of differences is left out where nothing is compared."""
-    differences = (against_baselines(findings.comparisons, findings.results.unit),) if findings.comparisons else ()
+    groups = by_kind(findings.comparisons)
+    differences = (against_baselines(groups, findings.results.unit),) if groups else ()
     return (at_chosen_rates(findings), *differences, by_learning_rate(findings))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from siamesenorm.comparison import quantities
@@ -22,10 +22,9 @@ VERDICT = Column("Verdict", "the worst verdict of the seeds", numeric=False)
 
 KIND_TITLES = {
     ComparisonKind.TOPOLOGY: "Topology: against Pre-Norm with the same operator",
-    ComparisonKind.CONTROL: "Topology: against Pre-Norm with the same QKV-norm",
+    ComparisonKind.CONTROL: "Topology: against Pre-Norm with the same operator and QKV-norm",
     ComparisonKind.OPERATOR: "Operator: against the same topology with the usual operator",
     ComparisonKind.ABLATION: "One part changed: against the same method without the change",
-    ComparisonKind.CONVERSION: "Converted: against the same base continued unchanged",
 }
 
 
@@ -70,8 +69,14 @@ def at_chosen_rates(findings: Findings) -> Table:
     return Table(title="Every method at its own best rate", columns=columns, groups=(Group(rows=rows),))
 
 
-def against_baselines(comparisons: Sequence[Comparison], unit: str, *, title: str = "Against the baselines") -> Table:
-    """Build the table of differences paired by seed, with both intervals, grouped by what differs."""
+def by_kind(comparisons: Sequence[Comparison]) -> dict[str, list[Comparison]]:
+    """Group comparisons by what differs between method and baseline."""
+    groups = {title: [each for each in comparisons if each.kind is kind] for kind, title in KIND_TITLES.items()}
+    return {title: group for title, group in groups.items() if group}
+
+
+def against_baselines(groups: Mapping[str, Sequence[Comparison]], unit: str) -> Table:
+    """Build the table of differences paired by seed, with both intervals, from groups with their titles."""
     columns = (
         METHOD,
         Column("Baseline", "the method it is compared with", numeric=False),
@@ -81,15 +86,15 @@ def against_baselines(comparisons: Sequence[Comparison], unit: str, *, title: st
         Column("Holm interval", "widened so that all tests of the table together are wrong at most once in 20"),
         Column("Conclusion", "confirmed where the Holm interval excludes zero", numeric=False),
     )
-    groups = tuple(
-        Group(title=KIND_TITLES[kind], rows=tuple(map(comparison_row, of_kind)))
-        for kind in ComparisonKind
-        if (of_kind := [each for each in comparisons if each.kind is kind])
+    rows = {title: tuple(map(_comparison_row, comparisons)) for title, comparisons in groups.items()}
+    return Table(
+        title="Against the baselines",
+        columns=columns,
+        groups=tuple(Group(title=title, rows=group) for title, group in rows.items()),
     )
-    return Table(title=title, columns=columns, groups=groups)
 
 
-def comparison_row(comparison: Comparison) -> tuple[Entry, ...]:
+def _comparison_row(comparison: Comparison) -> tuple[Entry, ...]:
     """Return the row of a comparison."""
     conclusion = comparison.conclusion
     return (

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from siamesenorm.comparison.plan import PLAN_FILE, RUNS, ExperimentPlan, Part, PlannedRun, read_plan
 from siamesenorm.errors import UserError
 from siamesenorm.tasks.task import Metric
+from siamesenorm.training.config import RunConfig
 from siamesenorm.training.metrics import read_metrics
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.verdict import Verdict, judge
@@ -50,6 +51,7 @@ class RunResult:
     """
 
     path: Path
+    identity: str
     planned: PlannedRun
     status: str
     verdict: Verdict | None
@@ -164,9 +166,9 @@ class RunResult:
 
     @property
     def base(self) -> str | None:
-        """The id of the run whose weights it started from."""
+        """The identity of the run whose weights it started from."""
         start = self.facts.get("start")
-        return None if start is None else str(start["run"])[:12]
+        return None if start is None else str(start["run"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +246,7 @@ def read_run(path: Path, planned: PlannedRun | None = None) -> RunResult:
         label=config.label,
     )
     try:
-        return _run_result(path, planned, config.to_json(), environments, records, verdict)
+        return _run_result(path, planned, config, environments, records, verdict)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is not a run that this version can read ({error}): train it again") from error
 
@@ -303,7 +305,7 @@ def undisturbed_step_seconds(seconds: Sequence[float]) -> float | None:
 def _run_result(
     path: Path,
     planned: PlannedRun,
-    config: Record,
+    config: RunConfig,
     environments: Sequence[Record],
     records: Sequence[Record],
     verdict: Verdict | None,
@@ -312,9 +314,10 @@ def _run_result(
     train = [record for record in records if record.get("kind") == "train"]
     first = next((record for record in records if record.get("kind") == "validation"), {})
     losses = _curve(train, "loss")
-    steps = int(facts.get("steps", config["steps"]))
+    steps = int(facts.get("steps", config.steps))
     return RunResult(
         path=path,
+        identity=config.identity,
         planned=planned,
         status=str(end.get("status", UNFINISHED)),
         verdict=verdict,
@@ -329,7 +332,7 @@ def _run_result(
         losses=losses,
         gradient_norms=_curve(train, "gradient_norm"),
         facts=facts,
-        config=config,
+        config=config.to_json(),
         environments=tuple(environments),
     )
 

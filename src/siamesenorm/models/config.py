@@ -165,7 +165,7 @@ class TransformerConfig:
         blocks = nn.ModuleList(
             Block(
                 {
-                    "attention": Attention(self.attention_shape),
+                    "attention": Attention(self.attention_shape, kernels),
                     "mlp": build_mlp(self.activation, self.dim, self.hidden, bias=self.bias),
                 },
                 connections,

@@ -48,7 +48,7 @@ class VisionTransformerConfig(TransformerConfig):
             require_positive(self, name)
         if self.image_size % self.patch_size:
             raise UserError(
-                f"patch_size {self.patch_size} does not divide image_size {self.image_size}: choose another"
+                f"patch_size {self.patch_size} does not divide the image ({self.image_size}): choose another"
             )
         if self.pooling not in get_args(Pooling):
             raise unknown("pooling", self.pooling, get_args(Pooling))

@@ -6,7 +6,7 @@ from siamesenorm.norms.function import Inexact, InexactKind, NormFunction
 from siamesenorm.norms.layer_norm import LayerNorm
 from siamesenorm.norms.norm import Norm, Role
 from siamesenorm.norms.parameters import DeclaredModule, assign, declared_parameters
-from siamesenorm.norms.registry import NORMS, NormSpec, available_norms, build_norm, norm_options
+from siamesenorm.norms.registry import NORMS, NormSpec, available_norms, build_norm, norm_options, register_norm
 from siamesenorm.norms.rms_norm import RMSNorm
 from siamesenorm.norms.scale_norm import ScaleNorm
 from siamesenorm.norms.seed_norm import SeeDNorm
@@ -34,4 +34,5 @@ __all__ = [
     "declared_parameters",
     "modulate",
     "norm_options",
+    "register_norm",
 ]

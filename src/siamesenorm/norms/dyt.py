@@ -53,12 +53,8 @@ class DyT(Norm):
         if not isinstance(bias, bool) and bias != "auto":
             raise UserError(f"bias of DyT is {bias!r}: write true, false or auto")
         self.declare("alpha", (1,), initial=self.alpha_initial)
-        self.register_parameter("gain", None)
-        self.register_parameter("bias", None)
-        if affine:
-            self.declare("gain", (dim,), initial=1.0)
-        if affine and bias:  # "auto" without a role means with bias
-            self.declare("bias", (dim,), initial=0.0)
+        self.declare("gain", (dim,) if affine else None, initial=1.0)
+        self.declare("bias", (dim,) if affine and bias else None, initial=0.0)  # "auto" without a role is with bias
 
     @classmethod
     def for_role(cls, dim: int, role: Role, **options: Any) -> Self:

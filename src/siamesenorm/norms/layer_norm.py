@@ -27,12 +27,8 @@ class LayerNorm(Norm):
     def __init__(self, dim: int, *, eps: float = 1e-5, bias: bool = True, affine: bool = True, axis: int = -1) -> None:
         super().__init__(dim, affine=affine, axis=axis)
         self.eps = check_eps(eps)
-        self.register_parameter("gain", None)
-        self.register_parameter("bias", None)
-        if affine:
-            self.declare("gain", (dim,), initial=1.0)
-        if affine and bias:
-            self.declare("bias", (dim,), initial=0.0)
+        self.declare("gain", (dim,) if affine else None, initial=1.0)
+        self.declare("bias", (dim,) if affine and bias else None, initial=0.0)
 
     def formula(self, x: Tensor) -> Tensor:
         """Return g (x - mean) / sqrt(var + eps) + b."""

@@ -36,7 +36,7 @@ class Norm(DeclaredModule):
     """A map of one token's vector x of width `dim`, applied along `axis` (-1; 1 for channels-first images).
 
     Statistics and gains are computed in fp32 (fp64 for fp64 input) whatever the input's dtype and the gains' storage;
-    the result has the input's dtype. Autocast has no say: no operation inside is one that autocast would lower.
+    the result has the input's dtype. Autocast lowers no operation of a norm.
     """
 
     statistic: ClassVar[str] = "unknown"
@@ -50,15 +50,17 @@ class Norm(DeclaredModule):
     scales_embedding: ClassVar[bool] = False
     """Whether the language recipe multiplies the embedding by a learned scalar of initial value sqrt(d)."""
     kernels: Literal["auto", "plain", "fused"] = "auto"
-    """Whether `forward` takes the formula ("plain") or one fused operator; to be set on an instance.
+    """Whether `forward` uses the formula ("plain") or one fused operator; a model sets it (`select_kernels`).
 
-    "auto" takes the operator where a Triton kernel does its work and pays: on CUDA, below fp64, channels last, from 1
-    MiB on. Under torch.compile it takes the formula, which the compiler fuses with what stands around it, and under
-    torch.func and forward-mode differentiation, which the operator does not support. "fused" insists on the operator,
-    whose arithmetic is plain where there is no kernel.
+    "auto" uses the operator where a Triton kernel computes it and is faster: on CUDA, below fp64, channels last, from 1
+    MiB on. Under torch.compile it uses the formula, which the compiler fuses with its neighbours, and under torch.func
+    and forward-mode differentiation, which the operator does not support. "fused" always uses the operator, whose
+    arithmetic is plain where there is no kernel.
     """
+    revision: ClassVar[int] = 0
+    """Part of a run's identity, raised when a mended defect changes numbers."""
     note: str = ""
-    """What a run's record should say about how the recipe was read for this width and role; usually nothing."""
+    """A line for a run's record on how the recipe was read for this width and role; usually empty."""
 
     def __init__(self, dim: int, *, affine: bool = True, axis: int = -1) -> None:
         super().__init__()
@@ -91,6 +93,11 @@ class Norm(DeclaredModule):
         present = {k: v is not None for k, v in values.items() if v is None or isinstance(v, nn.Parameter)}
         return {**values, **present}
 
+    def select_kernels(self, kernels: str) -> Self:
+        """Follow the kernels of a model: no operator if they are "plain", else where it is faster. Return the norm."""
+        self.kernels = "plain" if kernels == "plain" else "auto"
+        return self
+
     def formula(self, x: Tensor) -> Tensor:
         """Return the operator's value; x and the result are [..., dim] in fp32 or fp64."""
         raise NotImplementedError
@@ -105,7 +112,7 @@ class Norm(DeclaredModule):
         raise NotImplementedError
 
     def takes_fused(self, x: Tensor) -> bool:
-        """Return what `kernels` decides for an input; raises UserError if "fused" is asked for in vain."""
+        """Return whether the operator computes an input; raises UserError if "fused" is chosen and it cannot."""
         if self.kernels == "fused":
             if not self.fusible:
                 raise UserError(f"{self} has no fused operator: leave kernels at auto")

@@ -1,8 +1,8 @@
-"""Modules whose parameters say themselves how they start and whether weight decay applies.
+"""Modules that declare the initial value and the weight decay of their parameters, and their constants.
 
-No optimizer or initialiser keeps a list of names: it asks the module. Constants (depth scales, DeepNorm's alpha) are
-0-d buffers, so that a compiled block does not specialise on a Python float, and survive casts and meta-device
-construction unrounded.
+No optimizer or initialiser has a list of names: both read the declarations. Constants (depth scales, DeepNorm's alpha)
+are 0-d buffers, so that a compiled block does not specialise on a Python float; casts and construction on the meta
+device do not round them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from siamesenorm.errors import UserError
+
 Initial = float | list[float] | list[list[float]]
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """How a parameter starts (a number, or nested lists of its shape) and whether weight decay applies to it.
+    """The initial value of a parameter (a number, or nested lists of its shape) and whether weight decay applies.
 
-    Plain numbers, not a tensor: a tensor made while a model is built on the meta device would hold no values.
+    Plain numbers, not a tensor: a tensor made while a model is built on the meta device would have no values.
     """
 
     initial: Initial
@@ -28,18 +30,34 @@ class ParameterSpec:
 
 
 class DeclaredModule(nn.Module):
-    """A module that declares its parameters and constants."""
+    """A module that declares its parameters and constants.
+
+    A parameter that is assigned without `declare` is an error: its initial value after construction on the meta device
+    and its weight decay would be unknown.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.parameter_specs: dict[str, ParameterSpec] = {}
         self._constants: dict[str, float] = {}
 
-    def declare(self, name: str, shape: tuple[int, ...], *, initial: Initial, decay: bool = False) -> None:
-        """Register the parameter `name` of the given shape, with its initial value and weight-decay rule."""
+    def declare(self, name: str, shape: tuple[int, ...] | None, *, initial: Initial, decay: bool = False) -> None:
+        """Register the parameter `name` with its initial value and weight-decay rule; without a shape it is None."""
+        if shape is None:
+            super().register_parameter(name, None)
+            return
         self.parameter_specs[name] = ParameterSpec(initial, decay)
-        self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+        super().register_parameter(name, nn.Parameter(torch.empty(shape)))
         self._reset_parameter(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuse parameters that are not declared; replace those that are."""
+        if param is not None and name not in self.parameter_specs:
+            raise UserError(
+                f"parameter {name!r} of {type(self).__name__} is not declared: use "
+                f"self.declare({name!r}, {tuple(param.shape)}, initial=...)"
+            )
+        super().register_parameter(name, param)
 
     def constant(self, name: str, value: float | None) -> None:
         """Register `value` as a 0-d buffer that is not saved, for it follows from the configuration; or None."""
@@ -54,7 +72,7 @@ class DeclaredModule(nn.Module):
         return self._constants.get(name, 1.0)
 
     def reset_parameters(self) -> None:
-        """Put declared parameters at their initial values and refill the constants (after meta-device construction)."""
+        """Set declared parameters to their initial values and refill the constants (after meta-device construction)."""
         for name in self.parameter_specs:
             self._reset_parameter(name)
         self.refill_constants()
@@ -65,7 +83,7 @@ class DeclaredModule(nn.Module):
         assign(parameter, torch.tensor(initial, dtype=parameter.dtype, device=parameter.device))
 
     def refill_constants(self) -> None:
-        """Give the constants their values, unrounded, where they are now."""
+        """Set the constants to their values, unrounded, on their present device."""
         for name, value in self._constants.items():
             buffer = self.get_buffer(name)
             dtype = torch.promote_types(buffer.dtype, torch.float32)
@@ -97,7 +115,7 @@ def assign(parameter: Tensor, value: Tensor) -> None:
 
 
 def declared_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
-    """Yield (qualified name, parameter, declaration) of every declared parameter of a model."""
+    """Yield (qualified name, parameter, specification) of every declared parameter of a model."""
     for prefix, module in model.named_modules():
         if isinstance(module, DeclaredModule):
             for name, declaration in module.parameter_specs.items():

@@ -1,4 +1,8 @@
-"""Names of operators, and the frozen description of one that configurations hold."""
+"""Names of operators, and the frozen description of one that configurations hold.
+
+Installed packages add theirs through entry points of the group "siamesenorm.norms": a subclass of `Norm` under the
+name of the entry point, or a module or function that calls `register_norm`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from siamesenorm.norms.norm import Norm, Role
 from siamesenorm.norms.rms_norm import RMSNorm
 from siamesenorm.norms.scale_norm import ScaleNorm
 from siamesenorm.norms.seed_norm import SeeDNorm
-from siamesenorm.options import Scalar, parse_specification, read_scalar, widen
+from siamesenorm.options import EntryPointGroup, Scalar, parse_specification, read_scalar, widen
 
 NORMS: dict[str, type[Norm]] = {
     "layernorm": LayerNorm,
@@ -23,13 +27,39 @@ NORMS: dict[str, type[Norm]] = {
 }
 
 
+ENTRY_POINTS = EntryPointGroup("siamesenorm.norms")
+
+
+def register_norm(name: str, operator: type[Norm]) -> None:
+    """Add an operator under a new name; raises ValueError if the name is taken, or it is not a subclass of `Norm`."""
+    if not (isinstance(operator, type) and issubclass(operator, Norm)):
+        raise ValueError(f"{operator!r} is not a subclass of Norm: register the class of an operator")
+    if NORMS.setdefault(name, operator) is not operator:
+        raise ValueError(f"norm name {name!r} is taken by {NORMS[name].__name__}: choose another")
+
+
+def load_entry_points() -> None:
+    """Let installed packages register their operators."""
+    ENTRY_POINTS.load(_register_found)
+
+
+def _register_found(name: str, found: Any) -> bool:
+    is_operator = isinstance(found, type) and issubclass(found, Norm)
+    if is_operator:
+        register_norm(name, found)
+    return is_operator
+
+
 def available_norms() -> tuple[str, ...]:
-    """Return the names that `build_norm` knows."""
+    """Return the names that `build_norm` accepts."""
+    load_entry_points()
     return tuple(NORMS)
 
 
 def norm_options(name: str) -> dict[str, Scalar]:
     """Return the options of an operator with their default values; raises UserError for an unknown name."""
+    if name not in NORMS:  # the package's own operators are used while it is imported, before others can be
+        load_entry_points()
     if name not in NORMS:
         raise unknown("norm", name, NORMS)
     return NORMS[name].option_defaults()

@@ -114,15 +114,11 @@ class SeeDNorm(Norm):
             raise UserError("SeeDNorm: without=alpha has no alpha: leave scalar_alpha and alpha_initial out")
 
     def _declare_parameters(self) -> None:
-        for name in ("alpha", "beta", "gamma"):
-            self.register_parameter(name, None)
-        if self.without != "alpha":
-            shape = 1 if self.scalar_alpha else self.dim
-            self.declare("alpha", (shape,), initial=self.alpha_initial, decay=True)
-        if self.without != "beta":
-            self.declare("beta", (self.dim,), initial=0.0, decay=True)
-        if self.without != "gamma" and self.affine:
-            self.declare("gamma", (self.dim,), initial=1.0 - self.offset)
+        width = 1 if self.scalar_alpha else self.dim
+        has_gamma = self.without != "gamma" and self.affine
+        self.declare("alpha", (width,) if self.without != "alpha" else None, initial=self.alpha_initial, decay=True)
+        self.declare("beta", (self.dim,) if self.without != "beta" else None, initial=0.0, decay=True)
+        self.declare("gamma", (self.dim,) if has_gamma else None, initial=1.0 - self.offset)
 
     @classmethod
     def for_role(cls, dim: int, role: Role, **options: Any) -> Self:

@@ -10,11 +10,11 @@ from siamesenorm.comparison.comparison_report import closing_sections, compariso
 from siamesenorm.comparison.findings import Comparison, Conclusion, Outcome, corrected_together
 from siamesenorm.comparison.plan import Part, PlannedComparison
 from siamesenorm.comparison.quantities import NOTHING
-from siamesenorm.comparison.result_tables import VERDICT, verdict_pill
+from siamesenorm.comparison.result_tables import VERDICT, against_baselines, verdict_pill
 from siamesenorm.comparison.results import ExperimentResults, RunResult
 from siamesenorm.comparison.sections import Report, ReportSection, Statement, Statements
 from siamesenorm.comparison.statistics import Estimate, paired_difference
-from siamesenorm.comparison.tables import LOWER, Column, Entry, Group, Pill, Table
+from siamesenorm.comparison.tables import LOWER, Column, Entry, Group, Table
 from siamesenorm.errors import UserError
 
 BASE = Column("Base", "the trained Pre-Norm model, and its attention norm where it is not the usual one", numeric=False)
@@ -24,17 +24,12 @@ LOSS = Column(f"Held-out loss{LOWER}", "mean ± half width of the 95 % t interva
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuedVariant:
-    """A variant at a rate: its outcome, the jump of its first loss, and the comparison with the unchanged model.
-
-    `jump` is the held-out loss before the first step minus that of the base, the largest over the seeds. `comparison`
-    is None for the unchanged variant, and where its partner is missing.
-    """
+    """A variant at a rate, and the jump of its loss: before the first step minus that of the base, the largest."""
 
     base: str
     label: str
     outcome: Outcome
     jump: float
-    comparison: Comparison | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +39,12 @@ class ContinuedFindings:
     results: ExperimentResults
     bases: tuple[Outcome, ...]
     continuations: tuple[ContinuedVariant, ...]
+    comparisons: tuple[Comparison, ...]
 
     @property
-    def compared(self) -> tuple[Comparison, ...]:
-        """The comparisons with an unchanged model."""
-        return tuple(each.comparison for each in self.continuations if each.comparison)
+    def rates(self) -> tuple[float, ...]:
+        """The learning rates of the continuations, the main one first."""
+        return tuple(dict.fromkeys(each.outcome.learning_rate for each in self.continuations))
 
 
 def find_continued(results: ExperimentResults) -> ContinuedFindings:
@@ -62,9 +58,7 @@ def find_continued(results: ExperimentResults) -> ContinuedFindings:
             bases.setdefault(run.method, []).append(run)
     if not groups:
         raise UserError(f"no continuation in {results.path} has ended: train it with --data")
-    compared = corrected_together(_comparisons(results, groups))
-    by_variant = {(each.learning_rate, each.method): each for each in compared}
-    by_id = {run.path.name: run for run in results.runs}
+    by_id = {run.identity: run for run in results.runs}
     continuations = []
     for (rate, method), runs in groups.items():
         sources = [by_id[run.base] for run in runs if run.base in by_id]
@@ -74,7 +68,6 @@ def find_continued(results: ExperimentResults) -> ContinuedFindings:
                 label=runs[0].planned.label,
                 outcome=Outcome(method=method, learning_rate=rate, runs=tuple(runs)),
                 jump=max((_jump(run, by_id) for run in runs), key=abs),
-                comparison=by_variant.get((rate, method)),
             )
         )
     return ContinuedFindings(
@@ -83,13 +76,17 @@ def find_continued(results: ExperimentResults) -> ContinuedFindings:
             Outcome(method=base, learning_rate=runs[0].learning_rate, runs=tuple(runs)) for base, runs in bases.items()
         ),
         continuations=tuple(continuations),
+        comparisons=corrected_together(_comparisons(results, groups)),
     )
 
 
 def continued_report(findings: ContinuedFindings, *, title: str = "") -> Report:
     """Return the report as a list of sections."""
     results = findings.results
-    tables = (bases_table(findings), continuations_table(findings))
+    groups = {
+        _title(rate): [each for each in findings.comparisons if each.learning_rate == rate] for rate in findings.rates
+    }
+    tables = (bases_table(findings), continuations_table(findings), against_baselines(groups, results.unit))
     return Report(
         title=title or "A Pre-Norm model, converted and continued",
         subject=(summary.data_sentence(results), summary.budget_sentence(results.runs[-1])),
@@ -99,7 +96,7 @@ def continued_report(findings: ContinuedFindings, *, title: str = "") -> Report:
             ReportSection("The verdicts", (Statements(items=summary.VERDICTS),)),
             *closing_sections(results),
         ),
-        records={"runs.csv": runs_csv(results), "comparisons.csv": comparisons_csv(findings.compared)},
+        records={"runs.csv": runs_csv(results), "comparisons.csv": comparisons_csv(findings.comparisons)},
     )
 
 
@@ -125,21 +122,17 @@ def continuations_table(findings: ContinuedFindings) -> Table:
         VERDICT,
         Column("Seeds", "runs that have ended"),
         LOSS,
-        Column(f"Against unchanged ({unit})", "held-out loss minus that of the unchanged model, paired by seed"),
-        Column("95 % t interval", "of this difference alone"),
-        Column("Holm interval", "widened so that all tests of the table together are wrong at most once in 20"),
-        Column("Conclusion", "confirmed where the Holm interval excludes zero", numeric=False),
     )
     groups = []
-    for rate in dict.fromkeys(each.outcome.learning_rate for each in findings.continuations):
+    for rate in findings.rates:
         rows = tuple(_row(each) for each in findings.continuations if each.outcome.learning_rate == rate)
-        groups.append(Group(title=f"Continued at learning rate {quantities.rate(rate)}", rows=rows))
+        groups.append(Group(title=_title(rate), rows=rows))
     return Table(title="Continued, converted and unchanged", columns=columns, groups=tuple(groups))
 
 
 def conclusions(findings: ContinuedFindings) -> tuple[Statement, ...]:
     """Return a statement for every comparison, in the words that its interval allows."""
-    statements = [_statement(each, findings.results.unit) for each in findings.continuations if each.comparison]
+    statements = [_statement(each, findings.results.unit) for each in findings.comparisons]
     absent = len(findings.results.unfinished) + len(findings.results.missing)
     if absent:
         statements.append(Statement(topic="Unfinished", text=f"{quantities.plural(absent, 'run')}."))
@@ -180,8 +173,6 @@ def _jump(run: RunResult, by_id: dict[str, RunResult]) -> float:
 
 
 def _row(each: ContinuedVariant) -> tuple[Entry, ...]:
-    comparison = each.comparison
-    interval, corrected = (comparison.interval, comparison.corrected) if comparison else (None, None)
     return (
         Entry(text=each.base),
         Entry(text=each.label),
@@ -189,10 +180,6 @@ def _row(each: ContinuedVariant) -> tuple[Entry, ...]:
         Entry(pill=verdict_pill(each.outcome)),
         Entry(text=str(len(each.outcome.complete))),
         _loss_entry(each.outcome.held_out_loss),
-        Entry(text=quantities.signed(interval.mean) if interval else NOTHING),
-        Entry(text=quantities.interval(interval) if interval else NOTHING),
-        Entry(text=quantities.interval(corrected) if corrected else NOTHING),
-        Entry(pill=Pill(kind=comparison.conclusion, text=comparison.conclusion)) if comparison else Entry(text=NOTHING),
     )
 
 
@@ -200,10 +187,8 @@ def _loss_entry(loss: Estimate | None) -> Entry:
     return Entry(text=NOTHING if loss is None else quantities.loss_estimate(loss))
 
 
-def _statement(each: ContinuedVariant, unit: str) -> Statement:
-    assert each.comparison is not None
-    comparison, corrected = each.comparison, each.comparison.corrected
-    topic = f"{each.base} as {each.label}, {quantities.rate(each.outcome.learning_rate)}"
+def _statement(comparison: Comparison, unit: str) -> Statement:
+    topic, corrected = f"{comparison.method}, {quantities.rate(comparison.learning_rate)}", comparison.corrected
     if corrected is None:
         return Statement(topic=topic, text=f"No conclusion: {comparison.conclusion}.")
     words = {
@@ -213,3 +198,7 @@ def _statement(each: ContinuedVariant, unit: str) -> Statement:
     word = words.get(comparison.conclusion, "No difference from unchanged is confirmed")
     numbers = f"{quantities.signed(corrected.mean)} {unit}, Holm {quantities.interval(corrected)}"
     return Statement(topic=topic, text=f"{word}: {numbers}, {quantities.plural(corrected.count, 'seed')}.")
+
+
+def _title(rate: float) -> str:
+    return f"Continued at learning rate {quantities.rate(rate)}"

@@ -59,9 +59,12 @@ class AttentionShape:
 
 
 class Attention(nn.Module):
-    """Softmax attention over h [batch, tokens, dim], by PyTorch's scaled_dot_product_attention."""
+    """Softmax attention over h [batch, tokens, dim], by PyTorch's scaled_dot_product_attention.
 
-    def __init__(self, shape: AttentionShape) -> None:
+    `kernels` are the model's: its norms use no fused operator if they are "plain".
+    """
+
+    def __init__(self, shape: AttentionShape, kernels: str = "plain") -> None:
         super().__init__()
         self.shape = shape
         kv_dim = shape.kv_heads * shape.head_dim
@@ -70,12 +73,12 @@ class Attention(nn.Module):
         self.value = Projection(shape.dim, kv_dim, role="value", bias=shape.bias)
         self.output = Projection(shape.dim, shape.dim, role="attention_output", bias=shape.bias)
         whole, per_head = shape.attention_norm == "qk", shape.attention_norm in ("qk-head", "qkv-head")
-        self.query_norm = _norm_or_identity(shape, shape.dim, whole)
-        self.key_norm = _norm_or_identity(shape, kv_dim, whole)
-        self.query_head_norm = _norm_or_identity(shape, shape.head_dim, per_head)
-        self.key_head_norm = _norm_or_identity(shape, shape.head_dim, per_head)
-        self.value_head_norm = _norm_or_identity(shape, shape.head_dim, shape.attention_norm == "qkv-head")
-        self.context_head_norm = _norm_or_identity(shape, shape.head_dim, shape.context_norm)
+        self.query_norm = self._norm_or_identity(kernels, shape.dim, whole)
+        self.key_norm = self._norm_or_identity(kernels, kv_dim, whole)
+        self.query_head_norm = self._norm_or_identity(kernels, shape.head_dim, per_head)
+        self.key_head_norm = self._norm_or_identity(kernels, shape.head_dim, per_head)
+        self.value_head_norm = self._norm_or_identity(kernels, shape.head_dim, shape.attention_norm == "qkv-head")
+        self.context_head_norm = self._norm_or_identity(kernels, shape.head_dim, shape.context_norm)
 
     def forward(self, h: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         """Return [batch, tokens, dim]; a cache holds keys as they were rotated."""
@@ -106,10 +109,9 @@ class Attention(nn.Module):
         output: Tensor = self.output(self.context_head_norm(attended).transpose(1, 2).flatten(2))
         return output
 
+    def _norm_or_identity(self, kernels: str, dim: int, present: bool) -> nn.Module:
+        return self.shape.norm.build(dim).select_kernels(kernels) if present else nn.Identity()
+
     def _split(self, x: Tensor) -> Tensor:
         batch, tokens, _ = x.shape
         return x.view(batch, tokens, -1, self.shape.head_dim).transpose(1, 2)
-
-
-def _norm_or_identity(shape: AttentionShape, dim: int, present: bool) -> nn.Module:
-    return shape.norm.build(dim) if present else nn.Identity()

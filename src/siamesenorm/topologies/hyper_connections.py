@@ -244,8 +244,8 @@ class DynamicHyperConnection(HyperConnection):
 
     def __init__(self, spec: ResidualSpec, place: Place, topology: HyperConnections) -> None:
         super().__init__(spec, place, topology.streams)
-        self.stream_norm = spec.select_kernels(
-            NormSpec.parse(topology.stream_norm, eps=topology.stream_eps).build(spec.dim)
+        self.stream_norm = (
+            NormSpec.parse(topology.stream_norm, eps=topology.stream_eps).build(spec.dim).select_kernels(spec.kernels)
         )
         self.squash = nn.Tanh() if topology.tanh else nn.Identity()
         self.declare("project_in", (spec.dim,), initial=0.0, decay=True)

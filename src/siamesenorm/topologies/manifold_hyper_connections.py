@@ -155,7 +155,7 @@ class DynamicLogits(Logits):
         self, spec: ResidualSpec, biases: Sequence[Sequence[float]], *, width: int, gate: float, eps: float
     ) -> None:
         super().__init__(biases)
-        self.norm = spec.select_kernels(RMSNorm(width, affine=False, eps=eps))
+        self.norm = RMSNorm(width, affine=False, eps=eps).select_kernels(spec.kernels)
         self.declare("weight", (sum(self.sizes), width), initial=0.0, decay=True)
         self.declare("gates", (len(self.sizes),), initial=gate)
 

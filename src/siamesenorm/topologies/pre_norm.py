@@ -61,7 +61,7 @@ class PreNorm(BoundaryTopology):
         if not self.embedding_norm:
             return Opening(spec)
         # e / sqrt(mean(e^2) + 1e-5), without parameters, whatever the model's norm is.
-        return Opening(spec, norm=spec.select_kernels(RMSNorm(spec.dim, affine=False, axis=spec.axis)))
+        return Opening(spec, norm=RMSNorm(spec.dim, affine=False, axis=spec.axis).select_kernels(spec.kernels))
 
     def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return the connection with an input norm."""

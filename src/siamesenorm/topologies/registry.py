@@ -1,18 +1,16 @@
 """Names of topologies. A variant is a name; options override: "dhc-2:streams=4".
 
-Installed packages add theirs through entry points of the group "siamesenorm.topologies", each a module or a function
-that calls `register_topology`. They are loaded when a name is first looked up or listed.
+Installed packages add theirs through entry points of the group "siamesenorm.topologies": a topology or its class
+under the name of the entry point, or a module or function that calls `register_topology`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from importlib import metadata
 from typing import Any
 
 from siamesenorm.errors import unknown
-from siamesenorm.options import Scalar, parse_specification
+from siamesenorm.options import EntryPointGroup, Scalar, parse_specification
 from siamesenorm.topologies.hybridnorm import HybridNorm
 from siamesenorm.topologies.hyper_connections import HyperConnections
 from siamesenorm.topologies.manifold_hyper_connections import ManifoldHyperConnections
@@ -47,28 +45,29 @@ TOPOLOGIES: dict[str, Topology] = {
 }
 
 
-unloaded_groups = ["siamesenorm.topologies"]
-"""Groups of entry points that were not loaded yet."""
+ENTRY_POINTS = EntryPointGroup("siamesenorm.topologies")
 
 
 def load_entry_points() -> None:
-    """Let installed packages register their topologies; one that fails is left out with a warning."""
-    while unloaded_groups:  # emptied first: what is loaded may itself look up a name
-        for entry in metadata.entry_points(group=unloaded_groups.pop()):
-            try:
-                loaded = entry.load()
-                if callable(loaded):
-                    loaded()
-            except Exception as error:
-                warnings.warn(f"the topologies of {entry.value} are left out: {error}", RuntimeWarning, stacklevel=2)
+    """Let installed packages register their topologies."""
+    ENTRY_POINTS.load(_register_found)
+
+
+def _register_found(name: str, found: Any) -> bool:
+    topology = found() if isinstance(found, type) and issubclass(found, Topology) else found
+    if isinstance(topology, Topology):
+        register_topology(name, topology)
+    return isinstance(topology, Topology)
 
 
 def register_topology(name: str, topology: Topology) -> None:
     """Add a topology under a new name.
 
-    Raises ValueError if the name is taken by another one, or if another class has the name of its class, which a run's
-    identity is made of.
+    Raises ValueError if it is not an instance of `Topology`, if the name is taken by another one, or if another class
+    has the name of its class, which is part of a run's identity.
     """
+    if not isinstance(topology, Topology):
+        raise ValueError(f"{topology!r} is not an instance of Topology: register an instance, such as MyTopology()")
     for other in {type(registered) for registered in TOPOLOGIES.values()} - {type(topology)}:
         if other.__name__ == family_name(topology):
             raise ValueError(f"class name {other.__name__} is taken by {other.__module__}: rename the class")
@@ -77,7 +76,7 @@ def register_topology(name: str, topology: Topology) -> None:
 
 
 def available_topologies() -> tuple[str, ...]:
-    """Return the names that `build_topology` knows."""
+    """Return the registered names."""
     load_entry_points()
     return tuple(TOPOLOGIES)
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.norms import NORMS, DeclaredModule, Inexact, Norm, NormFunction, NormSpec, Role, assign
+from siamesenorm.norms import NORMS, DeclaredModule, Inexact, NormFunction, NormSpec, Role, assign
 from siamesenorm.options import Scalar, check_option
 
 Streams = tuple[Tensor, ...]
@@ -111,15 +111,10 @@ class ResidualSpec:
         """Return the same with options of the operator overridden."""
         return dataclasses.replace(self, norm=self.norm_spec.with_options(**options))
 
-    def select_kernels(self, norm: Norm) -> Norm:
-        """Return the norm with the kernels of this specification."""
-        norm.kernels = "plain" if self.kernels == "plain" else "auto"
-        return norm
-
     def build_norm(self, kind: str, *, affine: bool = True) -> nn.Module:
         """Return a norm for the stream, in the role of its operator's recipe."""
         norm = self.norm_spec.build(self.dim, role=Role(kind, self.domain), affine=affine, axis=self.axis)
-        return self.select_kernels(norm)
+        return norm.select_kernels(self.kernels)
 
     def build_input_norm(self, place: Place) -> nn.Module:
         """Return the last norm before a sublayer: without gain if it is conditioned, none if it has its own."""

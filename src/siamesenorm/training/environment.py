@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,7 +19,9 @@ from torch import nn
 import siamesenorm
 from siamesenorm.errors import UserError
 from siamesenorm.topologies import Kernels
-from siamesenorm.training.config import Execution
+
+if TYPE_CHECKING:
+    from siamesenorm.training.config import Execution
 
 COMPILING_PAYS = 2e14
 """Operations of training from which compiling saves more than it costs: 2 to 4 % of a step of width 512 (performance
