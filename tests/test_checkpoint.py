@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from siamesenorm.errors import UserError
+from siamesenorm.training import checkpoint as checkpoint_module
 from siamesenorm.training.checkpoint import STAGES, load_checkpoint, save_checkpoint
 
 
@@ -163,7 +164,6 @@ def test_a_damaged_one_is_passed_over_and_told(tmp_path, fault):
     (line,) = checkpoint.skipped
     assert "step-00000200" in line
     assert fault.strip() in line
-    assert line.endswith("going back to step-00000100")
 
 
 def test_unfinished_ones_are_told_when_they_are_newer(tmp_path):
@@ -353,3 +353,13 @@ def test_a_record_that_the_kernel_refuses_half_way_is_taken_back(deaths):
     assert 5 < len(steps) < 20
     assert deaths["metrics end"] == "\n"
     assert "metrics.jsonl" in deaths["metrics error"]
+
+
+def test_an_old_checkpoint_is_renamed_before_it_is_removed(tmp_path, monkeypatch):
+    """A crash in the middle of a removal must not leave something with a final name."""
+    save(tmp_path, 100)
+    removed = []
+    monkeypatch.setattr(checkpoint_module.shutil, "rmtree", lambda path, **_: removed.append(path.name))
+    save(tmp_path, 200, keep=1)
+    assert removed == ["step-00000100.partial"]
+    assert (tmp_path / "step-00000100.partial").is_dir() and not (tmp_path / "step-00000100").exists()

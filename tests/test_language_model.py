@@ -579,3 +579,30 @@ def test_one_graph_serves_every_length(topology: str) -> None:
         x = tokens(count=count)
         torch.testing.assert_close(compiled(x).logits, model(x).logits)
     assert len(graphs) == 2
+
+
+def test_no_two_weights_are_alike_and_none_depends_on_the_name_of_its_module() -> None:
+    model = build_language_model("nano", topology="pre", **{**TINY, "depth": 3})
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    assert len({tuple(matrix.flatten()[:4].tolist()) for matrix in matrices}) == len(matrices) == 3 * 7 + 2
+    renamed = build_language_model("nano", topology="pre", **{**TINY, "depth": 3})
+    for block in renamed.blocks:
+        block.names = ("mixer", "mlp")
+        block.mixer, block.mixer_connection = block.attention, block.attention_connection
+        del block.attention, block.attention_connection
+    renamed.reset_parameters(0)
+    query = [block.mixer.query.weight for block in renamed.blocks]
+    assert all(torch.equal(a, block.attention.query.weight) for a, block in zip(query, model.blocks, strict=True))
+
+
+def test_dropout_acts_on_the_output_of_every_sublayer() -> None:
+    model = build_language_model("nano", topology="pre", dropout=0.5, **TINY).train()
+    block, outputs, dropped = model.blocks[0], [], []
+    for sublayer in (block.attention, block.mlp):
+        sublayer.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    block.dropout.register_forward_hook(lambda module, inputs, output: dropped.append((inputs[0], output)))
+    (before,) = model.opening(model.embedding(tokens()))
+    (after,), _ = block((before,))
+    assert len(outputs) == len(dropped) == 2
+    assert all(given is output for output, (given, _) in zip(outputs, dropped, strict=True))
+    torch.testing.assert_close(after, before + dropped[0][1] + dropped[1][1])

@@ -113,3 +113,9 @@ def test_the_learning_rate_is_set_everywhere() -> None:
 def test_numbers_that_are_none_are_refused(changes: dict[str, float], message: str) -> None:
     with pytest.raises(UserError, match=message):
         OptimizerConfig(**changes)
+
+
+def test_the_configured_numbers_reach_adamw() -> None:
+    config = OptimizerConfig(learning_rate=0.01, beta1=0.7, beta2=0.8, epsilon=1e-3, weight_decay=0.5)
+    for group in build_optimizer(model(), config).param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (0.01, (0.7, 0.8), 1e-3)

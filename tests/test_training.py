@@ -24,6 +24,7 @@ from siamesenorm.training.config import Execution, RunConfig
 from siamesenorm.training.environment import Choices, choose, require_compiler
 from siamesenorm.training.instruments import Instrument, build_trackers
 from siamesenorm.training.loop import TrainingLoop, train
+from siamesenorm.training.presets import presets
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.verdict import Verdict
 from training_runs import (
@@ -426,7 +427,7 @@ def test_a_worker_tells_into_its_log_and_feeds_the_trackers(
     assert worker.main() == 0
     said = capsys.readouterr()
     (line,) = said.out.splitlines()
-    assert line.endswith("going back to step-00000004")
+    assert line.endswith("resumes after step 4")
     logged = [call[-1] for call in board.calls if call[0] == "add_scalar"]
     assert (min(logged), max(logged)) == (5, 20)
 
@@ -577,3 +578,61 @@ def test_a_resumed_run_keeps_its_choices_or_says_why_it_cannot(monkeypatch: pyte
     monkeypatch.setattr("siamesenorm.training.environment.compiler_for_cpu", lambda: None)
     with pytest.raises(UserError, match="compiler"):
         chosen(started_with=earlier)
+
+
+def test_a_lost_run_goes_to_its_end_where_it_may_not_stop_early(data: Path, tmp_path: Path) -> None:
+    config = tiny_run(data, steps=40, model={"topology": "pre"}, optimizer={"learning_rate": 1e4, "clip": 0.0})
+    train(dataclasses.replace(config, stop_early=False), tmp_path / "run")
+    assert len(losses(tmp_path / "run")) == 40
+    assert records(tmp_path / "run")[-1]["status"] == "finished"
+    train(config, tmp_path / "stopped")
+    assert len(losses(tmp_path / "stopped")) < 40
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01])
+def test_the_gradient_is_clipped_to_its_largest_norm(data: Path, tmp_path: Path, clip: float) -> None:
+    """AdamW hardly shows the scale of a gradient; its mean of gradients does: a tenth of the first one."""
+    config = tiny_run(data, steps=1, optimizer={"clip": clip}, execution={"keep_states": True})
+    train(config, tmp_path / "run")
+    state = load_file(tmp_path / "run" / "checkpoints" / "step-00000001" / "optimizer.safetensors")
+    means = [value.flatten() for name, value in state.items() if name.endswith("/exp_avg")]
+    (record,) = records(tmp_path / "run", "train")
+    assert record["gradient_norm"] > 0.1
+    assert float(torch.cat(means).norm()) / 0.1 == pytest.approx(clip or record["gradient_norm"], rel=1e-3)
+
+
+def test_a_finished_run_keeps_only_its_last_weights(data: Path, tmp_path: Path) -> None:
+    config = tiny_run(data, steps=4, execution={"checkpoint_every": 2})
+    train(config, tmp_path / "run")
+    (left,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert {path.name for path in left.iterdir()} == {"model.safetensors", "state.json", "manifest.json"}
+    execution = dataclasses.replace(config.execution, keep_states=True)
+    train(dataclasses.replace(config, execution=execution), tmp_path / "kept")
+    assert len(list((tmp_path / "kept").rglob("optimizer.safetensors"))) == 2
+    (tmp_path / "run" / "verdict.json").unlink()
+    assert train(config, tmp_path / "run").steps == 4, "its last weights are enough for its verdict"
+
+
+def test_a_run_that_ended_early_and_lost_its_verdict_says_that_it_cannot_resume(data: Path, tmp_path: Path) -> None:
+    config = tiny_run(data, steps=200, model={"topology": "pre"}, optimizer={"learning_rate": 1e4, "clip": 0.0})
+    train(config, tmp_path / "run")
+    (tmp_path / "run" / "verdict.json").unlink()
+    assert_refused("no optimizer state", config, tmp_path / "run")
+
+
+def test_the_paper_preset_is_table_4(data: Path) -> None:
+    """arXiv 2602.08064, Table 4: 1.3 B, 100 B tokens, batches of 512 x 2048 tokens."""
+    config = presets(data)["paper"]
+    model, optimizer = config.task.model, config.optimizer
+    assert (model.depth, model.dim, model.heads, model.hidden, model.vocabulary) == (16, 2048, 16, 8192, 50304)
+    assert (model.context, model.activation, model.tied, model.bias, model.dropout) == (2048, "swiglu", False, False, 0)
+    assert (model.initialisation, model.rope_theta, model.document_mask) == ("mitchell", 10_000, False)
+    assert model.attention_shape.attention_norm == "qkv-head" and str(model.norm) == "rmsnorm"
+    assert model.with_method("pre").attention_shape.attention_norm == "qk"
+    assert (optimizer.learning_rate, optimizer.warmup_steps, optimizer.shape) == (1e-3, 2000, "cosine")
+    assert (optimizer.beta1, optimizer.beta2, optimizer.epsilon) == (0.9, 0.95, 1e-8)
+    assert (optimizer.weight_decay, optimizer.decay, optimizer.clip) == (0.1, "all-but-embeddings", 1.0)
+    assert optimizer.final_fraction == 0.1
+    assert (config.batch, config.precision) == (512, "bfloat16")
+    assert config.steps == 95_367 and config.steps * config.batch * model.context == pytest.approx(1e11, rel=1e-5)
+    assert config.execution.device == "cuda"

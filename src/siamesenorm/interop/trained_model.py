@@ -79,9 +79,7 @@ class TrainedModel(NativeModel):
     def notes(self) -> tuple[str, ...]:
         """Say which damaged checkpoints were passed over."""
         used = f"the older one of step {self.checkpoint.step} is used"
-        return tuple(
-            f"{self.path}: a checkpoint was passed over ({reason}), {used}" for reason in self.checkpoint.skipped
-        )
+        return tuple(f"{self.path}: a checkpoint was skipped ({reason}), {used}" for reason in self.checkpoint.skipped)
 
     def config(self) -> LanguageModelConfig:
         """Return the configuration, for use."""

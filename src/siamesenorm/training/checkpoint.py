@@ -89,7 +89,7 @@ def save_checkpoint(
     `tensors` are groups by name, such as "model" and "optimizer", on any device; `state` is what JSON can hold.
     `at_stage` is called with the names in `STAGES` (with the names of the groups) as they are reached. A checkpoint of
     this step that is whole stays as it is. Raises `UserError` on a full disk, with everything earlier untouched, and
-    when a later checkpoint is whole: that run is further on.
+    when a later checkpoint is whole.
     """
     if keep < 1:
         raise UserError(f"keep is {keep}: at least one checkpoint must be kept")
@@ -100,14 +100,14 @@ def save_checkpoint(
         if not root.is_dir():
             root.mkdir(parents=True)
             sync_directory(root.parent)
-        if _clear_the_way(root, step):
+        if _remove_leftovers(root, step):
             _write(target, step, tensors, state, announce)
         _prune(root, keep)
         announce("pruned")
     return target
 
 
-def _clear_the_way(root: Path, step: int) -> bool:
+def _remove_leftovers(root: Path, step: int) -> bool:
     """Remove leftovers, and broken checkpoints of this step or later; return whether this step is still to write."""
     for leftover in root.glob(f"step-*{PARTIAL}"):
         shutil.rmtree(leftover)
@@ -216,9 +216,9 @@ def _finished(root: Path) -> list[tuple[int, Path]]:
 def load_checkpoint(root: Path, *, allow_none: bool = False, groups: Container[str] | None = None) -> Checkpoint | None:
     """Return the newest checkpoint under `root` whose files are all as its manifest says, or None without any.
 
-    Of its tensors, the `groups` asked for; all without it. What is newer and broken or unfinished is passed over and
-    told in `skipped`. Raises `UserError` when there are checkpoints and all are broken, unless `allow_none`; a first
-    one that a killed process left unfinished is no such.
+    Of its tensors, the `groups` asked for; all without it. What is newer and broken or unfinished is skipped, and
+    `skipped` says why. Raises `UserError` when there are checkpoints and all are broken, unless `allow_none`; a first
+    one that a killed process left unfinished does not count.
     """
     faults: dict[Path, str] = {}
     for step, path in _finished(root):
@@ -227,8 +227,8 @@ def load_checkpoint(root: Path, *, allow_none: bool = False, groups: Container[s
             return _read(step, path, faults, groups)
         faults[path] = fault
     if faults and not allow_none:
-        told = "; ".join(f"{path.name}: {fault}" for path, fault in faults.items())
-        raise UserError(f"no checkpoint in {root} is whole ({told}): remove {root} to train this run from its start")
+        found = "; ".join(f"{path.name}: {fault}" for path, fault in faults.items())
+        raise UserError(f"no checkpoint in {root} is whole ({found}): remove {root} to train this run from its start")
     return None
 
 
@@ -245,7 +245,7 @@ def read_checkpoint(path: Path, *, groups: Container[str] | None = None) -> Chec
 
 def _read(step: int, path: Path, faults: Mapping[Path, str], groups: Container[str] | None) -> Checkpoint:
     unfinished = {
-        other: "it was never finished"
+        other: "never finished"
         for other in sorted(path.parent.iterdir())
         if (name := _NAME.fullmatch(other.name)) and name[2] and int(name[1]) > step
     }
@@ -258,10 +258,7 @@ def _read(step: int, path: Path, faults: Mapping[Path, str], groups: Container[s
             if groups is None or file.stem in groups
         },
         state=decode_json((path / "state.json").read_bytes()),
-        skipped=tuple(
-            f"{other} is no whole checkpoint ({fault}): going back to {path.name}"
-            for other, fault in (unfinished | dict(faults)).items()
-        ),
+        skipped=tuple(f"{other.name}: {fault}" for other, fault in (unfinished | dict(faults)).items()),
     )
 
 

@@ -114,8 +114,10 @@ class TrainingLoop:
             self.clock = time.perf_counter() - before.seconds
             for instrument in self.instruments:
                 instrument.on_start(self, before.step)
-            for line in (*before.skipped, *([elsewhere] if elsewhere and before.step else [])):
-                self.note(line)
+            for damaged in before.skipped:
+                self.note(f"skipped the damaged checkpoint {damaged}; resumes after step {before.step}")
+            if elsewhere and before.step:
+                self.note(elsewhere)
             if before.step == 0:
                 self._begin()
             step = before.step
