@@ -26,10 +26,16 @@ from siamesenorm.training.verdict import judge
 ROOT = Path(__file__).parents[1]
 BOOKS, SAFE = ROOT / "benchmarks/books", ROOT / "benchmarks/safe"
 RUNS = sorted([*BOOKS.glob("runs/*"), *SAFE.glob("runs/*")])
+COMMITTED = sorted((ROOT / "benchmarks").glob("*/runs/*"))
 
 
 def test_the_committed_runs_are_there() -> None:
     assert len(RUNS) > 50
+
+
+@pytest.mark.parametrize("run", COMMITTED, ids=lambda run: run.name)
+def test_a_committed_run_keeps_its_identity(run: Path) -> None:
+    assert RunDirectory(run).read_config().identity[:12] == run.name
 
 
 def test_the_tables_of_the_comparison_are_those_of_its_runs() -> None:

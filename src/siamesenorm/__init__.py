@@ -87,8 +87,8 @@ _MODULES = (
     "interop.rewire",
     "interop.swap_norms",
     "training.verdict",
-    "tasks.registry",
     "analysis",
+    "tasks.registry",
 )
 """Where the public names are, in the order in which they are searched: the last ones load the most."""
 
