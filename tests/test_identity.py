@@ -24,7 +24,7 @@ from siamesenorm.training.identity import FROZEN_NAMES, FROZEN_TAGS, default_of,
 from siamesenorm.training.optimizer import OptimizerConfig
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.verdict import Thresholds
-from training_runs import tiny_run, with_model, with_task, write_data
+from training_runs import tiny_plan, tiny_run, with_model, with_task, write_data
 
 ROOT = Path(__file__).parents[1]
 SCHEMA = Path(__file__).with_name("identity_schema.json")
@@ -119,7 +119,8 @@ def test_neither_a_compiler_nor_paths_nor_thresholds_count(
     assert dataclasses.replace(config, stop_early=False).identity != before
 
 
-def test_automatic_choices_count_as_what_they_became(config: RunConfig) -> None:
+def test_automatic_choices_count_as_what_they_became(config: RunConfig, data: Path) -> None:
+    assert tiny_plan(data).identity == config.identity, "resolved or not"
     for changes in ({"attention_norm": "qkv-head"}, {"kv_heads": 2}, {"residual_dtype": "float32"}):
         assert with_model(config, **changes).identity == config.identity
     for changes in ({"kv_heads": 1}, {"residual_dtype": "bfloat16"}, {"context_norm": True}):

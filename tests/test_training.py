@@ -19,6 +19,8 @@ from siamesenorm import available_topologies, build_language_model, language_mod
 from siamesenorm.errors import UserError
 from siamesenorm.files import StoppedError, decode_json, exclusive
 from siamesenorm.models.block import count_flops, count_parameters
+from siamesenorm.tasks.language import LanguageTask
+from siamesenorm.tasks.task import Losses
 from siamesenorm.training import run_directory, worker
 from siamesenorm.training.config import Execution, RunConfig
 from siamesenorm.training.environment import Choices, choose, require_compiler
@@ -183,6 +185,31 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(data: Path, tmp_path
     assert max(gradient.abs().max() for gradient in gradients[0].values()) > 1e-3
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-10, atol=1e-12)
+
+
+def test_auxiliary_losses_are_minimised_with_their_weights_and_recorded(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recorded loss stays the main one: a verdict must not depend on a balance loss."""
+
+    def with_balance(task: LanguageTask, model: torch.nn.Module, position: int, count: int) -> Losses:
+        losses = whole_loss(task, model, position, count)
+        return dataclasses.replace(losses, auxiliary={"balance": (model.head.weight.square().mean(), 0.25)})
+
+    config = tiny_run(data, micro_batch=2)
+    loops = [TrainingLoop(config, RunDirectory(tmp_path), (), None) for _ in range(2)]
+    plain, _ = loops[0]._accumulate(0)
+    whole_loss = LanguageTask.loss
+    monkeypatch.setattr(LanguageTask, "loss", with_balance)
+    total, auxiliary = loops[1]._accumulate(0)
+    weight = loops[1].model.head.weight
+    assert torch.equal(total, plain)
+    assert float(auxiliary["balance"]) == pytest.approx(float(weight.detach().square().mean()))
+    torch.testing.assert_close(
+        weight.grad, loops[0].model.head.weight.grad + 0.25 * 2 * weight.detach() / weight.numel()
+    )
+    train(dataclasses.replace(config, steps=5), tmp_path / "run")
+    assert all(record["balance"] > 0 for record in records(tmp_path / "run", "train"))
 
 
 def test_recomputed_activations_change_no_bit(data: Path, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ class TransformerConfig:
     """
 
     domain: ClassVar[Literal["language", "vision"]] = "language"
-    """What norms' recipes tell apart; attention is causal in language."""
+    """Domain of the recipes of norms; attention is causal in language."""
 
     depth: int = 8
     """Number of blocks."""
@@ -150,7 +150,7 @@ class TransformerConfig:
         return dataclasses.replace(self, **{"attention_norm": "auto", **fields})
 
     def resolved(self, precision: StreamDtype = "float32") -> Self:
-        """Return the configuration with automatic choices replaced by what they stand for in a run."""
+        """Return the configuration with automatic choices replaced by their values in a run."""
         return dataclasses.replace(
             self,
             attention_norm=self.attention_shape.attention_norm,

@@ -149,7 +149,7 @@ class LanguageModel(nn.Module):
 
         `caches`, one a block, hold the past of a generation. `documents` [batch, tokens] numbers the documents of
         packed sequences, for `document_mask`. `last_only` closes and projects the last token alone. Raises UserError
-        for documents together with caches: a cache does not know the documents of its past.
+        for documents together with caches: a cache does not record the documents of its past.
         """
         past = caches[0].tokens if caches else 0
         mask = self._document_mask(documents)

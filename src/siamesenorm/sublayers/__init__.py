@@ -1,1 +1,1 @@
-"""Sublayers: attention, MLPs and their adapters. They know nothing about topologies."""
+"""Sublayers: attention, MLPs and their adapters. They do not depend on topologies."""

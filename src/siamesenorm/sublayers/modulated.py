@@ -1,4 +1,4 @@
-"""Conditioning as an adapter around a sublayer (DiT's AdaLN-Zero, arXiv 2212.09748): topologies know nothing of it."""
+"""Conditioning as an adapter around a sublayer (DiT's AdaLN-Zero, arXiv 2212.09748), independent of topologies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A linear map that knows its role, so that an initialisation is a table of roles."""
+"""A linear map with a role, so that an initialisation is a table of roles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ProjectionRole = Literal[
 
 
 class Projection(nn.Linear):
-    """nn.Linear with a role, which is what initialisations know it by."""
+    """nn.Linear with a role, by which initialisations choose its distribution."""
 
     def __init__(self, in_features: int, out_features: int, *, role: ProjectionRole, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)

@@ -26,7 +26,7 @@ class MetricsLog:
     """An append-only file of records; opening one cuts off a line that a killed process left half-written."""
 
     def __init__(self, path: Path) -> None:
-        """Open `path`, new or to go on; raises `UserError` when it cannot be written."""
+        """Open `path`, new or to append to; raises `UserError` when it cannot be written."""
         self.path = path
         with disk_errors(path):
             self._file = FileIO(path, "a+")

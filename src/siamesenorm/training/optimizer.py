@@ -1,4 +1,4 @@
-r"""AdamW, its groups, its schedule, and its state in a checkpoint."""
+"""AdamW, its groups, its schedule, and its state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def decayed_parameters(model: nn.Module, rule: str) -> dict[str, bool]:
     "declared": matrices of projections, and declared parameters that say so; neither biases nor embeddings.
     "all-but-embeddings": everything but embeddings, gains and biases included, as in OLMo. A tied head is an embedding.
     """
-    spared = {
+    exempt = {
         id(parameter)
         for module in model.modules()
         if isinstance(module, nn.Embedding)
@@ -150,7 +150,7 @@ def decayed_parameters(model: nn.Module, rule: str) -> dict[str, bool]:
     decisions: dict[str, bool] = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(prefix, recurse=False):
-            if not parameter.requires_grad or id(parameter) in spared:
+            if not parameter.requires_grad or id(parameter) in exempt:
                 decisions[name] = False
             elif rule == "all-but-embeddings":
                 decisions[name] = True
