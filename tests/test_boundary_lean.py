@@ -221,7 +221,7 @@ def test_streams_that_were_used_twice_give_nan() -> None:
 
 def test_a_loss_on_streams_alone_is_refused() -> None:
     model = tiny_model(kernels="lean")
-    streams, _ = model.blocks[0](model.opening(model.embedding(tokens())), model._rotary(6))
+    streams, _ = model.blocks[0](model.opening(model.embedding(tokens())), Context(model._rotary(6)))
     with pytest.raises(RuntimeError, match="use kernels='fused' for losses on streams alone"):
         streams[0].sum().backward()
 
