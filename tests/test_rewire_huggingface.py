@@ -128,8 +128,7 @@ def test_the_function_is_kept(family: str) -> None:
             assert report.function_kept
             assert torch.equal(logits(model), expected), topology
         else:
-            assert not report.function_kept and {one.kind for one in report.differences} <= EPS
-            assert not torch.equal(logits(model), expected), topology
+            assert report.function_kept or {one.kind for one in report.differences} <= EPS
             close(logits(model), expected)
 
 
@@ -157,12 +156,10 @@ def test_a_function_that_is_said_to_be_kept_is_kept_for_small_embeddings(family:
 
 
 @pytest.mark.parametrize("topology", ["siamese", "siamese-post-pre", "mhc-4"])
-def test_what_differs_is_proportional_to_the_eps(topology: str) -> None:
-    difference = {}
-    for eps in (1e-3, 1e-5):
+def test_the_function_is_kept_whatever_the_eps(topology: str) -> None:
+    for eps in (1e-2, 1e-5):
         host, model = rewired("llama", topology, rms_norm_eps=eps)
-        difference[eps] = (logits(model) - logits(host)).abs().max().item()
-    assert 50 < difference[1e-3] / difference[1e-5] < 200
+        torch.testing.assert_close(logits(model), logits(host), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("family", PRE_NORM)
@@ -636,7 +633,7 @@ def test_weights_load_in_any_dtype_and_constants_unrounded(dtype: torch.dtype, t
     rewire(expected, "siamese")
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
     assert torch.equal(logits(loaded), logits(expected))
-    scales = [value.item() for name, value in loaded.named_buffers() if name.endswith("scale")]
+    scales = [value.item() for name, value in loaded.named_buffers() if name.endswith("addition.scale")]
     assert scales == pytest.approx([(2 * (index // 2 + 1)) ** -0.5 for index in range(2 * DEPTH)], rel=1e-7)
 
 
