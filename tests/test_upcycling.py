@@ -127,6 +127,27 @@ def test_a_bias_is_kept_by_the_outer_norm_of_two() -> None:
     torch.testing.assert_close(connection.read((torch.zeros_like(x), x))[0], norm(x), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(("name", "streams"), [("siamese", 2), ("ln-scaling", 1)])
+def test_a_gain_stored_with_an_offset_is_kept(name: str, streams: int) -> None:
+    """Gemma stores its gain as 1 + w: the sum is copied, and divided by the factor of LayerNorm-Scaling."""
+    *_, (_, place) = transformer_places(DEPTH)
+    norm = build_norm("rmsnorm", DIM, offset=1.0).double()
+    norm.gain.data += torch.linspace(0.5, 2.0, DIM, dtype=torch.float64)
+    connection = build_topology(name).preserving().connection(place, ResidualSpec(dim=DIM)).double()
+    assert not connection.init_as_pre_norm(norm.function())
+    x = 0.3 * torch.randn(3, DIM, dtype=torch.float64)
+    h, _ = connection.read((torch.zeros_like(x), x)[-streams:])
+    torch.testing.assert_close(h, norm(x), rtol=1e-12, atol=1e-12)
+
+
+def test_dynamic_hyper_connections_start_with_a_small_scale() -> None:
+    """0.01 in the official implementation: the first gradients of the projections are as small (arXiv 2409.19606)."""
+    ((place, _),) = transformer_places(1)
+    connection = build_topology("dhc-2").connection(place, ResidualSpec(dim=DIM))
+    scales = {name: parameter.item() for name, parameter in connection.named_parameters() if name.startswith("scale_")}
+    assert scales == {"scale_in": pytest.approx(0.01), "scale_out": pytest.approx(0.01)}
+
+
 @pytest.mark.parametrize("name", sorted(CANNOT))
 def test_the_others_say_why_not(name: str) -> None:
     with pytest.raises(UserError) as refusal:
