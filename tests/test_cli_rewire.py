@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import siamesenorm
+from huggingface_hosts import build_host
 from siamesenorm.cli import main
 
 transformers = pytest.importorskip("transformers")
@@ -91,7 +92,7 @@ def denoised(model: Any) -> torch.Tensor:
 
 def test_a_llama_keeps_its_function(llama: Any, llama_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = output(capsys, llama_directory, "--topology", "siamese")
-    assert said.startswith("model.layers rewired to siamese: ")
+    assert said.startswith("model.layers rewired to siamese:exact_eps=True: function kept\n")
     assert "model.layers.1.input_layernorm" in said
     loaded = siamesenorm.from_pretrained(llama_directory.parent / "out")
     torch.testing.assert_close(logits(loaded), logits(llama), rtol=0, atol=1e-4)
@@ -129,12 +130,19 @@ def test_a_model_with_swapped_norms_is_rewired(llama: Any, tmp_path: Path, capsy
 def test_the_report_for_machines(llama_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(output(capsys, llama_directory, "--topology", "dhc-2:streams=3", "--json"))
     assert report["topology"]["name"] == "dhc-2" and report["topology"]["streams"] == 3
-    assert (report["function_kept"], report["blocks"]) == (False, "model.layers")
-    assert [one["kind"] for one in report["differences"]] == ["norm_of_multiple"]
-    assert report["bound"] is not None
+    assert (report["function_kept"], report["blocks"]) == (True, "model.layers")
+    assert report["differences"] == [] and report["bound"] == 0
     moved_norms = [norm["name"] for norm in report["norms"] if norm["outcome"] == "moved"]
     assert len(moved_norms) == 2 * LLAMA["num_hidden_layers"] + 1
     assert report["out"] == str(llama_directory.parent / "out")
+
+
+def test_the_report_for_machines_says_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Parallel sublayers keep their input norms, behind the identity norm of the topology: a norm of a norm."""
+    build_host("gpt-neox").save_pretrained(tmp_path / "neox")
+    report = json.loads(output(capsys, tmp_path / "neox", "--topology", "siamese-post-pre", "--json"))
+    assert report["function_kept"] is False and report["bound"] > 0
+    assert {one["kind"] for one in report["differences"]} == {"norm_of_norm"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -24,6 +24,7 @@ from siamesenorm import LanguageModel, available_norms, available_topologies, bu
 from siamesenorm.errors import UserError
 from siamesenorm.interop.huggingface import SiameseNormConfig, SiameseNormForCausalLM, SiameseNormModel
 from siamesenorm.models.language import language_model_config
+from siamesenorm.sublayers.cache import Context
 from siamesenorm.topologies import build_topology
 
 # peft asks for a property of transformers by its old name.
@@ -370,8 +371,8 @@ class BalancedMLP(nn.Module):
         super().__init__()
         self.mlp = mlp
 
-    def forward(self, h: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return self.mlp(h), {"balance": h.square().mean()}
+    def forward(self, h: Tensor, context: Context) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.mlp(h, context), {"balance": h.square().mean()}
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
