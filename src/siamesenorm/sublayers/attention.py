@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from siamesenorm.errors import UserError, unknown
 from siamesenorm.norms import NormSpec
 from siamesenorm.sublayers.cache import NO_CONTEXT, Context
-from siamesenorm.sublayers.projection import Projection
+from siamesenorm.sublayers.projection import Projection, to_autocast
 from siamesenorm.sublayers.rotary import rotate
 
 ATTENTION_NORMS = ("none", "qk", "qk-head", "qkv-head")
@@ -83,6 +83,7 @@ class Attention(nn.Module):
     def forward(self, h: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         """Return [batch, tokens, dim]; a cache holds keys as they were rotated."""
         rotary, mask, cache, _ = context
+        h = to_autocast(h)
         query = self.query_head_norm(self._split(self.query_norm(self.query(h))))
         key = self.key_head_norm(self._split(self.key_norm(self.key(h))))
         value = self.value_head_norm(self._split(self.value(h)))

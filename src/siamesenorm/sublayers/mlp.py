@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from siamesenorm.errors import unknown
 from siamesenorm.sublayers.cache import NO_CONTEXT, Context
-from siamesenorm.sublayers.projection import Projection
+from siamesenorm.sublayers.projection import Projection, to_autocast
 
 Activation = Literal["swiglu", "gelu"]
 
@@ -25,6 +25,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, h: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         """Return [..., dim]."""
+        h = to_autocast(h)
         output: Tensor = self.output(F.silu(self.gate(h)) * self.up(h))
         return output
 
