@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from siamesenorm.norms.conditioned import Modulation, modulate
