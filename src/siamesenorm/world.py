@@ -1,0 +1,126 @@
+"""The processes that train one run: `torchrun --nproc-per-node 2 -m siamesenorm train ...`; one process alone by default.
+
+Every process holds the whole model ("replicate", DistributedDataParallel) or a part of it ("shard", FSDP2), computes its
+share of each batch, and averages gradients with the others. Process 0 writes the files of the run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from siamesenorm.errors import UserError
+
+Parallelism = Literal["replicate", "shard"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Process `rank` of `size`, on `device`."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = torch.device("cpu")
+
+    @classmethod
+    @contextmanager
+    def joined(cls, device: torch.device) -> Iterator[World]:
+        """Join the processes that torchrun started, until the context ends; one process without torchrun.
+
+        A device "cuda" becomes that of the process's number on its machine.
+        """
+        if not dist.is_torchelastic_launched():
+            yield cls(device=device)
+            return
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        try:
+            yield cls(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+        finally:
+            dist.destroy_process_group()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the process writes the run's files."""
+        return self.rank == 0
+
+    def share_of(self, batch: int) -> int:
+        """Return the samples of a batch for each process; raises UserError where it does not divide."""
+        if batch % self.size:
+            raise UserError(f"batch is {batch}: choose a multiple of the {self.size} processes")
+        return batch // self.size
+
+    def share_out(self, items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+        """Yield this process's items, equally many in each process, and whether they count.
+
+        Where the items do not divide, processes repeat one that does not count: sharded models run together.
+        """
+        iterator = iter(items)
+        while group := list(islice(iterator, self.size)):
+            counts = self.rank < len(group)
+            yield group[self.rank if counts else 0], counts
+
+    def sum(self, *values: float) -> list[float]:
+        """Return the sums of numbers over the processes, in double precision."""
+        if self.size == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean of a tensor over the processes."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values / self.size
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of every process, in order."""
+        found = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(found, value)
+        return found
+
+    def on_first(self, function: Callable[[], T]) -> T:
+        """Call a function in process 0 and return its result in all; they end together where it raises UserError."""
+        if self.size == 1:
+            return function()
+        result: list[Any] = [None, None]
+        error: BaseException | None = None
+        if self.is_first:
+            try:
+                result[0] = function()
+            except UserError as caught:
+                result[1], error = True, caught
+        dist.broadcast_object_list(result, device=self.device)
+        if error is not None:
+            raise error
+        if result[1]:
+            raise SystemExit(2)
+        value: T = result[0]
+        return value
+
+
+def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors with the sharded ones (DTensor) gathered; every process takes part."""
+    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in tensors.items()}
+
+
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return this process's part of a whole tensor that every process has, as `like` is sharded."""
+    if not hasattr(like, "full_tensor"):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
