@@ -35,7 +35,7 @@ from siamesenorm.sublayers.cache import Context
 from siamesenorm.sublayers.mlp import build_mlp
 from siamesenorm.sublayers.rotary import Rotation, rotation
 from siamesenorm.topologies import ResidualSpec, build_topology, transformer_places
-from siamesenorm.training.parallel import compile_blocks
+from siamesenorm.training.execution import compile_blocks
 
 
 @dataclass(frozen=True, kw_only=True)

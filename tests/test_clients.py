@@ -32,7 +32,7 @@ from siamesenorm.sublayers.mlp import GatedMLP
 from siamesenorm.sublayers.modulated import Modulated
 from siamesenorm.sublayers.rotary import Rotation
 from siamesenorm.topologies import Closing, Connection, Opening, transformer_places
-from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks
+from siamesenorm.training.execution import checkpoint_blocks, compile_blocks
 
 TOPOLOGIES = available_topologies()
 

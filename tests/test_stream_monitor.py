@@ -34,7 +34,7 @@ from siamesenorm.models.block import split_losses
 from siamesenorm.sublayers.cache import Context
 from siamesenorm.sublayers.rotary import rotation
 from siamesenorm.topologies import ResidualSpec, available_topologies, build_topology, transformer_places
-from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks
+from siamesenorm.training.execution import checkpoint_blocks, compile_blocks
 
 # --- the streams
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from siamesenorm.norms import AdaLN, AdaSeeDNorm, Norm, NormSpec, available_norms, build_norm, register_norm
     from siamesenorm.sublayers.attention import Attention
     from siamesenorm.sublayers.modulated import Modulated
-    from siamesenorm.tasks.registry import available_tasks
+    from siamesenorm.tasks import available_tasks
     from siamesenorm.topologies import (
         BoundaryCost,
         Closing,
@@ -88,7 +88,7 @@ _MODULES = (
     "interop.swap_norms",
     "training.verdict",
     "analysis",
-    "tasks.registry",
+    "tasks",
 )
 """Where the public names are, in the order in which they are searched: the last ones load the most."""
 
