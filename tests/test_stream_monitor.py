@@ -30,9 +30,9 @@ from siamesenorm.analysis import observe_streams
 from siamesenorm.analysis.blocks import plan_probes
 from siamesenorm.analysis.probes import Measurements
 from siamesenorm.errors import UserError
-from siamesenorm.models.block import split_losses
-from siamesenorm.sublayers.cache import Context
-from siamesenorm.sublayers.rotary import rotation
+from siamesenorm.models.transformer import split_losses
+from siamesenorm.sublayers.attention import rotation
+from siamesenorm.sublayers.sublayer import Context
 from siamesenorm.topologies import ResidualSpec, available_topologies, build_topology, transformer_places
 from siamesenorm.training.execution import checkpoint_blocks, compile_blocks
 

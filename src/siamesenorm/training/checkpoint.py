@@ -206,7 +206,7 @@ def load_checkpoint(root: Path, *, groups: Container[str] | None = None) -> Chec
     says why. Raises `UserError` when there are checkpoints and all are broken; a first one that a killed process left
     unfinished does not count.
     """
-    faults = []
+    faults: list[str] = []
     for step, path in _finished(root):
         fault = _fault(path, step)
         if fault is None:

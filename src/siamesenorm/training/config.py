@@ -184,9 +184,10 @@ class RunConfig:
             if fields.pop("schema") != SCHEMA:
                 raise UserError(f"the configuration has schema {record['schema']}, this version reads {SCHEMA}")
             for name, kind in _PLAIN.items():
-                if fields.get(name):
-                    values = {k: tuple(v) if isinstance(v, list) else v for k, v in fields[name].items()}
-                    fields[name] = kind(**values | {"path": Path(values["path"])} if "path" in values else values)
+                if values := fields.get(name):
+                    fields[name] = kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+            if start := fields.get("warm_start"):
+                fields["warm_start"] = dataclasses.replace(start, path=Path(start.path))
             return cls(**{**fields, "task": task_from_json(fields["task"])})
         except (AttributeError, KeyError, TypeError) as error:
             raise UserError(f"this is not the configuration of a run: {error}") from error
