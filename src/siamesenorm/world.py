@@ -1,7 +1,7 @@
-"""The processes that train one run: `torchrun --nproc-per-node 2 -m siamesenorm train ...`; one process alone by default.
+"""The processes that train one run: one, or those of `torchrun --nproc-per-node 2 -m siamesenorm train ...`.
 
-Every process holds the whole model ("replicate", DistributedDataParallel) or a part of it ("shard", FSDP2), computes its
-share of each batch, and averages gradients with the others. Process 0 writes the files of the run.
+Every process holds the whole model ("replicate", DistributedDataParallel) or a part of it ("shard", FSDP2), computes
+its share of each batch, and averages gradients with the others. Process 0 writes the files of the run.
 """
 
 from __future__ import annotations
@@ -93,21 +93,18 @@ class World:
         return found
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """Call a function in process 0 and return its result in all; they end together where it raises UserError."""
+        """Call a function in process 0 and return its result, or raise its UserError, in all."""
         if self.size == 1:
             return function()
-        result: list[Any] = [None, None]
-        error: BaseException | None = None
+        result: list[Any] = [None]
         if self.is_first:
             try:
                 result[0] = function()
-            except UserError as caught:
-                result[1], error = True, caught
+            except UserError as error:
+                result[0] = error
         dist.broadcast_object_list(result, device=self.device)
-        if error is not None:
-            raise error
-        if result[1]:
-            raise SystemExit(2)
+        if isinstance(result[0], UserError):
+            raise result[0]
         value: T = result[0]
         return value
 
@@ -117,9 +114,9 @@ def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in tensors.items()}
 
 
-def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
+def shard_like(tensor: Tensor, like: Tensor | None) -> Tensor:
     """Return this process's part of a whole tensor that every process has, as `like` is sharded."""
-    if not hasattr(like, "full_tensor"):
+    if like is None or not hasattr(like, "full_tensor"):
         return tensor
     from torch.distributed.tensor import distribute_tensor
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from siamesenorm.analysis.monitor_instrument import MonitorOptions
+from siamesenorm.cli import is_first_process
 from siamesenorm.cli.recipes import RunArguments, RunCommand
 from siamesenorm.files import encode_json
 from siamesenorm.training.instruments import Console, build_trackers
@@ -37,6 +38,8 @@ def run(arguments: Train) -> None:
     directory = arguments.out or Path("runs") / config.identity[:12]
     instruments = (Console(), *build_trackers(config, directory), *arguments.monitor.instruments())
     verdict = train(config, directory, instruments=instruments)
+    if not is_first_process():
+        return
     if arguments.json:
         print(encode_json(verdict.to_json()))
     else:

@@ -23,6 +23,7 @@ from siamesenorm.models.transformer import count_flops, count_parameters
 from siamesenorm.models.vision import VisionTransformer, VisionTransformerConfig, build_vision_transformer
 from siamesenorm.tasks.task import Losses, Metric, TaskConfig
 from siamesenorm.topologies import Kernels
+from siamesenorm.world import World
 
 HELD_OUT = 360
 """Images that are held out: the first of a fixed order, whatever the seed of a run."""
@@ -134,14 +135,16 @@ class ClassificationTask:
             auxiliary={name: (loss, 1.0) for name, loss in losses.items()},
         )
 
-    def evaluate(self, model: nn.Module, count: int) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, count: int, world: World) -> dict[str, float]:
         """Return mean loss and accuracy over all held-out images."""
-        total, correct = 0.0, 0
-        for start in range(0, HELD_OUT, count):
+        sums = [0.0, 0.0]
+        for start, counts in world.share_out(range(0, HELD_OUT, count)):
             images, labels = (part[start : start + count] for part in self.held_out)
             logits, labels, _ = _classify(model, images, labels)
-            total += float(F.cross_entropy(logits, labels, reduction="sum"))
-            correct += int((logits.argmax(dim=-1) == labels).sum())
+            if counts:
+                sums[0] += float(F.cross_entropy(logits, labels, reduction="sum"))
+                sums[1] += int((logits.argmax(dim=-1) == labels).sum())
+        total, correct = world.sum(*sums)
         items = len(self.held_out.labels)
         return {"loss": total / items, "accuracy": correct / items, "items": items}
 

@@ -25,6 +25,7 @@ from siamesenorm.models.language import (
 from siamesenorm.models.transformer import count_flops, count_parameters
 from siamesenorm.tasks.task import Losses, Metric, TaskConfig
 from siamesenorm.topologies import Kernels
+from siamesenorm.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,15 +159,17 @@ class LanguageTask:
             auxiliary={name: (loss, 1.0) for name, loss in losses.items()},
         )
 
-    def evaluate(self, model: nn.Module, count: int) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, count: int, world: World) -> dict[str, float]:
         """Return the mean loss over the first `validation_tokens` of the validation split."""
-        total, tokens = 0.0, 0
-        for window in self.validation.windows(count, self.config.validation_tokens):
+        sums = [0.0, 0.0]
+        for window, counts in world.share_out(self.validation.windows(count, self.config.validation_tokens)):
             batch = torch.from_numpy(window)
-            total += float(_cross_entropy(self._forward(model, batch)[0], batch))
-            tokens += batch[:, 1:].numel()
+            found = float(_cross_entropy(self._forward(model, batch)[0], batch))
+            if counts:
+                sums = [sums[0] + found, sums[1] + batch[:, 1:].numel()]
+        total, tokens = world.sum(*sums)
         loss = total / tokens
-        return {**{metric.name: metric.from_loss(loss) for metric in self.metrics}, "items": tokens}
+        return {**{metric.name: metric.from_loss(loss) for metric in self.metrics}, "items": int(tokens)}
 
     def convert_weights(
         self, source: TaskConfig, weights: Mapping[str, Tensor]

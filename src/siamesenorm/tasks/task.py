@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.topologies import Kernels
+from siamesenorm.world import World
 
 LARGEST_EXPONENT = 709.0
 """The largest whole x for which e^x is a double."""
@@ -90,8 +91,11 @@ class Task(Protocol):
     def loss(self, model: nn.Module, position: int, count: int) -> Losses:
         """Return the loss of `count` samples from a position in the order of the training data."""
 
-    def evaluate(self, model: nn.Module, count: int) -> dict[str, float]:
-        """Return the metrics on held-out data, `count` samples at a time, and the number of items."""
+    def evaluate(self, model: nn.Module, count: int, world: World) -> dict[str, float]:
+        """Return the metrics on held-out data, `count` samples at a time, and the number of items.
+
+        The processes of the world share the work; each returns the metrics of all data.
+        """
 
     def convert_weights(
         self, source: TaskConfig, weights: Mapping[str, Tensor]

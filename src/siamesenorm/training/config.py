@@ -34,6 +34,7 @@ from siamesenorm.tasks.task import TaskConfig
 from siamesenorm.topologies import Kernels, Topology
 from siamesenorm.training.optimizer import OptimizerConfig
 from siamesenorm.training.verdict import Thresholds
+from siamesenorm.world import Parallelism
 
 SCHEMA = 2
 LARGEST_SEED = 2**63 - 1
@@ -54,6 +55,8 @@ class Execution:
     """Boundaries between sublayers: plain PyTorch, fused or lean operators; auto is fused on a GPU, plain on a CPU."""
     compile: Compile = "auto"
     """Compile the blocks; auto does on a CPU with a C++ compiler, for runs so long that it pays."""
+    parallel: Parallelism = "replicate"
+    """What each process of torchrun holds: the whole model (DDP), or a shard of every block (FSDP2)."""
     checkpoint_every: int = 100
     """Steps between checkpoints; one is written at the last step too."""
     keep_checkpoints: int = 2
@@ -68,9 +71,9 @@ class Execution:
         for name, least in (("threads", 0), ("checkpoint_every", 1), ("keep_checkpoints", 1)):
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}: choose at least {least}")
-        for name, choices in (("kernels", get_args(Kernels)), ("compile", get_args(Compile))):
-            if getattr(self, name) not in choices:
-                raise unknown(name, str(getattr(self, name)), choices)
+        for name, kind in (("kernels", Kernels), ("compile", Compile), ("parallel", Parallelism)):
+            if getattr(self, name) not in get_args(kind):
+                raise unknown(name, str(getattr(self, name)), get_args(kind))
         for tracker in self.trackers:
             if tracker not in get_args(Tracker):
                 raise unknown("tracker", tracker, get_args(Tracker))

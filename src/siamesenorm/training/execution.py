@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import siamesenorm
@@ -26,6 +27,7 @@ from siamesenorm.kernels.launch import HAS_TRITON
 from siamesenorm.norms import Norm
 from siamesenorm.topologies import Kernels
 from siamesenorm.topologies.boundary import BoundaryConnection
+from siamesenorm.world import Parallelism, World
 
 if TYPE_CHECKING:
     from siamesenorm.training.config import Execution
@@ -147,6 +149,27 @@ def shard(
     for block in _blocks(model):
         shard_module(block)
     shard_module(model)
+
+
+def parallelise(model: nn.Module, world: World, parallel: Parallelism) -> nn.Module:
+    """Return the module whose backward pass averages gradients over processes: the model itself, or one around it.
+
+    "replicate" keeps the whole model in each process, "shard" a part of every block, in place.
+    """
+    if world.size == 1:
+        return model
+    if parallel == "shard":
+        shard(model, init_device_mesh(world.device.type, (world.size,)))
+        return model
+    return DistributedDataParallel(model)
+
+
+def synchronise_gradients(model: nn.Module, wanted: bool) -> None:
+    """Set whether the next backward pass averages gradients over processes: the last of an accumulation does."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(wanted)
+    elif isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = wanted
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:

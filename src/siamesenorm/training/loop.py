@@ -12,6 +12,8 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,9 @@ from siamesenorm.training.execution import (
     describe_environment,
     find_device,
     operators_in_use,
+    parallelise,
     require_memory,
+    synchronise_gradients,
 )
 from siamesenorm.training.instruments import Instrument
 from siamesenorm.training.metrics import MetricsLog, read_metrics
@@ -44,6 +48,7 @@ from siamesenorm.training.optimizer import build_optimizer, optimizer_tensors, r
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.verdict import StabilityMonitor, Verdict
 from siamesenorm.training.warm_start import load_start, require_start
+from siamesenorm.world import World, shard_like, whole
 
 Record = dict[str, Any]
 
@@ -58,31 +63,44 @@ def train(
     trained leaves no directory behind.
     """
     config, run = config.resolved(), RunDirectory(directory)
-    finished = run.verdict_of(config)
-    if finished is not None:
-        return finished
-    loop = TrainingLoop(config, run, instruments, at_stage)
-    try:
-        with run.claimed(config):
-            return run.read_verdict() or loop.run()
-    finally:
-        for instrument in instruments:
-            instrument.close()
+    with World.joined(find_device(config.execution.device)) as world, ExitStack() as held:
+        finished = world.on_first(lambda: run.verdict_of(config))
+        if finished is not None:
+            return finished
+        loop = TrainingLoop(config, run, world, instruments, at_stage)
+        try:
+            world.on_first(lambda: held.enter_context(run.claimed(config)))
+            return world.on_first(run.read_verdict) or loop.run()
+        finally:
+            for instrument in instruments:
+                instrument.close()
 
 
 class TrainingLoop:
-    """One run in one process."""
+    """One run, in one process or several; the first one writes its files and has its instruments."""
 
     def __init__(
-        self, config: RunConfig, run: RunDirectory, instruments: tuple[Instrument, ...], at_stage: Stage | None
+        self,
+        config: RunConfig,
+        run: RunDirectory,
+        world: World,
+        instruments: tuple[Instrument, ...] = (),
+        at_stage: Stage | None = None,
     ) -> None:
         if config.execution.threads:
             torch.set_num_threads(config.execution.threads)
-        self.config, self.run_directory, self.instruments, self.at_stage = config, run, instruments, at_stage
+        self.config, self.run_directory, self.world, self.at_stage = config, run, world, at_stage
+        self.instruments = instruments if world.is_first else ()
+        self.share = world.share_of(config.batch)
+        self.at_once = min(config.samples_at_once, self.share)
+        if self.share % self.at_once:
+            raise UserError(
+                f"microbatch is {self.at_once}: choose a divisor of {self.share}, each process's share of the batch"
+            )
         if not run.checkpoints.exists():
             require_start(config)
-        self.device = find_device(config.execution.device)
-        torch.manual_seed(config.seed)
+        self.device = world.device
+        torch.manual_seed(config.seed + world.rank)
         self.task = config.task.build(config.seed)
         blueprint = self.task.build_model(torch.device("meta"))
         require_memory(blueprint, self.device)
@@ -95,6 +113,7 @@ class TrainingLoop:
             checkpoint_blocks(self.model)
         if self.choices.compiled:
             compile_blocks(self.model)
+        self.replica = parallelise(self.model, world, config.execution.parallel)
         self.optimizer: torch.optim.Optimizer = build_optimizer(self.model, config.optimizer)
         self.schedule = config.optimizer.schedule(config.steps)
         self.monitor = StabilityMonitor(
@@ -108,15 +127,16 @@ class TrainingLoop:
     def run(self) -> Verdict:
         """Train to the end, or to an early one, and write the verdict."""
         config = self.config
-        with MetricsLog(self.run_directory.metrics_file) as self.log:
+        with MetricsLog(self.run_directory.metrics_file) if self.world.is_first else nullcontext() as self.log:
             checkpoint = self._resume()
             step = checkpoint.step if checkpoint else 0
             self.clock = time.perf_counter() - (checkpoint.state["seconds"] if checkpoint else 0.0)
-            changes = self.run_directory.record_environment(
+            environment = (
                 describe_environment(config.execution.device)
                 | dataclasses.asdict(self.choices)
-                | {"operators": operators_in_use(self.model, self.device)}
+                | {"operators": operators_in_use(self.model, self.device), "processes": self.world.size}
             )
+            changes = self.world.on_first(lambda: self.run_directory.record_environment(environment))
             for instrument in self.instruments:
                 instrument.on_start(self, step)
             for damaged in checkpoint.skipped if checkpoint else ():
@@ -154,7 +174,7 @@ class TrainingLoop:
         if config.warm_start is None:
             return self.record(record)
         weights, start = load_start(config.warm_start, task)
-        self.model.load_state_dict(weights)
+        self._load_weights(weights)
         self.record({**record, "start": start})
         self._validate(0)
 
@@ -165,7 +185,7 @@ class TrainingLoop:
         seen = config.warm_start.position if config.warm_start else 0
         loss, auxiliary = self._accumulate(seen + (step - 1) * config.batch)
         limit = config.optimizer.clip or math.inf
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        norm = whole({"norm": nn.utils.clip_grad_norm_(self.model.parameters(), limit)})["norm"]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         record: Record = {
@@ -182,25 +202,26 @@ class TrainingLoop:
 
     def _accumulate(self, position: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean losses of a batch, main and auxiliary, with the gradient in the parameters."""
-        at_once = self.config.samples_at_once
-        parts = self.config.batch // at_once
+        parts = self.share // self.at_once
         total = torch.zeros((), device=self.device)
         auxiliary: dict[str, Tensor] = {}
         for part in range(parts):
+            synchronise_gradients(self.replica, part == parts - 1)
+            start = position + self.world.rank * self.share + part * self.at_once
             with self._precision():
-                losses = self.task.loss(self.model, position + part * at_once, at_once)
+                losses = self.task.loss(self.replica, start, self.at_once)
                 objective = losses.objective / parts
             objective.backward()  # type: ignore[no-untyped-call]
             total += losses.mean.detach() / parts
             for name, (value, _) in losses.auxiliary.items():
                 auxiliary[name] = auxiliary.get(name, 0) + value.detach() / parts
-        return total, auxiliary
+        return self.world.mean(total), {name: self.world.mean(value) for name, value in auxiliary.items()}
 
     @torch.no_grad()
     def _validate(self, step: int) -> None:
         self.model.eval()
         with self._precision():
-            result = self.task.evaluate(self.model, self.config.samples_at_once)
+            result = self.task.evaluate(self.model, self.at_once, self.world)
         self.model.train()
         self.monitor.observe_validation(result["loss"])
         self.record({"kind": "validation", "step": step, **result})
@@ -210,55 +231,83 @@ class TrainingLoop:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
     def _save(self, step: int) -> None:
-        save_checkpoint(
-            self.run_directory.checkpoints,
-            step,
-            {
-                "model": dict(self.model.state_dict()),
-                "optimizer": optimizer_tensors(self.optimizer),
-                "random": capture_random_state(),
-            },
-            {"metrics_offset": self.log.sync(), "seconds": time.perf_counter() - self.clock},
-            keep=self.config.execution.keep_checkpoints,
-            at_stage=self.at_stage,
-        )
+        tensors = {
+            "model": whole(self.model.state_dict()),
+            "optimizer": whole(optimizer_tensors(self.optimizer)),
+            "random": {name: state for each in self.world.gather(self._random_state()) for name, state in each.items()},
+        }
+
+        def save() -> None:
+            save_checkpoint(
+                self.run_directory.checkpoints,
+                step,
+                tensors,
+                {"metrics_offset": self.log.sync(), "seconds": time.perf_counter() - self.clock},
+                keep=self.config.execution.keep_checkpoints,
+                at_stage=self.at_stage,
+            )
+
+        self.world.on_first(save)
+
+    def _random_state(self) -> dict[str, Tensor]:
+        """Return the random state of this process; the names of the first have no number."""
+        suffix = f"@{self.world.rank}" if self.world.rank else ""
+        return {f"{name}{suffix}": state for name, state in capture_random_state().items()}
 
     def _resume(self) -> Checkpoint | None:
         """Restore the newest whole checkpoint and cut the record back to it; start over where there is none."""
         checkpoint = load_checkpoint(self.run_directory.checkpoints)
-        self.log.truncate(checkpoint.state["metrics_offset"] if checkpoint else 0)
+
+        def cut() -> list[Record]:
+            self.log.truncate(checkpoint.state["metrics_offset"] if checkpoint else 0)
+            return list(read_metrics(self.run_directory.metrics_file)) if checkpoint else []
+
+        records = self.world.on_first(cut)
         if checkpoint is None:
             return None
-        self.model.load_state_dict(checkpoint.tensors["model"])
+        self._load_weights(checkpoint.tensors["model"])
         if "optimizer" in checkpoint.tensors:
             restore_optimizer(self.optimizer, checkpoint.tensors["optimizer"])
-            restore_random_state(checkpoint.tensors["random"])
+            mine, random = self._random_state(), checkpoint.tensors["random"]
+            if mine.keys() <= random.keys():
+                restore_random_state({name.partition("@")[0]: random[name] for name in mine})
         elif checkpoint.step < self.config.steps:
             raise UserError(
                 f"{checkpoint.path} has no optimizer state, because its run had ended: remove "
                 f"{self.run_directory.checkpoints} to train from the start"
             )
-        for record in read_metrics(self.run_directory.metrics_file):
+        for record in records:
             if record["kind"] == "train":
                 self.monitor.observe(record["loss"], record["gradient_norm"])
             elif record["kind"] == "validation":
                 self.monitor.observe_validation(record["loss"])
         return checkpoint
 
+    def _load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Load whole tensors; a sharded model takes its parts."""
+        present = self.model.state_dict()
+        self.model.load_state_dict({name: shard_like(tensor, present.get(name)) for name, tensor in weights.items()})
+
     def _finish(self, step: int) -> Verdict:
         verdict = self.monitor.verdict()
         status = "finished" if step == self.config.steps else "stopped_early"
         self.record({"kind": "end", "step": step, "status": status, "peak_memory_bytes": _peak_memory(self.device)})
-        self.log.sync()
-        self.run_directory.write_verdict(verdict)
-        if not self.config.execution.keep_states:
-            keep_last_weights(self.run_directory.checkpoints)
+
+        def close() -> None:
+            self.log.sync()
+            self.run_directory.write_verdict(verdict)
+            if not self.config.execution.keep_states:
+                keep_last_weights(self.run_directory.checkpoints)
+
+        self.world.on_first(close)
         for instrument in self.instruments:
             instrument.on_end(self, verdict)
         return verdict
 
     def record(self, record: Record) -> None:
         """Append to the run's record, with the time, and show it to the instruments."""
+        if not self.world.is_first:
+            return
         record = {**record, "time": time.perf_counter() - self.clock}
         self.log.append(record)
         for instrument in self.instruments:

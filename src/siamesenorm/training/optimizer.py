@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from siamesenorm.errors import UserError, unknown
 from siamesenorm.norms import declared_parameters
+from siamesenorm.world import shard_like
 
 Shape = Literal["cosine", "linear", "wsd", "constant"]
 Decay = Literal["declared", "all-but-embeddings"]
@@ -183,6 +184,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
     Raises UserError, and changes nothing, when the parameters are others.
     """
     index = {name: number for number, name in enumerate(_parameter_names(optimizer))}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         name, _, entry = key.rpartition("/")
@@ -191,7 +193,9 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
                 f"the checkpoint's optimizer has other parameters than this model ({name}): resume with the "
                 "configuration the run was started with"
             )
-        state.setdefault(index[name], {})[entry] = tensor.clone()
+        parameter = parameters[index[name]]
+        part = shard_like(tensor, parameter) if tensor.shape == parameter.shape else tensor
+        state.setdefault(index[name], {})[entry] = part.clone()
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 

@@ -17,7 +17,7 @@ from siamesenorm.training.verdict import Verdict
 
 LOCK_FILE = "lock"
 LOG_FILE = "log.txt"
-DECISIVE = ("device", "torch", "commit", "kernels", "operators", "compiled")
+DECISIVE = ("device", "torch", "commit", "kernels", "operators", "compiled", "processes")
 """What changes the bits of the steps to come when it changes on resume."""
 
 
