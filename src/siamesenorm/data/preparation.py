@@ -1,7 +1,7 @@
 """Text to prepared data: documents are read, encoded in parallel, and written in shards.
 
-A preparation may be killed at any moment: repeated, it resumes after the last whole shard and ends with the same
-bytes. The corpus is never in memory, only some chunks, a shard, and the sample that a BPE is trained on.
+A preparation may be killed at any moment: repeated, it resumes after the last complete shard and ends with the same
+bytes. Only some chunks, a shard, and the sample that a BPE is trained on are in memory.
 """
 
 from __future__ import annotations
@@ -9,39 +9,41 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from siamesenorm.data.encoding import Chunk, Encoder, encode_chunks
-from siamesenorm.data.holdout import Holdout, Role, choose_holdout
-from siamesenorm.data.manifest import MANIFEST_FILE, canonical_json, read_manifest
+from siamesenorm.data.encoding import Chunk, encode_chunks
+from siamesenorm.data.holdout import Holdout, choose_holdout
 from siamesenorm.data.prepared import PreparedData
-from siamesenorm.data.progress import PrepareProgress, Report
-from siamesenorm.data.shards import (
+from siamesenorm.data.sources import BuiltinSource, Cut, open_source
+from siamesenorm.data.storage import (
     LOCK_FILE,
+    MANIFEST_FILE,
     PARTIAL_DIRECTORY,
     SETTINGS_FILE,
     SHARD_DIRECTORY,
+    TOKENIZER_FILE,
     ShardWriter,
+    canonical_json,
     discard,
     free_directory,
     has_shards,
     publish,
+    read_manifest,
     remove_remains,
     require_ours,
 )
-from siamesenorm.data.sources import BuiltinSource, Cut, Source, open_source
 from siamesenorm.data.tokenizer import (
-    TOKENIZER_FILE,
     ByteTokenizer,
     LibraryTokenizer,
     Tokenizer,
     bpe_size,
     load_tokenizer,
+    tokenizer_entry,
     train_bpe,
 )
 from siamesenorm.errors import UserError
@@ -113,33 +115,59 @@ class PrepareConfig:
             raise UserError(f"{self.out}: is a file: give a directory to write to")
 
 
-def prepare(config: PrepareConfig, report: Report | None = None) -> PreparedData:
-    """Prepare a source and return the data; already prepared with the same settings, it is returned at once.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareProgress:
+    """The progress of a preparation, reported after each chunk."""
+
+    stage: str
+    """What is being done, to display."""
+    documents: int = 0
+    tokens: int = 0
+    position: int = 0
+    """Bytes of the source that were read."""
+    size: int | None = None
+    """Bytes of the source, None where that is unknown."""
+
+    def __str__(self) -> str:
+        """Return one line; a stage that counts nothing is only named."""
+        if not self.documents:
+            return self.stage
+        share = f"{self.position / self.size:.0%} of {self.size / 1e6:,.1f} MB, " if self.size else ""
+        return f"{self.stage}: {share}{self.documents:,} documents, {self.tokens:,} tokens"
+
+
+def prepare(config: PrepareConfig, report: Callable[[PrepareProgress], None] = lambda progress: None) -> PreparedData:
+    """Prepare a source and return the data; data already prepared with the same settings are returned at once.
 
     Raises `UserError` for bad settings and bad input, leaving nothing behind, and `StoppedError` (a full disk, a
     lost worker, a broken connection) after which the same call resumes where it stopped.
     """
     out = config.out
     with disk_errors(out):
-        job = _Job(config, report or (lambda progress: None))
+        preparation = _Preparation(config, report)
         require_ours(out)
         finished = None if config.restart or not (out / MANIFEST_FILE).exists() else read_manifest(out / MANIFEST_FILE)
-        if finished is None or (finished.settings != job.settings and job.is_under_way()):
-            job.run()
+        if finished is None or (finished.settings != preparation.settings and preparation.is_under_way()):
+            preparation.run()
         else:
-            _require_same(out, finished.settings, job.settings)
+            preparation.require_same(finished.settings)
             remove_remains(out, finished.directory)
         return PreparedData.open(out)
 
 
-class _Job:
-    """One preparation: the resolved configuration and the steps from nothing, or from a partial one, to the data."""
+class _Preparation:
+    """The resolved configuration, and the steps from nothing, or from an unfinished preparation, to the data."""
 
-    def __init__(self, config: PrepareConfig, report: Report) -> None:
+    def __init__(self, config: PrepareConfig, report: Callable[[PrepareProgress], None]) -> None:
         self.config = config
+        self.partial = config.out / PARTIAL_DIRECTORY
         self.report = report
-        self.source = _open(config, config.source)
-        self.validation = None if config.validation is None else _open(config, config.validation)
+        self.sources = [
+            open_source(spec, text_field=config.text_field, cut=config.documents)
+            for spec in (config.source, config.validation)
+            if spec is not None
+        ]
+        self.source, self.validation = self.sources[0], self.sources[1] if len(self.sources) > 1 else None
         default = 0.04 if config.source == "builtin" else 0.01
         self.fraction = default if config.validation_fraction is None else config.validation_fraction
         self.bpe_size = bpe_size(config.tokenizer)
@@ -154,7 +182,8 @@ class _Job:
         config = self.config
         tokenizer: object = config.tokenizer
         if self.tokenizer is not None and config.tokenizer != "bytes":
-            tokenizer = {**self.tokenizer.to_manifest(), "name": None}
+            entry = asdict(tokenizer_entry(self.tokenizer))
+            tokenizer = {name: value for name, value in entry.items() if value is not None} | {"name": None}
         return {
             "procedure": PROCEDURE,
             "source": self.source.fingerprint(),
@@ -166,12 +195,26 @@ class _Job:
 
     def is_under_way(self) -> bool:
         """Return whether an earlier process started the same preparation and did not finish it."""
-        settings = self.config.out / PARTIAL_DIRECTORY / SETTINGS_FILE
+        settings = self.partial / SETTINGS_FILE
         return settings.exists() and bool(json.loads(settings.read_bytes()) == self.settings)
 
+    def require_same(self, before: Any) -> None:
+        """Raise `UserError` if the directory belongs to a preparation with other settings."""
+        if before == self.settings:
+            return
+        different = [name for name in self.settings if before.get(name) != self.settings[name]] or ["an older version"]
+        raise UserError(
+            f"{self.config.out}: holds data prepared with other settings (different: {', '.join(different)}): choose "
+            "another directory, or replace it with --restart"
+        )
+
     def run(self) -> None:
-        """Do what is left to do."""
-        out, partial = self.config.out, self.config.out / PARTIAL_DIRECTORY
+        """Do what is left to do.
+
+        A failed preparation is removed unless it can be resumed: after a `StoppedError`, and not after bad input,
+        for another input starts again.
+        """
+        out, partial = self.config.out, self.partial
         made = [directory for directory in (out, *out.parents) if not directory.exists()]
         partial.mkdir(parents=True, exist_ok=True)
         with exclusive(partial / LOCK_FILE):
@@ -179,27 +222,32 @@ class _Job:
                 discard(partial)
             settings = partial / SETTINGS_FILE
             if settings.exists():
-                _require_same(out, json.loads(settings.read_bytes()), self.settings)
+                self.require_same(json.loads(settings.read_bytes()))
             else:
                 write_atomically(settings, canonical_json(self.settings))
-            if not (partial / MANIFEST_FILE).exists():
-                with _removed_unless_useful(partial, made):
-                    self._encode(partial)
+            try:
+                if not (partial / MANIFEST_FILE).exists():
+                    self._encode()
+            except UserError as error:
+                if not isinstance(error, StoppedError) or not has_shards(partial):
+                    shutil.rmtree(partial)
+                    with suppress(OSError):  # another process may have put something there
+                        for directory in made:
+                            directory.rmdir()
+                raise
             publish(partial, out)
 
-    def _encode(self, partial: Path) -> None:
+    def _encode(self) -> None:
         """Encode all that is not encoded yet, and write the manifest beside it."""
         self.holdout = self._choose_holdout()
-        tokenizer = self._tokenizer(partial)
-        dtype = "uint16" if tokenizer.vocabulary <= 2**16 else "uint32"
-        writer = ShardWriter(partial, tokenizer, dtype)
+        tokenizer = self._tokenizer()
+        writer = ShardWriter(self.partial, tokenizer_entry(tokenizer))
         if writer.documents:
             self._report("resumed", writer, 0)
         chunks = self._chunks(skip=writer.documents)
-        encoder = Encoder(tokenizer, dtype, self.holdout)
-        with closing(encode_chunks(chunks, encoder, self._workers(tokenizer))) as encoded:
+        with closing(encode_chunks(chunks, tokenizer, self._workers(tokenizer))) as encoded:
             for chunk in encoded:
-                writer.append(chunk)
+                writer.append(chunk.splits)
                 self._report("tokens", writer, chunk.position)
         manifest = writer.finish(self.source.name, self.settings, free_directory(self.config.out))
         for name, split in manifest.splits.items():
@@ -207,39 +255,51 @@ class _Job:
                 option = name if name == "validation" and self.validation is not None else "source"
                 spec = getattr(self.config, option)
                 raise UserError(f"{option} {spec!r}: no document for the {name} split: give more text")
-        write_atomically(partial / MANIFEST_FILE, manifest.to_json())
+        write_atomically(self.partial / MANIFEST_FILE, manifest.to_json())
 
-    def _choose_holdout(self) -> Holdout:
-        """Return what is held out of the source: nothing where validation has a source of its own."""
+    def _report(self, stage: str, writer: ShardWriter, position: int) -> None:
+        sizes = [source.size for source in self.sources]
+        size = None if None in sizes else sum(filter(None, sizes))
+        self.report(
+            PrepareProgress(stage=stage, documents=writer.documents, tokens=writer.tokens, position=position, size=size)
+        )
+
+    def _choose_holdout(self) -> Holdout | None:
+        """Return what is held out of the source, None where validation has a source of its own."""
         if self.validation is not None:
-            return Holdout(threshold=0)
+            return None
         holdout = choose_holdout(f"source {self.config.source!r}", self._source_documents(), self.fraction)
         if holdout.note:
             self.report(PrepareProgress(stage=holdout.note))
         return holdout
 
     def _chunks(self, skip: int) -> Iterator[Chunk]:
-        """Yield the documents in chunks of one role and a certain length, without the first `skip` documents."""
-        texts: list[str] = []
-        length, position = 0, 0
-        current: Role = "mixed"
-        for role, text in islice(self._streams(), skip, None):
-            if texts and (role != current or length >= CHUNK_CHARACTERS):
-                yield Chunk(current, texts, position)
-                texts, length = [], 0
-            texts.append(text)
+        """Yield the documents in chunks of a certain length, without the first `skip` documents."""
+        documents: list[tuple[str, str]] = []
+        length = 0
+        for split, text in islice(self._documents(), skip, None):
+            documents.append((split, text))
             length += len(text)
-            current, position = role, sum(source.position for source in self._sources())
-        if texts:
-            yield Chunk(current, texts, position)
+            if length >= CHUNK_CHARACTERS:
+                yield Chunk(documents, self._position())
+                documents, length = [], 0
+        if documents:
+            yield Chunk(documents, self._position())
 
-    def _streams(self) -> Iterator[tuple[Role, str]]:
-        """Yield every document with its role: first a validation source, then the source itself.
+    def _position(self) -> int:
+        return sum(source.position for source in self.sources)
+
+    def _source_documents(self) -> Iterator[str]:
+        return islice(self.source.documents(), self.config.max_documents)
+
+    def _documents(self) -> Iterator[tuple[str, str]]:
+        """Yield every document with its split: first a validation source, then the source itself.
 
         Raises `UserError` if the source contains every document of the validation source.
         """
-        if self.validation is None:
+        if self.holdout is not None:
             yield from self.holdout.split(self._source_documents())
+        if self.validation is None:
             return
         unseen = set()
         for text in self.validation.documents():
@@ -251,9 +311,6 @@ class _Job:
                 if not unseen:
                     raise self._same_text()
             yield "train", text
-
-    def _source_documents(self) -> Iterator[str]:
-        return islice(self.source.documents(), self.config.max_documents)
 
     def _require_different_sources(self) -> None:
         """Raise `UserError` if a file, or a dataset, is source and validation at once."""
@@ -271,9 +328,9 @@ class _Job:
             "source, or leave --validation out"
         )
 
-    def _tokenizer(self, partial: Path) -> Tokenizer:
+    def _tokenizer(self) -> Tokenizer:
         """Return the tokenizer; its file is kept, so that a BPE is trained, or one is downloaded, only once."""
-        config, kept = self.config, partial / SHARD_DIRECTORY / TOKENIZER_FILE
+        config, kept = self.config, self.partial / SHARD_DIRECTORY / TOKENIZER_FILE
         kept.parent.mkdir(exist_ok=True)
         tokenizer = self.tokenizer
         if tokenizer is None and kept.exists():
@@ -287,16 +344,15 @@ class _Job:
                 self.report(PrepareProgress(stage=f"{given}, not of {self.bpe_size:,}"))
         elif tokenizer is None:
             tokenizer = load_tokenizer(config.tokenizer, config.end_of_text)
-        content = tokenizer.to_json()
-        if content is not None:
-            write_atomically(kept, content)
+        if tokenizer.content is not None:
+            write_atomically(kept, tokenizer.content)
         return tokenizer
 
     def _training_sample(self) -> Iterator[str]:
         """Yield the first documents of the train split, as many as a BPE is trained on."""
         characters = 0
-        for role, text in self._streams():
-            if role == "train" or (role == "mixed" and not self.holdout.includes(text)):
+        for split, text in self._documents():
+            if split == "train":
                 yield text
                 characters += len(text)
                 if characters >= BPE_SAMPLE_CHARACTERS:
@@ -312,50 +368,3 @@ class _Job:
         # On few cores the threads of the tokenizers library keep them all busy; its encodings of many cores wait
         # for the one process that turns them into arrays.
         return 1 if small or cores < 4 or isinstance(tokenizer, ByteTokenizer) else cores
-
-    def _sources(self) -> list[Source]:
-        return [source for source in (self.validation, self.source) if source is not None]
-
-    def _report(self, stage: str, writer: ShardWriter, position: int) -> None:
-        sizes = [source.size for source in self._sources() if source.size is not None]
-        self.report(
-            PrepareProgress(
-                stage=stage,
-                documents=writer.documents_read,
-                tokens=writer.tokens,
-                position=position,
-                size=sum(sizes) if len(sizes) == len(self._sources()) else None,
-            )
-        )
-
-
-def _open(config: PrepareConfig, spec: str) -> Source:
-    return open_source(spec, text_field=config.text_field, cut=config.documents)
-
-
-def _require_same(out: Path, before: Any, now: dict[str, Any]) -> None:
-    """Raise `UserError` if a directory belongs to a preparation with other settings."""
-    if before == now:
-        return
-    different = [name for name in now if before.get(name) != now[name]] or ["an older version"]
-    raise UserError(
-        f"{out}: holds data prepared with other settings (different: {', '.join(different)}): choose another "
-        "directory, or replace it with --restart"
-    )
-
-
-@contextmanager
-def _removed_unless_useful(partial: Path, made: list[Path]) -> Iterator[None]:
-    """Remove a partial preparation that failed, and the directories made for it, if it cannot be resumed.
-
-    It can be resumed only after a `StoppedError`: bad input needs another input, whose preparation starts again.
-    """
-    try:
-        yield
-    except UserError as error:
-        if not isinstance(error, StoppedError) or not has_shards(partial):
-            shutil.rmtree(partial)
-            with suppress(OSError):  # another process may have put something there
-                for directory in made:
-                    directory.rmdir()
-        raise
