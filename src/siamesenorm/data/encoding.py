@@ -31,27 +31,19 @@ class Chunk:
     """Bytes of the sources that were read up to here, for the display."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedChunk:
-    """The ids of a chunk, by split."""
-
-    splits: dict[str, EncodedSplit]
-    position: int
+# The ids of a chunk by split, and its position.
+EncodedChunk = tuple[dict[str, EncodedSplit], int]
 
 
 def encode_chunk(tokenizer: Tokenizer, chunk: Chunk) -> EncodedChunk:
     """Return the ids of a chunk, every document closed by the end of text."""
-    groups: dict[str, list[str]] = {}
-    for split, text in chunk.documents:
-        groups.setdefault(split, []).append(text)
-    return EncodedChunk({name: _encode_split(tokenizer, texts) for name, texts in groups.items()}, chunk.position)
-
-
-def _encode_split(tokenizer: Tokenizer, texts: list[str]) -> EncodedSplit:
-    end = np.array([tokenizer.end_of_text])
-    parts = [part for ids in tokenizer.encode_batch(texts) for part in (ids, end)]
-    size = sum(len(text.encode("utf-8")) for text in texts)
-    return EncodedSplit(np.concatenate(parts).astype(id_dtype(tokenizer.vocabulary)), len(texts), size)
+    dtype, end = id_dtype(tokenizer.vocabulary), [tokenizer.end_of_text]
+    splits = {}
+    for name in {name for name, _ in chunk.documents}:
+        texts = [text for split, text in chunk.documents if split == name]
+        ids = np.concatenate([part for ids in tokenizer.encode_batch(texts) for part in (ids, end)]).astype(dtype)
+        splits[name] = EncodedSplit(ids, len(texts), sum(len(text.encode("utf-8")) for text in texts))
+    return splits, chunk.position
 
 
 def encode_chunks(chunks: Iterable[Chunk], tokenizer: Tokenizer, workers: int) -> Generator[EncodedChunk, None, None]:
@@ -64,12 +56,11 @@ def encode_chunks(chunks: Iterable[Chunk], tokenizer: Tokenizer, workers: int) -
         return
     pool = ProcessPoolExecutor(workers, _start_context(), _start_worker, (tokenizer,))
     try:
-        # At most two chunks a worker are in memory.
-        rest = iter(chunks)
-        pending = deque(pool.submit(_encode, chunk) for chunk in islice(rest, 2 * workers))
+        futures = (pool.submit(_encode, chunk) for chunk in chunks)
+        pending = deque(islice(futures, 2 * workers))  # at most two chunks a worker are in memory
         while pending:
             yield pending.popleft().result()
-            pending.extend(pool.submit(_encode, chunk) for chunk in islice(rest, 1))
+            pending.extend(islice(futures, 1))
     except BrokenProcessPool as error:
         raise StoppedError(
             f"one of {workers} worker processes died: memory ran out, or a script lacks `if __name__ == '__main__'`: "

@@ -6,37 +6,19 @@ bytes. Only some chunks, a shard, and the sample that a BPE is trained on are in
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from siamesenorm.data.encoding import Chunk, encode_chunks
-from siamesenorm.data.holdout import Holdout, choose_holdout
+from siamesenorm.data.holdout import choose_holdout
 from siamesenorm.data.prepared import PreparedData
-from siamesenorm.data.sources import BuiltinSource, Cut, open_source
-from siamesenorm.data.storage import (
-    LOCK_FILE,
-    MANIFEST_FILE,
-    PARTIAL_DIRECTORY,
-    SETTINGS_FILE,
-    SHARD_DIRECTORY,
-    TOKENIZER_FILE,
-    ShardWriter,
-    canonical_json,
-    discard,
-    free_directory,
-    has_shards,
-    publish,
-    read_manifest,
-    remove_remains,
-    require_ours,
-)
+from siamesenorm.data.sources import BuiltinSource, Cut, Source, open_source
+from siamesenorm.data.storage import SHARD_DIRECTORY, TOKENIZER_FILE, Manifest, ShardWriter, complete
 from siamesenorm.data.tokenizer import (
     ByteTokenizer,
     LibraryTokenizer,
@@ -47,7 +29,7 @@ from siamesenorm.data.tokenizer import (
     train_bpe,
 )
 from siamesenorm.errors import UserError
-from siamesenorm.files import StoppedError, disk_errors, exclusive, write_atomically
+from siamesenorm.files import disk_errors, write_atomically
 
 # To be raised whenever the same settings give other bytes.
 PROCEDURE = 1
@@ -142,17 +124,10 @@ def prepare(config: PrepareConfig, report: Callable[[PrepareProgress], None] = l
     Raises `UserError` for bad settings and bad input, leaving nothing behind, and `StoppedError` (a full disk, a
     lost worker, a broken connection) after which the same call resumes where it stopped.
     """
-    out = config.out
-    with disk_errors(out):
+    with disk_errors(config.out):
         preparation = _Preparation(config, report)
-        require_ours(out)
-        finished = None if config.restart or not (out / MANIFEST_FILE).exists() else read_manifest(out / MANIFEST_FILE)
-        if finished is None or (finished.settings != preparation.settings and preparation.is_under_way()):
-            preparation.run()
-        else:
-            preparation.require_same(finished.settings)
-            remove_remains(out, finished.directory)
-        return PreparedData.open(out)
+        complete(config.out, preparation.settings, preparation.encode, restart=config.restart)
+        return PreparedData.open(config.out)
 
 
 class _Preparation:
@@ -160,14 +135,10 @@ class _Preparation:
 
     def __init__(self, config: PrepareConfig, report: Callable[[PrepareProgress], None]) -> None:
         self.config = config
-        self.partial = config.out / PARTIAL_DIRECTORY
         self.report = report
-        self.sources = [
-            open_source(spec, text_field=config.text_field, cut=config.documents)
-            for spec in (config.source, config.validation)
-            if spec is not None
-        ]
-        self.source, self.validation = self.sources[0], self.sources[1] if len(self.sources) > 1 else None
+        options: dict[str, Any] = {"text_field": config.text_field, "cut": config.documents}
+        self.source = open_source(config.source, **options)
+        self.validation = None if config.validation is None else open_source(config.validation, **options)
         default = 0.04 if config.source == "builtin" else 0.01
         self.fraction = default if config.validation_fraction is None else config.validation_fraction
         self.bpe_size = bpe_size(config.tokenizer)
@@ -193,87 +164,31 @@ class _Preparation:
             "end_of_text": config.end_of_text,
         }
 
-    def is_under_way(self) -> bool:
-        """Return whether an earlier process started the same preparation and did not finish it."""
-        settings = self.partial / SETTINGS_FILE
-        return settings.exists() and bool(json.loads(settings.read_bytes()) == self.settings)
+    def encode(self, partial: Path) -> Manifest:
+        """Encode the documents that have no shards yet, and return the manifest."""
+        if self.validation is None:
+            self.holdout = choose_holdout(f"source {self.config.source!r}", self._source_documents(), self.fraction)
+            if self.holdout.note:
+                self.report(PrepareProgress(stage=self.holdout.note))
+        tokenizer = self._tokenizer(partial)
+        writer = ShardWriter(partial, tokenizer_entry(tokenizer))
+        sources = [source for source in (self.validation, self.source) if source is not None]
+        size = None if any(source.size is None for source in sources) else sum(source.size or 0 for source in sources)
 
-    def require_same(self, before: Any) -> None:
-        """Raise `UserError` if the directory belongs to a preparation with other settings."""
-        if before == self.settings:
-            return
-        different = [name for name in self.settings if before.get(name) != self.settings[name]] or ["an older version"]
-        raise UserError(
-            f"{self.config.out}: holds data prepared with other settings (different: {', '.join(different)}): choose "
-            "another directory, or replace it with --restart"
-        )
+        def report(stage: str, position: int) -> None:
+            counts = {"documents": writer.documents, "tokens": writer.tokens}
+            self.report(PrepareProgress(stage=stage, position=position, size=size, **counts))
 
-    def run(self) -> None:
-        """Do what is left to do.
-
-        A failed preparation is removed unless it can be resumed: after a `StoppedError`, and not after bad input,
-        for another input starts again.
-        """
-        out, partial = self.config.out, self.partial
-        made = [directory for directory in (out, *out.parents) if not directory.exists()]
-        partial.mkdir(parents=True, exist_ok=True)
-        with exclusive(partial / LOCK_FILE):
-            if self.config.restart:
-                discard(partial)
-            settings = partial / SETTINGS_FILE
-            if settings.exists():
-                self.require_same(json.loads(settings.read_bytes()))
-            else:
-                write_atomically(settings, canonical_json(self.settings))
-            try:
-                if not (partial / MANIFEST_FILE).exists():
-                    self._encode()
-            except UserError as error:
-                if not isinstance(error, StoppedError) or not has_shards(partial):
-                    shutil.rmtree(partial)
-                    with suppress(OSError):  # another process may have put something there
-                        for directory in made:
-                            directory.rmdir()
-                raise
-            publish(partial, out)
-
-    def _encode(self) -> None:
-        """Encode all that is not encoded yet, and write the manifest beside it."""
-        self.holdout = self._choose_holdout()
-        tokenizer = self._tokenizer()
-        writer = ShardWriter(self.partial, tokenizer_entry(tokenizer))
         if writer.documents:
-            self._report("resumed", writer, 0)
-        chunks = self._chunks(skip=writer.documents)
+            report("resumed", 0)
+        chunks = self._chunks(sources, skip=writer.documents)
         with closing(encode_chunks(chunks, tokenizer, self._workers(tokenizer))) as encoded:
-            for chunk in encoded:
-                writer.append(chunk.splits)
-                self._report("tokens", writer, chunk.position)
-        manifest = writer.finish(self.source.name, self.settings, free_directory(self.config.out))
-        for name, split in manifest.splits.items():
-            if split.documents == 0:
-                option = name if name == "validation" and self.validation is not None else "source"
-                spec = getattr(self.config, option)
-                raise UserError(f"{option} {spec!r}: no document for the {name} split: give more text")
-        write_atomically(self.partial / MANIFEST_FILE, manifest.to_json())
+            for splits, position in encoded:
+                writer.append(splits)
+                report("tokens", position)
+        return writer.finish(self.source.name, self.settings)
 
-    def _report(self, stage: str, writer: ShardWriter, position: int) -> None:
-        sizes = [source.size for source in self.sources]
-        size = None if None in sizes else sum(filter(None, sizes))
-        self.report(
-            PrepareProgress(stage=stage, documents=writer.documents, tokens=writer.tokens, position=position, size=size)
-        )
-
-    def _choose_holdout(self) -> Holdout | None:
-        """Return what is held out of the source, None where validation has a source of its own."""
-        if self.validation is not None:
-            return None
-        holdout = choose_holdout(f"source {self.config.source!r}", self._source_documents(), self.fraction)
-        if holdout.note:
-            self.report(PrepareProgress(stage=holdout.note))
-        return holdout
-
-    def _chunks(self, skip: int) -> Iterator[Chunk]:
+    def _chunks(self, sources: list[Source], skip: int) -> Iterator[Chunk]:
         """Yield the documents in chunks of a certain length, without the first `skip` documents."""
         documents: list[tuple[str, str]] = []
         length = 0
@@ -281,13 +196,10 @@ class _Preparation:
             documents.append((split, text))
             length += len(text)
             if length >= CHUNK_CHARACTERS:
-                yield Chunk(documents, self._position())
+                yield Chunk(documents, sum(source.position for source in sources))
                 documents, length = [], 0
         if documents:
-            yield Chunk(documents, self._position())
-
-    def _position(self) -> int:
-        return sum(source.position for source in self.sources)
+            yield Chunk(documents, sum(source.position for source in sources))
 
     def _source_documents(self) -> Iterator[str]:
         return islice(self.source.documents(), self.config.max_documents)
@@ -297,9 +209,8 @@ class _Preparation:
 
         Raises `UserError` if the source contains every document of the validation source.
         """
-        if self.holdout is not None:
-            yield from self.holdout.split(self._source_documents())
         if self.validation is None:
+            yield from self.holdout.split(self._source_documents())
             return
         unseen = set()
         for text in self.validation.documents():
@@ -328,9 +239,9 @@ class _Preparation:
             "source, or leave --validation out"
         )
 
-    def _tokenizer(self) -> Tokenizer:
+    def _tokenizer(self, partial: Path) -> Tokenizer:
         """Return the tokenizer; its file is kept, so that a BPE is trained, or one is downloaded, only once."""
-        config, kept = self.config, self.partial / SHARD_DIRECTORY / TOKENIZER_FILE
+        config, kept = self.config, partial / SHARD_DIRECTORY / TOKENIZER_FILE
         kept.parent.mkdir(exist_ok=True)
         tokenizer = self.tokenizer
         if tokenizer is None and kept.exists():

@@ -93,29 +93,23 @@ class PreparedData:
             what = "no manifest.json in it" if path.is_dir() else "no such directory"
             raise UserError(f"{path}: no prepared data ({what}): make it with `siamesenorm prepare`")
         data = cls(path, read_manifest(path / MANIFEST_FILE))
-        data._check_tokenizer_file()
-        for name in data.manifest.splits:
-            data._check_sizes(name)
+        data._check_files()
         return data
 
-    def _check_tokenizer_file(self) -> None:
-        expected = self.manifest.tokenizer.sha256
-        file = self.path / self.manifest.directory / TOKENIZER_FILE
-        if expected is not None and not file.is_file():
-            raise UserError(f"{file}: missing: {REMEDY}")
-        if expected is not None and hashlib.sha256(file.read_bytes()).hexdigest() != expected:
-            raise UserError(f"{file}: its checksum is not the manifest's: {REMEDY}")
-
-    def _check_sizes(self, name: str) -> None:
-        split, itemsize = self.split(name), np.dtype(self.manifest.dtype).itemsize
-        if split.tokens == 0:
-            raise UserError(f"{self.path}: the {name} split is empty: {REMEDY}")
-        for file, ids in zip(self._shard_files(name), split.shards, strict=True):
-            if not file.is_file():
-                raise UserError(f"{file}: missing: {REMEDY}")
-            size = file.stat().st_size
-            if size != ids * itemsize:
-                raise UserError(f"{file}: {size:,} bytes where the manifest says {ids * itemsize:,}: {REMEDY}")
+    def _check_files(self) -> None:
+        itemsize = np.dtype(self.manifest.dtype).itemsize
+        for name, split in self.manifest.splits.items():
+            if split.tokens == 0:
+                raise UserError(f"{self.path}: the {name} split is empty: {REMEDY}")
+            for file, ids in zip(self._shard_files(name), split.shards, strict=True):
+                size = file.stat().st_size if file.is_file() else 0
+                if size != ids * itemsize:
+                    raise UserError(f"{file}: {size:,} bytes where the manifest says {ids * itemsize:,}: {REMEDY}")
+        checksum = self.manifest.tokenizer.sha256
+        if checksum is not None:
+            file = self.path / self.manifest.directory / TOKENIZER_FILE
+            if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != checksum:
+                raise UserError(f"{file}: missing, or its checksum is not the manifest's: {REMEDY}")
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -135,10 +129,10 @@ class PreparedData:
 
     def tokens(self, split: str) -> TokenSequence:
         """Return the ids of a split, uint16 or uint32, memory-mapped and read-only."""
-        storage = np.dtype(STORAGE[self.manifest.dtype])
+        storage = STORAGE[self.manifest.dtype]
         # As plain arrays: slices of a memmap cost more than the copies made of them.
-        files = self._shard_files(split)
-        return TokenSequence([np.memmap(file, dtype=storage, mode="r").view(np.ndarray) for file in files])
+        arrays = (np.memmap(file, dtype=storage, mode="r").view(np.ndarray) for file in self._shard_files(split))
+        return TokenSequence(list(arrays))
 
     def require_vocabulary(self, vocabulary: int) -> None:
         """Raise `UserError` if a model with this vocabulary is too small for the data."""

@@ -119,10 +119,14 @@ class HubSource(Source):
             raise UserError(f"{place} needs the package datasets: pip install 'siamesenorm[data]'") from error
         number = 0
         try:
+            found = False
             for number, row in enumerate(datasets.load_dataset(self.path, streaming=True, **self.options), 1):
                 text = _text_of(f"{place}: row {number}", row, self.text_field)
                 if text.strip():
+                    found = True
                     yield text
+            if not found:
+                raise UserError(f"{place}: holds no text: name another dataset, split or --text-field")
         except UserError:
             raise
         except Exception as error:  # the network and the Hub raise anything

@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -213,7 +213,7 @@ class ShardWriter:
     def _shard(self, name: str, number: int) -> Path:
         return self._partial / SHARD_DIRECTORY / shard_file(name, number)
 
-    def finish(self, source: str, settings: Mapping[str, Any], directory: str) -> Manifest:
+    def finish(self, source: str, settings: Mapping[str, Any]) -> Manifest:
         """Write the last shards, read all of them for checksums and entropy, and return the manifest.
 
         Raises `UserError` for a shard that does not have the size in its record.
@@ -225,7 +225,7 @@ class ShardWriter:
         shares = counts["train"][counts["train"] > 0] / splits["train"].tokens
         return Manifest(
             source=source,
-            directory=directory,
+            directory=_free_directory(self._partial.parent),
             tokenizer=self._tokenizer,
             dtype=self._dtype,
             splits=splits,
@@ -257,12 +257,69 @@ def _record_files(partial: Path) -> list[Path]:
     return sorted(partial.glob("[0-9]*.json"), key=lambda file: int(file.stem))
 
 
-def has_shards(partial: Path) -> bool:
-    """Return whether an unfinished preparation has a whole shard."""
-    return bool(_record_files(partial))
+# --- from an unfinished preparation to data in their place
 
 
-def free_directory(out: Path) -> str:
+def complete(out: Path, settings: Mapping[str, Any], encode: Callable[[Path], Manifest], *, restart: bool) -> None:
+    """Complete the data with these settings in a directory; nothing is done where they are complete.
+
+    `encode(partial)` writes, or completes, the shards and returns their manifest. A preparation that fails is removed
+    unless it can be resumed: after a `StoppedError`, not after bad input, for another input starts again.
+    Raises `UserError` if the directory has data with other settings, and no `restart` replaces them.
+    """
+    partial = out / PARTIAL_DIRECTORY
+    under_way = partial / SETTINGS_FILE
+    _require_ours(out)
+    if (out / MANIFEST_FILE).exists() and not restart:
+        finished = read_manifest(out / MANIFEST_FILE)
+        resumes = under_way.exists() and json.loads(under_way.read_bytes()) == settings
+        if finished.settings == settings or not resumes:
+            _require_same(out, finished.settings, settings)
+            _remove_remains(out, finished.directory)
+            return
+    made = [directory for directory in (out, *out.parents) if not directory.exists()]
+    partial.mkdir(parents=True, exist_ok=True)
+    with exclusive(partial / LOCK_FILE):
+        if restart:
+            _discard(partial)
+        if under_way.exists():
+            _require_same(out, json.loads(under_way.read_bytes()), settings)
+        else:
+            write_atomically(under_way, canonical_json(settings))
+        try:
+            if not (partial / MANIFEST_FILE).exists():
+                write_atomically(partial / MANIFEST_FILE, encode(partial).to_json())
+        except UserError as error:
+            if not isinstance(error, StoppedError) or not _record_files(partial):
+                shutil.rmtree(partial)
+                with suppress(OSError):  # another process may have put something there
+                    for directory in made:
+                        directory.rmdir()
+            raise
+        _publish(partial, out)
+
+
+def _require_ours(out: Path) -> None:
+    """Raise `UserError` if a directory holds files of our names that no preparation left there."""
+    manifest = out / MANIFEST_FILE
+    if (out / PARTIAL_DIRECTORY).exists() or (manifest.exists() and b'"unigram_entropy"' in manifest.read_bytes()):
+        return
+    for name in (MANIFEST_FILE, *DIRECTORIES):
+        if (out / name).exists():
+            raise UserError(f"{out}: holds a {name} of another origin: remove it or choose another directory")
+
+
+def _require_same(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise `UserError` if a directory belongs to a preparation with other settings."""
+    if before != now:
+        different = [name for name in now if before.get(name) != now[name]] or ["an older version"]
+        raise UserError(
+            f"{out}: holds data prepared with other settings (different: {', '.join(different)}): choose another "
+            "directory, or replace it with --restart"
+        )
+
+
+def _free_directory(out: Path) -> str:
     """Return the name of a directory for shards that no data in use have."""
     with suppress(UserError):
         if (out / MANIFEST_FILE).exists() and read_manifest(out / MANIFEST_FILE).directory == DIRECTORIES[0]:
@@ -270,7 +327,7 @@ def free_directory(out: Path) -> str:
     return DIRECTORIES[0]
 
 
-def publish(partial: Path, out: Path) -> None:
+def _publish(partial: Path, out: Path) -> None:
     """Move the shards of a finished preparation to their place, then the manifest; may be repeated after a kill.
 
     Earlier data are valid until the new manifest replaces theirs, and are removed after it.
@@ -284,7 +341,7 @@ def publish(partial: Path, out: Path) -> None:
     _remove_all_but(out, target.name)
 
 
-def discard(partial: Path) -> None:
+def _discard(partial: Path) -> None:
     """Remove an unfinished preparation but for its lock; what makes shards count is removed first."""
     for file in (partial / MANIFEST_FILE, *reversed(_record_files(partial))):
         file.unlink(missing_ok=True)
@@ -292,7 +349,7 @@ def discard(partial: Path) -> None:
     (partial / SETTINGS_FILE).unlink(missing_ok=True)
 
 
-def remove_remains(out: Path, directory: str) -> None:
+def _remove_remains(out: Path, directory: str) -> None:
     """Remove what a kill left beside finished data, unless another process is writing there."""
     if (out / PARTIAL_DIRECTORY).exists():
         with suppress(StoppedError), exclusive(out / PARTIAL_DIRECTORY / LOCK_FILE):
@@ -305,13 +362,3 @@ def _remove_all_but(out: Path, directory: str) -> None:
         if name != directory and (out / name).exists():
             shutil.rmtree(out / name)
     sync_directory(out)
-
-
-def require_ours(out: Path) -> None:
-    """Raise `UserError` if a directory holds files of our names that no preparation left there."""
-    manifest = out / MANIFEST_FILE
-    if (out / PARTIAL_DIRECTORY).exists() or (manifest.exists() and b'"unigram_entropy"' in manifest.read_bytes()):
-        return
-    for name in (MANIFEST_FILE, *DIRECTORIES):
-        if (out / name).exists():
-            raise UserError(f"{out}: holds a {name} of another origin: remove it or choose another directory")
