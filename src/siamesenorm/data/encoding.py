@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from siamesenorm.data.storage import EncodedSplit, id_dtype
+from siamesenorm.data.storage import SPLITS, EncodedSplit, id_dtype
 from siamesenorm.data.tokenizer import Tokenizer
 from siamesenorm.files import StoppedError
 
@@ -39,10 +39,10 @@ def encode_chunk(tokenizer: Tokenizer, chunk: Chunk) -> EncodedChunk:
     """Return the ids of a chunk, every document closed by the end of text."""
     dtype, end = id_dtype(tokenizer.vocabulary), [tokenizer.end_of_text]
     splits = {}
-    for name in {name for name, _ in chunk.documents}:
-        texts = [text for split, text in chunk.documents if split == name]
-        ids = np.concatenate([part for ids in tokenizer.encode_batch(texts) for part in (ids, end)]).astype(dtype)
-        splits[name] = EncodedSplit(ids, len(texts), sum(len(text.encode("utf-8")) for text in texts))
+    for name in SPLITS:
+        if texts := [text for split, text in chunk.documents if split == name]:
+            ids = np.concatenate([part for ids in tokenizer.encode_batch(texts) for part in (ids, end)]).astype(dtype)
+            splits[name] = EncodedSplit(ids, len(texts), sum(len(text.encode("utf-8")) for text in texts))
     return splits, chunk.position
 
 
