@@ -33,6 +33,7 @@ from siamesenorm.topologies import (
     build_topology,
     transformer_places,
 )
+from siamesenorm.topologies.attention_residuals import AttentionResiduals
 from siamesenorm.topologies.hybridnorm import HybridNorm
 from siamesenorm.topologies.hyper_connections import HyperConnections
 from siamesenorm.topologies.manifold_hyper_connections import ManifoldHyperConnections
@@ -469,3 +470,32 @@ def manifold_hyper_connections(options: Any, e: Tensor, F: list[Sublayer], model
         for i in range(n):
             collapsed[b, t] += weights[i] * H[b, t, i]
     return model.closing.norm(collapsed)
+
+
+# --- a growing number of streams -------------------------------------------------------------------------------------
+
+
+@reference(AttentionResiduals, block_size=(1, 2), eps=(0.0, 0.3))
+def attention_residuals(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
+    """The published pseudocode: a bank of finished sources, and a prefix that restarts at every B-th block."""
+    L = model.depth
+    B = math.ceil(L / 8) if options.block_size == "auto" else options.block_size
+
+    def read(mix: Any, V: list[Tensor]) -> Tensor:
+        if len(V) == 1:
+            return V[0]
+        keys = [v / torch.sqrt((v * v).mean(-1, keepdim=True) + options.eps) * mix.gain for v in V]
+        scores = torch.cat([(k * mix.query).sum(-1, keepdim=True) for k in keys], dim=-1)
+        w = torch.exp(scores) / torch.exp(scores).sum(-1, keepdim=True)
+        return sum(w[..., i : i + 1] * V[i] for i in range(len(V))) * (len(V) if options.rescale else 1)
+
+    bank, prefix = [], e
+    for l in range(L):
+        for k in (2 * l, 2 * l + 1):
+            c = model.connections[k]
+            out = F[k](c.norm(read(c.mix, [*bank, prefix])))
+            if options.sources == "outputs" or (k == 2 * l and l % B == 0):
+                bank, prefix = [*bank, prefix], out
+            else:
+                prefix = prefix + out
+    return model.closing.norm(read(model.closing.mix, [*bank, prefix]))

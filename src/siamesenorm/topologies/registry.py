@@ -11,6 +11,7 @@ from typing import Any
 
 from siamesenorm.errors import unknown
 from siamesenorm.options import EntryPointGroup, Scalar, parse_specification
+from siamesenorm.topologies.attention_residuals import AttentionResiduals
 from siamesenorm.topologies.hybridnorm import HybridNorm
 from siamesenorm.topologies.hyper_connections import HyperConnections
 from siamesenorm.topologies.manifold_hyper_connections import ManifoldHyperConnections
@@ -40,6 +41,8 @@ TOPOLOGIES: dict[str, Topology] = {
     "shc-2": HyperConnections(dynamic=False),
     "dhc-2": HyperConnections(),
     "mhc-4": ManifoldHyperConnections(),
+    "attnres": AttentionResiduals(),
+    "attnres-full": AttentionResiduals(sources="outputs"),
     "siamese-post-pre": SiamesePostPre(),
     "siamese": SiameseHybridPre(),
 }
