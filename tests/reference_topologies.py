@@ -37,8 +37,9 @@ from siamesenorm.topologies import (
 from siamesenorm.topologies.attention_residuals import AttentionResiduals
 from siamesenorm.topologies.hybridnorm import HybridNorm
 from siamesenorm.topologies.hyper_connections import HyperConnections
+from siamesenorm.topologies.lambdas import Lambdas
 from siamesenorm.topologies.manifold_hyper_connections import ManifoldHyperConnections
-from siamesenorm.topologies.post_norm import DeepNorm, MixLN, PostNorm
+from siamesenorm.topologies.post_norm import DeepNorm, Keel, MixLN, PostNorm
 from siamesenorm.topologies.pre_norm import LayerNormScaling, LayerScale, OutputNorm, PeriNorm, PreNorm, ReZero
 from siamesenorm.topologies.residual import ResiDual
 from siamesenorm.topologies.siamese import SiameseHybridPre, SiamesePostPre
@@ -268,6 +269,26 @@ def deepnorm(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     return model.closing.norm(x) if options.final_norm else x
 
 
+@reference(Keel)
+def keel(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
+    N, K = norms_after(model), 2 * model.depth
+    x = e
+    for k in model.sublayers:
+        x = N[k](K * x + F[k](model.connections[k].norm(x)))
+    return x
+
+
+@reference(Lambdas)
+def lambdas(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
+    x = e
+    for k in model.sublayers:
+        c = model.connections[k]
+        if k % 2 == 0:
+            x = c.residual_scale * x + c.embedding_scale * e
+        x = x + F[k](c.norm(x))
+    return model.closing.norm(x)
+
+
 @reference(PeriNorm)
 def peri(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     x = model.opening.norm(e) if options.embedding_norm else e
@@ -335,7 +356,8 @@ def spannorm(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     for block in range(model.depth):
         a, m = 2 * block, 2 * block + 1
         if options.reading == "A":
-            z = model.connections[m].post_norm(x + F[a](x))
+            h = model.connections[0].norm(x) if options.initial_norm and block == 0 else x
+            z = model.connections[m].post_norm(x + F[a](h))
             x = N[m](x + F[m](z))
         else:
             h = x + F[a](model.connections[a].norm(x))

@@ -771,8 +771,9 @@ def test_layer_scale_follows_the_depth() -> None:
 
 @pytest.mark.parametrize(
     ("name", "decayed"),
-    [("dhc-2", {"project_in", "project_residual", "project_out"}), ("mhc-4", {"project_in", "project_residual", "project_out"}), ("shc-2", set()),
-     ("siamese", set()), ("layerscale", set()), ("rezero", set()), ("pre", set())],
+    [("dhc-2", {"project_in", "project_residual", "project_out"}),
+     ("mhc-4", {"project_in", "project_residual", "project_out"}), ("shc-2", set()), ("siamese", set()),
+     ("layerscale", set()), ("rezero", set()), ("pre", set())],
 )  # fmt: skip
 def test_weight_decay_touches_only_dynamic_weights(name: str, decayed: set[str]) -> None:
     found = {key.rpartition(".")[2] for key, _, declaration in declared_parameters(wire(name)) if declaration.decay}
