@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from siamesenorm.errors import UserError, unknown
 from siamesenorm.norms import NormSpec
-from siamesenorm.sublayers.sublayer import NO_CONTEXT, Context, Projection, Rotation
+from siamesenorm.sublayers.sublayer import NO_CONTEXT, Context, Projection, Rotation, to_autocast
 
 ATTENTION_NORMS = ("none", "qk", "qk-head", "qkv-head")
 
@@ -81,6 +81,7 @@ class Attention(nn.Module):
     def forward(self, h: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         """Return [batch, tokens, dim]; a cache holds keys as they were rotated."""
         rotary, mask, cache, _ = context
+        h = to_autocast(h)
         query = self.query_head_norm(self._split(self.query_norm(self.query(h))))
         key = self.key_head_norm(self._split(self.key_norm(self.key(h))))
         value = self.value_head_norm(self._split(self.value(h)))

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from siamesenorm.sublayers.sublayer import NO_CONTEXT, Context, Projection
+from siamesenorm.sublayers.sublayer import NO_CONTEXT, Context, Projection, to_autocast
 
 Activation = Literal["swiglu", "gelu", "gelu-tanh", "relu"]
 PLAIN_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -30,6 +30,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, h: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         """Return [..., dim]."""
+        h = to_autocast(h)
         output: Tensor = self.output(F.silu(self.gate(h)) * self.up(h))
         return output
 
