@@ -648,7 +648,10 @@ NORM_COUNTS = {  # of width d, at L blocks
     "mixln": lambda L: 2 * L + 1,
     "hybridnorm": lambda L: L + 1,
     "hybridnorm-star": lambda L: L + 2,
-    "spannorm": lambda L: 2 * L,
+    "keel": lambda L: 4 * L,
+    "lambdas": lambda L: 2 * L + 1,
+    "attnres": lambda L: 2 * L + 1,
+    "spannorm": lambda L: 2 * L + 1,
     "residual": lambda L: 2 * L + 1,
     "rezero": lambda L: 0,
     "siamese": lambda L: 4 * L + 3,  # N^Y_a, N^X, N^Y_m, N^in; the gates are counted below

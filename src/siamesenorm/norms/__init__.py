@@ -1,7 +1,7 @@
 """Normalisation operators: one file an operator, one contract, one registry."""
 
 from siamesenorm.norms.conditioned import AdaLN, AdaSeeDNorm, Modulation, modulate
-from siamesenorm.norms.dyt import DyT
+from siamesenorm.norms.dyt import Derf, DyT
 from siamesenorm.norms.function import Inexact, InexactKind, NormFunction
 from siamesenorm.norms.layer_norm import LayerNorm
 from siamesenorm.norms.norm import Norm, Role
@@ -16,6 +16,7 @@ __all__ = [
     "AdaLN",
     "AdaSeeDNorm",
     "DeclaredModule",
+    "Derf",
     "DyT",
     "Inexact",
     "InexactKind",

@@ -1,4 +1,4 @@
-"""DyT, the dynamic tanh (arXiv 2503.10622), and its recipe.
+"""DyT, the dynamic tanh (arXiv 2503.10622), and its recipe; Derf, the dynamic erf (arXiv 2512.10938).
 
 The published language recipe names three widths. Between them the initial value is interpolated linearly in the width;
 below and above, that of the nearest width is taken. The norm's `note` then says so, for the run's record.
@@ -47,11 +47,14 @@ class DyT(Norm):
         axis: int = -1,
     ) -> None:
         super().__init__(dim, affine=affine, axis=axis)
+        name = type(self).__name__
         self.alpha_initial = VISION_ALPHA if alpha_initial == "auto" else alpha_initial
         if isinstance(self.alpha_initial, (bool, str)) or not math.isfinite(self.alpha_initial):
-            raise UserError(f"alpha_initial of DyT is {alpha_initial!r}: write a number, such as 0.5, or auto")
+            raise UserError(
+                f"alpha_initial of {type(self).__name__} is {alpha_initial!r}: write a number, such as 0.5, or auto"
+            )
         if not isinstance(bias, bool) and bias != "auto":
-            raise UserError(f"bias of DyT is {bias!r}: write true, false or auto")
+            raise UserError(f"bias of {type(self).__name__} is {bias!r}: write true, false or auto")
         self.declare("alpha", (1,), initial=self.alpha_initial)
         self.declare("gain", (dim,) if affine else None, initial=1.0)
         self.declare("bias", (dim,) if affine and bias else None, initial=0.0)  # "auto" without a role is with bias
@@ -69,9 +72,13 @@ class DyT(Norm):
         norm.note = note
         return norm
 
+    def squash(self, x: Tensor) -> Tensor:
+        """Return tanh(a x)."""
+        return torch.tanh(self.alpha.to(x.dtype) * x)
+
     def formula(self, x: Tensor) -> Tensor:
         """Return g tanh(a x) + b."""
-        squashed = torch.tanh(self.alpha.to(x.dtype) * x)
+        squashed = self.squash(x)
         if self.gain is not None:
             squashed = squashed * self.gain.to(x.dtype)
         return squashed if self.bias is None else squashed + self.bias.to(x.dtype)
@@ -83,6 +90,33 @@ class DyT(Norm):
         for parameter in (self.gain, self.bias):
             if parameter is not None:
                 parameter.zero_()
+
+
+class Derf(DyT):
+    """Squash each element by the error function: N(x) = g erf(a x + s) + b (arXiv 2512.10938).
+
+    g and b [dim] start at 1 and 0, a [1] at `alpha_initial` (0.5), s [1] at 0, whatever the role. Without `affine`
+    there is neither g nor b. Weight decay applies to none of them.
+    """
+
+    statistic = "derf"
+    scales_embedding = False
+    shift: Tensor
+
+    def __init__(
+        self, dim: int, *, alpha_initial: float = 0.5, bias: bool = True, affine: bool = True, axis: int = -1
+    ) -> None:
+        super().__init__(dim, alpha_initial=alpha_initial, bias=bias, affine=affine, axis=axis)
+        self.declare("shift", (1,), initial=0.0)
+
+    @classmethod
+    def for_role(cls, dim: int, role: Role, **options: Any) -> Self:
+        """Build it: the recipe does not depend on the role."""
+        return cls(dim, **options)
+
+    def squash(self, x: Tensor) -> Tensor:
+        """Return erf(a x + s)."""
+        return torch.erf(self.alpha.to(x.dtype) * x + self.shift.to(x.dtype))
 
 
 def language_alpha(dim: int, kind: str) -> tuple[float, str]:

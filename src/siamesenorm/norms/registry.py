@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from siamesenorm.errors import unknown
-from siamesenorm.norms.dyt import DyT
+from siamesenorm.norms.dyt import Derf, DyT
 from siamesenorm.norms.layer_norm import LayerNorm
 from siamesenorm.norms.norm import Norm, Role
 from siamesenorm.norms.rms_norm import RMSNorm
@@ -23,6 +23,7 @@ NORMS: dict[str, type[Norm]] = {
     "rmsnorm": RMSNorm,
     "scalenorm": ScaleNorm,
     "dyt": DyT,
+    "derf": Derf,
     "seednorm": SeeDNorm,
 }
 
