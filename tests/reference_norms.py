@@ -47,6 +47,13 @@ def dyt(x: Token, parameters: Mapping[str, Token], settings: Mapping[str, Any]) 
     return [gain[i] * math.tanh(parameters["alpha"][0] * x[i]) + bias[i] for i in range(d)]
 
 
+def derf(x: Token, parameters: Mapping[str, Token], settings: Mapping[str, Any]) -> Token:
+    d = len(x)
+    gain, bias = parameters.get("gain", [1.0] * d), parameters.get("bias", [0.0] * d)
+    a, s = parameters["alpha"][0], parameters["shift"][0]
+    return [gain[i] * math.erf(a * x[i] + s) + bias[i] for i in range(d)]
+
+
 SIGMA: dict[str, Callable[[float], float]] = {
     "tanh": math.tanh,
     "sigmoid": lambda t: (1 + math.tanh(t / 2)) / 2,
@@ -82,6 +89,7 @@ REFERENCES: dict[str, Reference] = {
     "rmsnorm": rms_norm,
     "scalenorm": scale_norm,
     "dyt": dyt,
+    "derf": derf,
     "seednorm": seed_norm,
 }
 

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from siamesenorm.errors import UserError
 from siamesenorm.norms import NormSpec, declared_parameters
 from siamesenorm.topologies import (
     Closing,
@@ -33,10 +34,12 @@ from siamesenorm.topologies import (
     build_topology,
     transformer_places,
 )
+from siamesenorm.topologies.attention_residuals import AttentionResiduals
 from siamesenorm.topologies.hybridnorm import HybridNorm
 from siamesenorm.topologies.hyper_connections import HyperConnections
+from siamesenorm.topologies.lambdas import Lambdas
 from siamesenorm.topologies.manifold_hyper_connections import ManifoldHyperConnections
-from siamesenorm.topologies.post_norm import DeepNorm, MixLN, PostNorm
+from siamesenorm.topologies.post_norm import DeepNorm, Keel, MixLN, PostNorm
 from siamesenorm.topologies.pre_norm import LayerNormScaling, LayerScale, OutputNorm, PeriNorm, PreNorm, ReZero
 from siamesenorm.topologies.residual import ResiDual
 from siamesenorm.topologies.siamese import SiameseHybridPre, SiamesePostPre
@@ -174,27 +177,39 @@ def choices(topology: Topology) -> dict[str, tuple[Any, ...]]:
     return found
 
 
+def replaced(topology: Topology, **values: Any) -> Topology | None:
+    """Return the topology with options replaced, or None where it refuses the combination."""
+    try:
+        return dataclasses.replace(topology, **values)
+    except UserError:
+        return None
+
+
 def variants(name: str) -> dict[Topology, str]:
     """Return the registered topology with one option changed, for every other value of every option, and its text."""
     topology = build_topology(name)
     found: dict[Topology, str] = {}
     for option, values in {**choices(topology), **reference_of(topology).values}.items():
         for value in values:
-            variant = dataclasses.replace(topology, **{option: value})
-            if variant != topology:
+            variant = replaced(topology, **{option: value})
+            if variant not in (None, topology):
                 found[variant] = f"{name}, {option}={value}"
     return found
 
 
 def combinations(name: str) -> dict[Topology, str]:
-    """Return the topology at every combination of its bool and Literal options, and its text."""
+    """Return the topology with its bool and Literal options combined, in pairs where they are many, and its text."""
     topology = build_topology(name)
     options = choices(topology)
+    together = 2 if math.prod(map(len, options.values())) > 64 else len(options)
     found: dict[Topology, str] = {}
-    for values in itertools.product(*options.values()):
-        chosen = dict(zip(options, values, strict=True))
-        text = ",".join(f"{key}={value}" for key, value in chosen.items())
-        found[dataclasses.replace(topology, **chosen)] = f"{name}, {text}" if text else name
+    for names in itertools.combinations(options, together):
+        for values in itertools.product(*(options[each] for each in names)):
+            chosen = dict(zip(names, values, strict=True))
+            text = ",".join(f"{key}={value}" for key, value in chosen.items())
+            variant = replaced(topology, **chosen)
+            if variant is not None:
+                found.setdefault(variant, f"{name}, {text}" if text else name)
     return found
 
 
@@ -252,6 +267,26 @@ def deepnorm(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     for k in model.sublayers:
         x = N[k](alpha * x + F[k](x))
     return model.closing.norm(x) if options.final_norm else x
+
+
+@reference(Keel)
+def keel(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
+    N, K = norms_after(model), 2 * model.depth
+    x = e
+    for k in model.sublayers:
+        x = N[k](K * x + F[k](model.connections[k].norm(x)))
+    return x
+
+
+@reference(Lambdas)
+def lambdas(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
+    x = e
+    for k in model.sublayers:
+        c = model.connections[k]
+        if k % 2 == 0:
+            x = c.residual_scale * x + c.embedding_scale * e
+        x = x + F[k](c.norm(x))
+    return model.closing.norm(x)
 
 
 @reference(PeriNorm)
@@ -321,7 +356,8 @@ def spannorm(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     for block in range(model.depth):
         a, m = 2 * block, 2 * block + 1
         if options.reading == "A":
-            z = model.connections[m].post_norm(x + F[a](x))
+            h = model.connections[0].norm(x) if options.initial_norm and block == 0 else x
+            z = model.connections[m].post_norm(x + F[a](h))
             x = N[m](x + F[m](z))
         else:
             h = x + F[a](model.connections[a].norm(x))
@@ -416,56 +452,112 @@ def hyper_connections(options: Any, e: Tensor, F: list[Sublayer], model: Any) ->
 
 
 def sinkhorn_by_loops(logits: Tensor, options: Any) -> Tensor:
-    """Return the doubly stochastic matrix of one token's logits [n, n]."""
+    """Return the doubly stochastic matrix (from, to) of one token's logits [n, n]; columns are those of (to, from)."""
     n = logits.shape[0]
     eps = options.eps if options.start == "softmax" else 0.0
     first = "columns" if options.order == "columns-first" else "rows"
     sides = [first, "rows" if first == "columns" else "columns"] * options.iterations
-    M = [[math.exp(logits[i, j]) for j in range(n)] for i in range(n)]
+    M = [[math.exp(logits[i, j] / options.temperature) for j in range(n)] for i in range(n)]
     for step, side in enumerate(sides):
         for line in range(n):
-            cells = [(line, j) if side == "rows" else (i, line) for i, j in zip(range(n), range(n), strict=True)]
+            cells = [(line, j) if side == "columns" else (i, line) for i, j in zip(range(n), range(n), strict=True)]
             total = sum(M[i][j] for i, j in cells)
             for i, j in cells:
                 M[i][j] = M[i][j] / total + eps if step == 0 else M[i][j] / (total + eps)
     return torch.tensor(M, dtype=torch.float64)
 
 
-@reference(ManifoldHyperConnections, streams=(1, 2), iterations=(1, 3), gate=(0.5,), eps=(0.0, 0.02))
+@reference(
+    ManifoldHyperConnections, streams=(1, 2), iterations=(1, 3), gate=(0.5,), eps=(0.0, 0.02), temperature=(0.5,)
+)
 def manifold_hyper_connections(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
     n = options.streams
 
     def rms(u: Tensor) -> Tensor:
         return u / torch.sqrt((u * u).mean() + options.eps)
 
-    def logits(module: Any, H: Tensor) -> Tensor:
+    def logits(module: Any, name: str, H: Tensor) -> Tensor:
         """H [n, d] of one token."""
+        static = getattr(module, f"mix_{name}")
         if not options.dynamic:
-            return module.bias
-        groups = [n, n, n * n] if len(module.bias) > n else [n]
-        gates = torch.cat([module.gates[g].expand(size) for g, size in enumerate(groups)])
-        return gates * (module.weight @ rms(H.reshape(-1))) + module.bias
+            return static
+        W, a = getattr(module, f"project_{name}"), getattr(module, f"scale_{name}")
+        if options.projection == "joint":
+            return static + a * (rms(H.reshape(-1)) @ W).reshape(static.shape)
+        return static + a * torch.stack([rms(H[i]) @ W for i in range(n)]).reshape(static.shape)
+
+    def gates(module: Any, name: str, H: Tensor) -> Tensor:
+        found = logits(module, name, H)
+        if options.gates == "softmax":
+            return torch.exp(found) / torch.exp(found).sum()
+        return torch.sigmoid(found) + options.eps if name == "in" else 2 * torch.sigmoid(found)
+
+    def mixing(module: Any, H: Tensor) -> Tensor:
+        if options.mixing == "identity":
+            return torch.eye(n, dtype=torch.float64)
+        if options.mixing == "sinkhorn":
+            return sinkhorn_by_loops(logits(module, "residual", H), options)
+        weights = torch.exp(logits(module, "residual", H))
+        R = torch.zeros(n, n, dtype=torch.float64)
+        for weight, order in zip(weights / weights.sum(), itertools.permutations(range(n)), strict=True):
+            for i in range(n):
+                R[i, order[i]] += weight
+        return R
 
     H = e.unsqueeze(-2).repeat(1, 1, n, 1)
+    carried = torch.zeros_like(H[..., 0])
+    carried[..., 0] = 1
     for k in model.sublayers:
         c = model.connections[k]
-        h, mixed, post = torch.zeros_like(e), torch.zeros_like(H), torch.zeros_like(H[..., 0])
+        h, mixed, post = torch.zeros_like(e), torch.zeros_like(H), torch.zeros_like(carried)
+        pre = torch.zeros_like(carried)
         for b, t in itertools.product(range(e.shape[0]), range(e.shape[1])):
-            m = logits(c.logits, H[b, t])
-            pre_bt = torch.sigmoid(m[:n]) + options.eps
-            post[b, t] = 2 * torch.sigmoid(m[n : 2 * n])
-            comb = sinkhorn_by_loops(m[2 * n :].reshape(n, n), options)
+            pre[b, t] = gates(c.logits, "in", H[b, t])
+            post[b, t] = gates(c.logits, "out", H[b, t])
+            R = mixing(c.logits, H[b, t])
             for i in range(n):
-                h[b, t] += pre_bt[i] * H[b, t, i]
+                h[b, t] += (carried if options.single_pass else pre)[b, t, i] * H[b, t, i]
                 for j in range(n):
-                    mixed[b, t, i] += comb[i, j] * H[b, t, j]
+                    mixed[b, t, i] += R[j, i] * H[b, t, j]
         out = F[k](c.norm(h))
         H = mixed + post.unsqueeze(-1) * out.unsqueeze(-2)
-    if options.readout == "sum":
+        carried = pre
+    if options.readout == "sum" and not options.single_pass:
         return model.closing.norm(H.sum(-2))
     collapsed = torch.zeros_like(e)
     for b, t in itertools.product(range(e.shape[0]), range(e.shape[1])):
-        weights = torch.sigmoid(logits(model.closing.logits, H[b, t])) + options.eps
+        weights = carried[b, t]
+        if options.readout == "learned":
+            weights = torch.sigmoid(logits(model.closing.logits, "in", H[b, t])) + options.eps
         for i in range(n):
             collapsed[b, t] += weights[i] * H[b, t, i]
     return model.closing.norm(collapsed)
+
+
+# --- a growing number of streams -------------------------------------------------------------------------------------
+
+
+@reference(AttentionResiduals, block_size=(1, 2), eps=(0.0, 0.3))
+def attention_residuals(options: Any, e: Tensor, F: list[Sublayer], model: Any) -> Tensor:
+    """The published pseudocode: a bank of finished sources, and a prefix that restarts at every B-th block."""
+    L = model.depth
+    B = math.ceil(L / 8) if options.block_size == "auto" else options.block_size
+
+    def read(mix: Any, V: list[Tensor]) -> Tensor:
+        if len(V) == 1:
+            return V[0]
+        keys = [v / torch.sqrt((v * v).mean(-1, keepdim=True) + options.eps) * mix.gain for v in V]
+        scores = torch.cat([(k * mix.query).sum(-1, keepdim=True) for k in keys], dim=-1)
+        w = torch.exp(scores) / torch.exp(scores).sum(-1, keepdim=True)
+        return sum(w[..., i : i + 1] * V[i] for i in range(len(V))) * (len(V) if options.rescale else 1)
+
+    bank, prefix = [], e
+    for block in range(L):
+        for k in (2 * block, 2 * block + 1):
+            c = model.connections[k]
+            out = F[k](c.norm(read(c.mix, [*bank, prefix])))
+            if options.sources == "outputs" or (k == 2 * block and block % B == 0):
+                bank, prefix = [*bank, prefix], out
+            else:
+                prefix = prefix + out
+    return model.closing.norm(read(model.closing.mix, [*bank, prefix]))

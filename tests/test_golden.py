@@ -6,6 +6,7 @@ The numbers in `tests/golden` were made by running the repositories that each JS
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -270,3 +271,35 @@ def test_residual() -> None:
         torch.testing.assert_close(bounded, case.tensors[f"hidden.x.{index}"], **EXACT)
         torch.testing.assert_close(dual, case.tensors[f"hidden.d.{index}"], **EXACT)
     assert_equal_to_official(model, logits, case, mapping)
+
+
+@torch.no_grad()
+def test_mhc_equals_deepseek_v4_of_transformers() -> None:
+    """Its hyper-connection and its head, with weights mapped, to 1e-6 in fp32."""
+    deepseek = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    n, dim = 4, 12
+    config = SimpleNamespace(hidden_size=dim, hc_mult=n, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-6)
+    theirs, head = deepseek.DeepseekV4HyperConnection(config), deepseek.DeepseekV4HyperHead(config)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in (*theirs.parameters(), *head.parameters()):
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    topology = build_topology("mhc-4", start="softmax", readout="learned", eps=1e-6)
+    spec, (place, last) = ResidualSpec(dim=dim), transformer_places(1)[0]
+    ours, closing = topology.connection(place, spec), topology.closing(last, spec)
+    sizes = [n, n, n * n]
+    for logits, weight, static, scale, names in (
+        (ours.logits, theirs.fn, theirs.base, theirs.scale, ("in", "out", "residual")),
+        (closing.logits, head.hc_fn, head.hc_base, head.hc_scale, ("in",)),
+    ):
+        for index, name in enumerate(names):
+            rows = slice(sum(sizes[:index]), sum(sizes[: index + 1]))
+            logits.get_parameter(f"project_{name}").copy_(weight[rows].T)
+            logits.get_parameter(f"mix_{name}").copy_(static[rows].view_as(logits.get_parameter(f"mix_{name}")))
+            logits.get_parameter(f"scale_{name}").copy_(scale[index])
+    streams, output = torch.randn(2, 3, n, dim, generator=generator), torch.randn(2, 3, dim, generator=generator)
+    post, comb, collapsed = theirs(streams)
+    h, state = ours.read((streams,))
+    torch.testing.assert_close(h, ours.norm(collapsed), rtol=1e-6, atol=1e-6)
+    expected = post.unsqueeze(-1) * output.unsqueeze(-2) + torch.matmul(comb.mT, streams)
+    torch.testing.assert_close(ours.write(state, output)[0], expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(closing((streams,)), closing.norm(head(streams)), rtol=1e-6, atol=1e-6)

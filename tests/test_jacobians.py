@@ -105,7 +105,7 @@ def test_span_norm(shape: tuple[int, ...]) -> None:
     """Reading A: J_N2 (I + J_MLP J_N1 (I + J_Attention)). Reading B: J_N2 (I + J_MLP J_N1')(I + J_Attention J_N1)."""
     attention, mlp, x = net(shape, 0), net(shape, 1), embedding(4, *shape)
     for reading in ("A", "B"):
-        model = wire(build_topology("spannorm", reading=reading), seed=4)
+        model = wire(build_topology("spannorm", reading=reading, initial_norm=False), seed=4)
         first, second, N2 = model.connections[0], model.connections[1], model.connections[2].post_norm
 
         def block(x: Tensor, first: nn.Module = first, second: nn.Module = second, N2: Map = N2) -> Tensor:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from reference_topologies import DEPTH, TanhNet, Wired, embedding, norms_after, randomise, tanh_nets, wire
+from reference_topologies import DEPTH, DIM, TanhNet, Wired, embedding, norms_after, randomise, tanh_nets, wire
+from siamesenorm.errors import UserError
 from siamesenorm.norms import available_norms
 from siamesenorm.topologies import build_topology
 
@@ -314,6 +315,11 @@ MULTI_STREAM = [
     "mhc-4:order=rows-first",
     "mhc-4:start=softmax,eps=0.0",
     "mhc-4:readout=learned",
+    "mhc-4:mixing=identity",
+    "mhc-4:mixing=permutations",
+    "mhc-4:projection=per-stream",
+    "mhc-4:single_pass=true",
+    "mhc-4:temperature=0.05",
 ]
 
 
@@ -359,13 +365,12 @@ def test_manifold_streams_stay_equal_whatever_pre_and_comb(text: str) -> None:
     model = multi_stream_as_pre(text, pre)
     n = model.topology.streams
     for k, connection in enumerate(model.connections):
-        bias = connection.logits.bias
         with torch.no_grad():
-            bias[:n] = embedding(40 + k, n)
-            bias[2 * n :] = 2 * embedding(60 + k, n * n)
+            connection.logits.mix_in.copy_(embedding(40 + k, n))
+            connection.logits.mix_residual.copy_(2 * embedding(60 + k, n, n))
     assert_close(model, pre)
     with torch.no_grad():
-        model.connections[0].logits.bias[n : 2 * n] = embedding(80, n)
+        model.connections[0].logits.mix_out.copy_(embedding(80, n))
     assert distance(model, pre) > 0.01, "post must be 1"
 
 
@@ -386,24 +391,94 @@ def test_comb_is_doubly_stochastic(start: str, order: str, last: int) -> None:
 def test_comb_survives_extreme_logits() -> None:
     """In the logarithmic domain no sum underflows: where exp would give 0/0, comb and its gradient are finite."""
     model = wire(build_topology("mhc-4", dynamic=False), dtype=torch.float32)
-    bias = model.connections[0].logits.bias
+    logits = model.connections[0].logits.mix_residual
     with torch.no_grad():
-        bias[8:] = 1000 * embedding(33, 16).float()
+        logits.copy_(1000 * embedding(33, 4, 4).float())
     comb = model.connections[0].mixing_weights(model.opening(embedding().float())[0])[1]
     comb.square().sum().backward()
-    assert comb.isfinite().all() and bias.grad.isfinite().all()
+    assert comb.isfinite().all() and logits.grad.isfinite().all()
     torch.testing.assert_close(comb.mT.sum(-1), torch.ones(4), rtol=0, atol=1e-5)
 
 
 def test_manifold_streams_can_come_to_differ() -> None:
     """Sublayers favour different streams at the start, so that the gradients of post and comb tell streams apart."""
     model = wire("mhc-4")
-    reads = [int(c.logits.bias[:4].argmax()) for c in model.connections]
+    reads = [int(c.logits.mix_in.argmax()) for c in model.connections]
     assert reads == [0, 1, 2, 3, 0, 1]
     model(embedding(), tanh_nets()).square().sum().backward()
-    post = model.connections[0].logits.bias.grad[4:8]
+    post = model.connections[0].logits.mix_out.grad
     assert (post - post.mean()).abs().max() > 1e-6
-    assert model.connections[0].logits.weight.grad.abs().max() > 0
+    assert model.connections[0].logits.project_residual.grad.abs().max() > 0
+
+
+def test_permutations_are_doubly_stochastic_without_iterations() -> None:
+    model = wire(build_topology("mhc-4", mixing="permutations"), seed=35)
+    mixing = model.connections[0].mixing_weights(model.opening(embedding())[0])[1]
+    for side in (-1, -2):
+        torch.testing.assert_close(mixing.sum(side), torch.ones(mixing.shape[:-1]).double(), rtol=0, atol=1e-14)
+    fresh = wire(build_topology("mhc-4", mixing="permutations")).connections[0]
+    assert float(fresh.mixing_weights(embedding(1, 4, DIM))[1].diagonal().min().detach()) > 0.99
+
+
+def test_softmax_gates_write_the_output_once() -> None:
+    """The writes of all streams sum to the output, and the start is no Pre-Norm: preserving is refused."""
+    model = wire(build_topology("mhc-4", gates="softmax"), seed=36)
+    pre, _, post = model.connections[0].mixing_weights(model.opening(embedding())[0])
+    for gates in (pre, post):
+        torch.testing.assert_close(gates.sum(-1), torch.ones(gates.shape[:-1]).double(), rtol=0, atol=1e-14)
+    with pytest.raises(UserError):
+        model.topology.preserving()
+
+
+# --- Attention Residuals ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sources", ["blocks", "outputs"])
+@pytest.mark.parametrize("norm", ["rmsnorm:eps=0.1", "layernorm:eps=0.1", "dyt", "seednorm"])
+def test_rescaled_attention_residuals_start_as_pre_norm(sources: str, norm: str) -> None:
+    """Zero queries weigh the sources alike, and n times their mean is Pre-Norm's stream: with any norm."""
+    pre = pre_norm(norm)
+    model = multi_stream_as_pre(f"attnres:sources={sources},block_size=1,rescale=true", pre)
+    assert_close(model, pre)
+
+
+def test_attention_residuals_without_rescaling_are_pre_norm_up_to_eps() -> None:
+    pre = pre_norm("rmsnorm:eps=0.0")
+    assert_close(multi_stream_as_pre("attnres", pre), pre)
+    pre = pre_norm("rmsnorm:eps=1e-6")
+    assert 0 < distance(multi_stream_as_pre("attnres", pre), pre) < 2e-5
+
+
+def test_the_sum_of_all_sources_is_the_stream_of_pre_norm() -> None:
+    """Whatever the queries are: the sources are a partition of the embedding and the outputs."""
+    model = wire(build_topology("attnres", block_size=2), seed=37)
+    streams, total, nets = model.opening(embedding()), embedding(), tanh_nets()
+    for connection, net in zip(model.connections, nets, strict=True):
+        h, streams = connection.read(streams)
+        output = net(h)
+        total, streams = total + output, connection.write(streams, output)
+    torch.testing.assert_close(sum(streams), total, rtol=0, atol=1e-13)
+    assert len(streams) == 1 + math.ceil(DEPTH / 2)
+
+
+def test_every_query_of_attention_residuals_has_a_gradient_at_the_start() -> None:
+    model = wire(build_topology("attnres", rescale=True))
+    found = {name: g for name, g in gradients(model).items() if "query" in name}
+    assert len(found) == 2 * DEPTH and all(gradient > 1e-8 for gradient in found.values())
+
+
+def test_attention_residuals_keep_the_sources_and_scalars() -> None:
+    """For the backward pass a read keeps each source once, in its dtype, and two numbers a token of each."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model = wire("attnres-full", dtype=torch.float32)
+        sources = tuple(embedding(k).to(dtype).requires_grad_() for k in range(5))
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x) or x, lambda x: x):
+            model.connections[4].mix(sources)
+        storages = {x.untyped_storage().data_ptr() for x in sources}
+        others = {x.untyped_storage().data_ptr(): x for x in kept}
+        others = {at: x for at, x in others.items() if at not in storages}
+        assert all(x.numel() <= max(DIM, len(sources) * sources[0][..., 0].numel()) for x in others.values())
 
 
 # --- depth scaling is DeepNorm's alpha; lazy is eager, shifted -------------------------------------------------------
@@ -573,7 +648,10 @@ NORM_COUNTS = {  # of width d, at L blocks
     "mixln": lambda L: 2 * L + 1,
     "hybridnorm": lambda L: L + 1,
     "hybridnorm-star": lambda L: L + 2,
-    "spannorm": lambda L: 2 * L,
+    "keel": lambda L: 4 * L,
+    "lambdas": lambda L: 2 * L + 1,
+    "attnres": lambda L: 2 * L + 1,
+    "spannorm": lambda L: 2 * L + 1,
     "residual": lambda L: 2 * L + 1,
     "rezero": lambda L: 0,
     "siamese": lambda L: 4 * L + 3,  # N^Y_a, N^X, N^Y_m, N^in; the gates are counted below

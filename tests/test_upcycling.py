@@ -13,7 +13,7 @@ from siamesenorm.topologies import ResidualSpec, available_topologies, build_top
 DIM, DEPTH = 16, 3
 CANNOT = {
     "pre-embednorm", "post", "deepnorm", "peri", "olmo2", "rezero", "mixln", "hybridnorm", "hybridnorm-star",
-    "spannorm", "residual", "residual-hybridnorm",
+    "spannorm", "keel", "residual", "residual-hybridnorm",
 }  # fmt: skip
 CAN = [
     *(name for name in available_topologies() if name not in CANNOT),

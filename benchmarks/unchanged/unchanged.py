@@ -36,7 +36,7 @@ CASES: dict[str, list[str]] = {
     "layerscale": ["--model.topology", "layerscale"],
     "rezero": ["--model.topology", "rezero"],
     "mixln": ["--model.topology", "mixln"],
-    "spannorm": ["--model.topology", "spannorm"],
+    "spannorm": ["--model.topology", "spannorm:initial_norm=false"],
     "dhc-2": ["--model.topology", "dhc-2"],
     "mhc-4": ["--model.topology", "mhc-4"],
     "dyt-dropout": ["--model.topology", "pre", "--model.norm", "dyt", "--model.dropout", "0.1"],

@@ -36,19 +36,23 @@ class World:
     def joined(cls, device: torch.device) -> Iterator[World]:
         """Join the processes that torchrun started, until the context ends; one process without torchrun.
 
-        A device "cuda" becomes that of the process's number on its machine.
+        A process group that exists is used, and left. A device "cuda" becomes that of the process's number on its
+        machine.
         """
-        if not dist.is_torchelastic_launched():
+        if not (dist.is_torchelastic_launched() or dist.is_initialized()):
             yield cls(device=device)
             return
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        joins = not dist.is_initialized()
+        if joins:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         try:
             yield cls(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
         finally:
-            dist.destroy_process_group()
+            if joins:
+                dist.destroy_process_group()
 
     @property
     def is_first(self) -> bool:

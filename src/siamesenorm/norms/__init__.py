@@ -1,7 +1,7 @@
 """Normalisation operators: one file an operator, one contract, one registry."""
 
 from siamesenorm.norms.conditioned import AdaLN, AdaSeeDNorm, Modulation, modulate
-from siamesenorm.norms.dyt import DyT
+from siamesenorm.norms.dyt import Derf, DyT
 from siamesenorm.norms.function import Inexact, InexactKind, NormFunction
 from siamesenorm.norms.norm import Norm, Role
 from siamesenorm.norms.parameters import DeclaredModule, assign, declared_parameters
@@ -14,6 +14,7 @@ __all__ = [
     "AdaLN",
     "AdaSeeDNorm",
     "DeclaredModule",
+    "Derf",
     "DyT",
     "Inexact",
     "InexactKind",

@@ -1,4 +1,4 @@
-"""DyT, the dynamic tanh (arXiv 2503.10622), and its recipe.
+"""DyT, the dynamic tanh (arXiv 2503.10622), and its recipe; Derf, the dynamic erf (arXiv 2512.10938).
 
 The published language recipe has initial values for three widths. Between them they are interpolated linearly in the
 width; below and above, those of the nearest width are taken. The norm's `note` then says so, for the run's record.
@@ -46,9 +46,10 @@ class DyT(Norm):
         axis: int = -1,
     ) -> None:
         super().__init__(dim, affine=affine, axis=axis)
+        name = type(self).__name__
         self.alpha_initial = VISION_ALPHA if alpha_initial == "auto" else alpha_initial
-        check_option("alpha_initial of DyT", alpha_initial, float | Literal["auto"])
-        check_option("bias of DyT", bias, bool | Literal["auto"])
+        check_option(f"alpha_initial of {name}", alpha_initial, float | Literal["auto"])
+        check_option(f"bias of {name}", bias, bool | Literal["auto"])
         self.declare("alpha", (1,), initial=self.alpha_initial)
         self.declare("gain", (dim,) if affine else None, initial=1.0)
         self.declare("bias", (dim,) if affine and bias else None, initial=0.0)  # "auto" without a role is with bias
@@ -66,12 +67,43 @@ class DyT(Norm):
         norm.note = note
         return norm
 
+    def squash(self, x: Tensor) -> Tensor:
+        """Return tanh(a x)."""
+        return torch.tanh(self.alpha.to(x.dtype) * x)
+
     def formula(self, x: Tensor) -> Tensor:
         """Return g tanh(a x) + b."""
-        squashed = torch.tanh(self.alpha.to(x.dtype) * x)
+        squashed = self.squash(x)
         if self.gain is not None:
             squashed = squashed * self.gain.to(x.dtype)
         return squashed if self.bias is None else squashed + self.bias.to(x.dtype)
+
+
+class Derf(DyT):
+    """Squash each element by the error function: N(x) = g erf(a x + s) + b (arXiv 2512.10938).
+
+    g and b [dim] start at 1 and 0, a [1] at `alpha_initial` (0.5), s [1] at 0, whatever the role. Without `affine`
+    there is neither g nor b. Weight decay applies to none of them.
+    """
+
+    statistic = "derf"
+    scales_embedding = False
+    shift: Tensor
+
+    def __init__(
+        self, dim: int, *, alpha_initial: float = 0.5, bias: bool = True, affine: bool = True, axis: int = -1
+    ) -> None:
+        super().__init__(dim, alpha_initial=alpha_initial, bias=bias, affine=affine, axis=axis)
+        self.declare("shift", (1,), initial=0.0)
+
+    @classmethod
+    def for_role(cls, dim: int, role: Role, **options: Any) -> Self:
+        """Build it: the recipe does not depend on the role."""
+        return cls(dim, **options)
+
+    def squash(self, x: Tensor) -> Tensor:
+        """Return erf(a x + s)."""
+        return torch.erf(self.alpha.to(x.dtype) * x + self.shift.to(x.dtype))
 
 
 def language_alpha(dim: int, kind: str) -> tuple[float, str]:

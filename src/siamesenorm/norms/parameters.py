@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
 
-Initial = float | list[float] | list[list[float]]
+Initial = float | list[float] | list[list[float]] | list[list[list[float]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class DeclaredModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.parameter_specs: dict[str, ParameterSpec] = {}
-        self._constants: dict[str, float] = {}
+        self._constants: dict[str, Initial] = {}
 
     def declare(self, name: str, shape: tuple[int, ...] | None, *, initial: Initial, decay: bool = False) -> None:
         """Register the parameter `name` with its initial value and weight-decay rule; without a shape it is None."""
@@ -57,8 +57,8 @@ class DeclaredModule(nn.Module):
             )
         super().register_parameter(name, param)
 
-    def constant(self, name: str, value: float | None) -> None:
-        """Register `value` as a 0-d buffer, or None. It is not saved: it follows from the configuration."""
+    def constant(self, name: str, value: Initial | None) -> None:
+        """Register a number or nested lists as a buffer that is not saved, as it follows from the configuration."""
         if value is None:
             self.register_buffer(name, None)
             return
@@ -66,8 +66,10 @@ class DeclaredModule(nn.Module):
         self.register_buffer(name, torch.tensor(value), persistent=False)
 
     def constant_value(self, name: str) -> float:
-        """Return a constant unrounded; 1 for None."""
-        return self._constants.get(name, 1.0)
+        """Return the number of a constant, unrounded; 1 for None."""
+        value = self._constants.get(name, 1.0)
+        assert isinstance(value, float)
+        return value
 
     def reset_parameters(self) -> None:
         """Set declared parameters to their initial values and refill the constants (after meta-device construction)."""

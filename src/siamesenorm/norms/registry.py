@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from siamesenorm.errors import unknown
-from siamesenorm.norms.dyt import DyT
+from siamesenorm.norms.dyt import Derf, DyT
 from siamesenorm.norms.norm import Norm, Role
 from siamesenorm.norms.scale_invariant_norms import LayerNorm, RMSNorm, ScaleNorm
 from siamesenorm.norms.seed_norm import SeeDNorm
@@ -21,6 +21,7 @@ NORMS: dict[str, type[Norm]] = {
     "rmsnorm": RMSNorm,
     "scalenorm": ScaleNorm,
     "dyt": DyT,
+    "derf": Derf,
     "seednorm": SeeDNorm,
 }
 

@@ -169,6 +169,11 @@ def mix_streams(weights: Tensor, streams: Tensor) -> Tensor:
     return torch.matmul(weights.unsqueeze(-2), streams).squeeze(-2)
 
 
+def mix_residuals(weights: Tensor | None, streams: Tensor) -> Tensor:
+    """Return sum_i weights_ij H_i for weights [..., n, n] (from, to), and the streams [..., n, dim] for None."""
+    return streams if weights is None else torch.matmul(weights.mT, streams)
+
+
 class MixingConnection(Connection):
     """Around one sublayer: h = norm(A_m^T H), H~ = A_r^T H; H <- H~ + B O, with weights from `mixing_weights`.
 
@@ -181,8 +186,8 @@ class MixingConnection(Connection):
         super().__init__(spec)
         self.norm = spec.build_input_norm(place)
 
-    def mixing_weights(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return A_m [..., n], A_r [..., n, n] (from, to) and B [..., n] in the dtype of the streams [..., n, dim]."""
+    def mixing_weights(self, streams: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return A_m [..., n], A_r [..., n, n] (from, to; None for I) and B [..., n] of the streams [..., n, dim]."""
         raise NotImplementedError
 
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
@@ -192,7 +197,7 @@ class MixingConnection(Connection):
         with without_autocast(packed.device):
             mix_in, mix_residual, mix_out = self.mixing_weights(wide)
             h = mix_streams(mix_in, wide)
-            mixed = torch.matmul(mix_residual.mT, wide).to(packed.dtype)
+            mixed = mix_residuals(mix_residual, wide).to(packed.dtype)
         return self.to_compute(self.norm(h).to(packed.dtype)), (mixed, mix_out)
 
     def write(self, streams: Streams, output: Tensor) -> Streams:

@@ -1,4 +1,4 @@
-"""Post-Norm, DeepNorm and Mix-LN: the stream is normalised after additions, and the sublayer reads it as it is."""
+"""Post-Norm, DeepNorm, KEEL and Mix-LN: the stream is normalised after additions."""
 
 from __future__ import annotations
 
@@ -87,6 +87,41 @@ class DeepNorm(PostNorm):
         """Return beta = (8L)^(-1/4) for the projections whose scale it tames."""
         tamed = ("value", "attention_output", "mlp_up", "mlp_output")
         return (8 * depth) ** -0.25 if self.initial_scaling and role in tamed else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keel(BoundaryTopology):
+    """KEEL (arXiv 2601.19895): x <- N(alpha x + F(N'(x))), alpha = K, the number of sublayers, 2L."""
+
+    title: ClassVar[str] = "KEEL"
+    paper: ClassVar[str] = "arXiv 2601.19895"
+    formula: ClassVar[str] = """\
+        open    x = e
+        read    h = N'_k(x)
+        write   x <- N_k(alpha x + O), alpha = 2L
+        close   x"""
+    diagram: ClassVar[str] = """\
+        x ──┬─▶ α ────────────── + ─▶ N ──▶ x
+            └─▶ N' ─▶ F ─▶ O ────┘"""
+    special_cases: ClassVar[tuple[str, ...]] = ("with N' the identity: DeepNorm with another alpha",)
+
+    @property
+    def cost(self) -> BoundaryCost:
+        """As DeepNorm: U is kept, and X' and H are computed from it in the backward pass."""
+        return BoundaryCost(forward=5, backward=5, saved=1)
+
+    def write_factors(self, place: Place) -> WriteFactors:
+        """Return alpha = 2L on the stream."""
+        return WriteFactors(skip=2.0 * place.depth)
+
+    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
+        """Return the connection with the norm of the previous addition and an input norm."""
+        post_norm, input_norm = spec.build_post_norm(place), spec.build_input_norm(place)
+        return BoundaryConnection(self, place, spec, post_norm=post_norm, input_norm=input_norm)
+
+    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
+        """Return the norm of the last addition."""
+        return BoundaryClosing(self, last, spec, post_norm=spec.build_norm("final"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,12 @@ from typing import Any
 
 from siamesenorm.errors import unknown
 from siamesenorm.options import EntryPointGroup, Scalar, parse_specification
+from siamesenorm.topologies.attention_residuals import AttentionResiduals
 from siamesenorm.topologies.hybridnorm import HybridNorm
 from siamesenorm.topologies.hyper_connections import HyperConnections
+from siamesenorm.topologies.lambdas import Lambdas
 from siamesenorm.topologies.manifold_hyper_connections import ManifoldHyperConnections
-from siamesenorm.topologies.post_norm import DeepNorm, MixLN, PostNorm
+from siamesenorm.topologies.post_norm import DeepNorm, Keel, MixLN, PostNorm
 from siamesenorm.topologies.pre_norm import LayerNormScaling, LayerScale, OutputNorm, PeriNorm, PreNorm, ReZero
 from siamesenorm.topologies.residual import ResiDual
 from siamesenorm.topologies.siamese import SiameseHybridPre, SiamesePostPre
@@ -26,20 +28,24 @@ TOPOLOGIES: dict[str, Topology] = {
     "pre-embednorm": PreNorm(embedding_norm=True),
     "post": PostNorm(),
     "deepnorm": DeepNorm(),
+    "keel": Keel(),
     "peri": PeriNorm(),
     "olmo2": OutputNorm(),
     "ln-scaling": LayerNormScaling(),
     "layerscale": LayerScale(),
     "rezero": ReZero(),
+    "lambdas": Lambdas(),
     "mixln": MixLN(),
     "hybridnorm": HybridNorm(),
     "hybridnorm-star": HybridNorm(first_block="pre"),
-    "spannorm": SpanNorm(),
+    "spannorm": SpanNorm(initial_norm=True),
     "residual": ResiDual(),
     "residual-hybridnorm": ResiDual(body="hybridnorm"),
     "shc-2": HyperConnections(dynamic=False),
     "dhc-2": HyperConnections(),
     "mhc-4": ManifoldHyperConnections(),
+    "attnres": AttentionResiduals(),
+    "attnres-full": AttentionResiduals(sources="outputs"),
     "siamese-post-pre": SiamesePostPre(),
     "siamese": SiameseHybridPre(),
 }

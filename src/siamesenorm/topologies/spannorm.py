@@ -1,7 +1,7 @@
 """SpanNorm, experimental: one residual spans a whole block, whose output is normalised as in Post-Norm.
 
-Only the abstract of the paper was found: neither its equations nor its scaling strategy nor any code. Both readings
-below are ours, and numbers obtained with them are not SpanNorm's.
+Reading A with the initial norm is the structure of a public port that cites the paper's equations; its scaling strategy
+was not found. Numbers obtained with it are not SpanNorm's.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from siamesenorm.topologies.topology import (
 
 @dataclass(frozen=True, kw_only=True)
 class SpanNorm(BoundaryTopology):
-    """SpanNorm (arXiv 2601.22580), experimental: its equations were not found, and no scaling is applied.
+    """SpanNorm (arXiv 2601.22580), experimental: the structure is that of a port, and no scaling is applied.
 
-    `reading` "A": the residual goes from the block's input to its output, past both sublayers; "B": Pre-Norm inside the
-    block, and one norm on the main path at its end.
+    `reading` "A": the residual goes from the block's input to its output, past both sublayers; "B", ours: Pre-Norm
+    inside the block, and one norm on the main path at its end. `initial_norm` normalises what the first attention sees,
+    but not its skip connection; in B every attention has such a norm.
     """
 
     title: ClassVar[str] = "SpanNorm (experimental)"
-    paper: ClassVar[str] = "arXiv 2601.22580 (abstract only: the equations are a reading of it)"
+    paper: ClassVar[str] = "arXiv 2601.22580 (the structure is that of a port)"
     formula: ClassVar[str] = """\
         open    x = e
         block   z = N1(x + Attention(x)),     x <- N2(x + MLP(z))
-        close   x
+        close   x;  the first block with initial_norm: z = N1(x + Attention(N0(x)))
         reading=B:  z = x + Attention(N(x)),  x <- N2(z + MLP(N(z)))"""
     diagram: ClassVar[str] = """\
         x ──┬──────────────────────────────────── + ─▶ N2 ──▶ x
@@ -46,6 +47,7 @@ class SpanNorm(BoundaryTopology):
     has_fused_kernels: ClassVar[bool] = False
 
     reading: Literal["A", "B"] = "A"
+    initial_norm: bool = False
 
     @property
     def tells_sublayers_apart(self) -> bool:
@@ -63,7 +65,9 @@ class SpanNorm(BoundaryTopology):
         if self.reading == "B":
             return BoundaryConnection(self, place, spec, post_norm=post_norm, input_norm=spec.build_input_norm(place))
         if place.kind == "attention":
-            return SpanStart(self, place, spec, post_norm=post_norm)
+            first = self.initial_norm and place.previous is None
+            input_norm = spec.build_input_norm(place) if first else None
+            return SpanStart(self, place, spec, post_norm=post_norm, input_norm=input_norm)
         return SpanEnd(self, place, spec, post_norm=spec.build_input_norm(place))
 
     def closing(self, last: Place, spec: ResidualSpec) -> Closing:

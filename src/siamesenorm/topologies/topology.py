@@ -326,6 +326,10 @@ class Topology:
         """Names of the streams, in order."""
         return ("residual",)
 
+    def name_streams(self, count: int) -> tuple[str, ...]:
+        """Return the names of `count` streams: those of `stream_names` unless their number grows along the depth."""
+        return self.stream_names
+
     @property
     def attention_norm(self) -> AttentionNorm:
         """The attention norm that the topology needs; "auto" when it has no need of its own."""
