@@ -12,7 +12,7 @@ from siamesenorm.training.instruments import Instrument, Loop
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorOptions:
-    """What to measure beside the loss; it changes no number of the run, and is no part of its identity."""
+    """What to measure beside the loss; not part of the run's identity, for an eager run is the same with and without."""
 
     every: int = 0
     """Measure streams, gradients and updates at step 1 and every so many steps; 0 for never."""
@@ -30,8 +30,7 @@ class MonitorOptions:
 class MonitorInstrument(Instrument):
     """Writes lines of kind "streams" into the record of a run; see `StreamMonitor` for their fields.
 
-    They are cut back with the record, so that a resumed run has the lines of one never interrupted. A compiled model
-    runs uncompiled in a measured step, whose numbers may then differ by rounding.
+    They are cut back with the record, so that a resumed run has the lines of one never interrupted.
     """
 
     def __init__(self, every: int) -> None:

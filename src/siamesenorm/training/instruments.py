@@ -51,7 +51,7 @@ class Instrument:
         """An evaluation was recorded."""
 
     def on_note(self, loop: Loop, line: str) -> None:
-        """The run has something to say to a person."""
+        """A line for people was recorded."""
 
     def on_end(self, loop: Loop, verdict: Verdict) -> None:
         """The run is finished."""
@@ -63,46 +63,43 @@ class Instrument:
 class Console(Instrument):
     """Shows step, loss, rate and time left on standard error."""
 
-    def __init__(self) -> None:
-        self.display: ProgressDisplay | None = None
-        self.held_out = ""
+    display: ProgressDisplay
+    held_out = ""
 
     def on_start(self, loop: Loop, step: int) -> None:
         """Show where the run starts or resumes."""
-        config, self.display = loop.config, ProgressDisplay(unit=f"{loop.task.item}s")
+        config, item = loop.config, f"{loop.task.item}s"
+        self.display = ProgressDisplay(unit=item)
         self.items = config.batch * loop.task.items_per_sample
         where = "starts" if step == 0 else f"resumes after step {step}"
         self.display.line(
             f"{config.label} @ {config.optimizer.learning_rate:g}, seed {config.seed}: "
-            f"{config.steps} steps of {self.items:,} {loop.task.item}s, {where}"
+            f"{config.steps} steps of {self.items:,} {item}, {where}"
         )
         self.display.start(config.steps * self.items, step * self.items)
 
     def on_step(self, loop: Loop, record: Record) -> None:
         """Show the newest loss."""
-        if self.display is not None:
-            text = f"step {record['step']}/{loop.config.steps}: loss {record['loss']:.3f}{self.held_out}"
-            self.display.update(record["step"] * self.items, text)
+        text = f"step {record['step']}/{loop.config.steps}: loss {record['loss']:.3f}{self.held_out}"
+        self.display.update(record["step"] * self.items, text)
 
     def on_validation(self, loop: Loop, record: Record) -> None:
-        """Remember the metrics, for the next line."""
+        """Keep the metrics for the next line."""
         found = (f"held-out {metric.label} {record[metric.name]:{metric.format}}" for metric in loop.task.metrics)
         self.held_out = "".join(f", {each}" for each in found)
 
     def on_note(self, loop: Loop, line: str) -> None:
         """Show a line."""
-        if self.display is not None:
-            self.display.line(line)
+        self.display.line(line)
 
     def on_end(self, loop: Loop, verdict: Verdict) -> None:
         """Show the verdict."""
         self.close()
-        if self.display is not None:
-            self.display.line(f"{verdict.sentence()}{self.held_out}")
+        self.display.line(f"{verdict.sentence()}{self.held_out}")
 
     def close(self) -> None:
-        """Remove the live line."""
-        if self.display is not None:
+        """Remove the live line, if the run was started."""
+        if hasattr(self, "display"):
             self.display.close()
 
 
@@ -117,9 +114,8 @@ class WorkerLog(Instrument):
 class TensorBoardTracker(Instrument):
     """Writes the numbers of every record as TensorBoard events."""
 
-    def __init__(self, config: RunConfig, directory: Path) -> None:
-        self.module = _import("torch.utils.tensorboard", "tensorboard")
-        self.directory = directory
+    def __init__(self, directory: Path) -> None:
+        self.module, self.directory = _import("torch.utils.tensorboard", "tensorboard"), directory
 
     def on_start(self, loop: Loop, step: int) -> None:
         """Open the file, without what an interrupted process wrote of the steps that are repeated."""
@@ -143,20 +139,16 @@ class TensorBoardTracker(Instrument):
 class WandbTracker(Instrument):
     """Mirrors the numbers of every record to Weights & Biases; a resumed run continues under its name."""
 
-    def __init__(self, config: RunConfig, directory: Path) -> None:
-        self.module = _import("wandb", "wandb")
-        self.directory = directory
+    def __init__(self, directory: Path) -> None:
+        self.module, self.directory = _import("wandb", "wandb"), directory
 
     def on_start(self, loop: Loop, step: int) -> None:
         """Open the run, new or resumed."""
+        config = loop.config
         self.run = self.module.init(
-            project="siamesenorm",
-            id=loop.config.identity[:12],
-            name=loop.config.label,
-            config=loop.config.to_json(),
-            dir=str(self.directory),
-            resume="allow",
-        )
+            project="siamesenorm", id=config.identity[:12], name=config.label, config=config.to_json(),
+            dir=str(self.directory), resume="allow",
+        )  # fmt: skip
 
     def on_record(self, loop: Loop, record: Record) -> None:
         """Log the numbers of a record."""
@@ -169,13 +161,12 @@ class WandbTracker(Instrument):
         self.run.finish()
 
 
+TRACKERS: dict[str, Callable[[Path], Instrument]] = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
+
+
 def build_trackers(config: RunConfig, directory: Path) -> tuple[Instrument, ...]:
     """Return the trackers that the configuration names; raises UserError where one is not installed."""
-    classes: dict[str, Callable[[RunConfig, Path], Instrument]] = {
-        "tensorboard": TensorBoardTracker,
-        "wandb": WandbTracker,
-    }
-    return tuple(classes[name](config, directory) for name in config.execution.trackers)
+    return tuple(TRACKERS[name](directory) for name in config.execution.trackers)
 
 
 def _scalars(loop: Loop, record: Record) -> dict[str, float]:
