@@ -70,7 +70,7 @@ class LanguageTaskConfig(TaskConfig):
         """Return the configuration with the options of the topology that keep the function of the source's model."""
         before, own = self._model_of(source), self.model
         model = converted_config(before, own.topology, own.norm, **{name: getattr(own, name) for name in FREE})
-        changes = {"topology": model.topology, "norm": model.norm}
+        changes: dict[str, Any] = {"topology": model.topology, "norm": model.norm}
         if own.attention_norm == "auto":
             changes["attention_norm"] = model.attention_norm
         config = dataclasses.replace(self, model=dataclasses.replace(own, **changes))

@@ -1,63 +1,19 @@
-"""Instruments watch a run: the console, the log of a worker, TensorBoard and Weights & Biases.
-
-An instrument receives the loop and reads what it needs; it changes nothing of the run.
-"""
+"""Instruments watch a run: the console, the log of a worker, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch import nn
-from torch.optim import Optimizer
+from typing import Any
 
 from siamesenorm.errors import UserError
 from siamesenorm.progress import ProgressDisplay
-from siamesenorm.tasks.task import Task
 from siamesenorm.training.config import RunConfig
+from siamesenorm.training.loop import Instrument, Record, TrainingLoop
 from siamesenorm.training.verdict import Verdict
 
-Record = dict[str, Any]
 SCALARS = ("loss", "learning_rate", "gradient_norm", "step_seconds")
-
-
-class Loop(Protocol):
-    """What an instrument sees of the train loop."""
-
-    config: RunConfig
-    task: Task
-    model: nn.Module
-    optimizer: Optimizer
-
-    def record(self, record: Record) -> None:
-        """Append to the run's record."""
-
-
-class Instrument:
-    """What the loop calls; every method does nothing by default."""
-
-    def on_start(self, loop: Loop, step: int) -> None:
-        """Training starts, or resumes after `step`."""
-
-    def on_record(self, loop: Loop, record: Record) -> None:
-        """A record of any kind was written."""
-
-    def on_step(self, loop: Loop, record: Record) -> None:
-        """An optimizer step was recorded."""
-
-    def on_validation(self, loop: Loop, record: Record) -> None:
-        """An evaluation was recorded."""
-
-    def on_note(self, loop: Loop, line: str) -> None:
-        """A line for people was recorded."""
-
-    def on_end(self, loop: Loop, verdict: Verdict) -> None:
-        """The run is finished."""
-
-    def close(self) -> None:
-        """The run has ended, or failed."""
 
 
 class Console(Instrument):
@@ -66,7 +22,7 @@ class Console(Instrument):
     display: ProgressDisplay
     held_out = ""
 
-    def on_start(self, loop: Loop, step: int) -> None:
+    def on_start(self, loop: TrainingLoop, step: int) -> None:
         """Show where the run starts or resumes."""
         config, item = loop.config, f"{loop.task.item}s"
         self.display = ProgressDisplay(unit=item)
@@ -78,21 +34,21 @@ class Console(Instrument):
         )
         self.display.start(config.steps * self.items, step * self.items)
 
-    def on_step(self, loop: Loop, record: Record) -> None:
+    def on_step(self, loop: TrainingLoop, record: Record) -> None:
         """Show the newest loss."""
         text = f"step {record['step']}/{loop.config.steps}: loss {record['loss']:.3f}{self.held_out}"
         self.display.update(record["step"] * self.items, text)
 
-    def on_validation(self, loop: Loop, record: Record) -> None:
+    def on_validation(self, loop: TrainingLoop, record: Record) -> None:
         """Keep the metrics for the next line."""
         found = (f"held-out {metric.label} {record[metric.name]:{metric.format}}" for metric in loop.task.metrics)
         self.held_out = "".join(f", {each}" for each in found)
 
-    def on_note(self, loop: Loop, line: str) -> None:
+    def on_note(self, loop: TrainingLoop, line: str) -> None:
         """Show a line."""
         self.display.line(line)
 
-    def on_end(self, loop: Loop, verdict: Verdict) -> None:
+    def on_end(self, loop: TrainingLoop, verdict: Verdict) -> None:
         """Show the verdict."""
         self.close()
         self.display.line(f"{verdict.sentence()}{self.held_out}")
@@ -106,7 +62,7 @@ class Console(Instrument):
 class WorkerLog(Instrument):
     """Prints notes to standard output, which an experiment keeps as the run's log."""
 
-    def on_note(self, loop: Loop, line: str) -> None:
+    def on_note(self, loop: TrainingLoop, line: str) -> None:
         """Print the line at once: what is on standard error comes after it."""
         print(line, flush=True)
 
@@ -117,20 +73,20 @@ class TensorBoardTracker(Instrument):
     def __init__(self, directory: Path) -> None:
         self.module, self.directory = _import("torch.utils.tensorboard", "tensorboard"), directory
 
-    def on_start(self, loop: Loop, step: int) -> None:
+    def on_start(self, loop: TrainingLoop, step: int) -> None:
         """Open the file, without what an interrupted process wrote of the steps that are repeated."""
         self.writer = self.module.SummaryWriter(str(self.directory / "tensorboard"), purge_step=step + 1)
 
-    def on_record(self, loop: Loop, record: Record) -> None:
+    def on_record(self, loop: TrainingLoop, record: Record) -> None:
         """Write the numbers of a record."""
         for name, value in _scalars(loop, record).items():
             self.writer.add_scalar(name, value, record["step"])
 
-    def on_note(self, loop: Loop, line: str) -> None:
+    def on_note(self, loop: TrainingLoop, line: str) -> None:
         """Write the line as text."""
         self.writer.add_text("notes", line)
 
-    def on_end(self, loop: Loop, verdict: Verdict) -> None:
+    def on_end(self, loop: TrainingLoop, verdict: Verdict) -> None:
         """Write the verdict and close."""
         self.writer.add_text("verdict", verdict.sentence())
         self.writer.close()
@@ -142,7 +98,7 @@ class WandbTracker(Instrument):
     def __init__(self, directory: Path) -> None:
         self.module, self.directory = _import("wandb", "wandb"), directory
 
-    def on_start(self, loop: Loop, step: int) -> None:
+    def on_start(self, loop: TrainingLoop, step: int) -> None:
         """Open the run, new or resumed."""
         config = loop.config
         self.run = self.module.init(
@@ -150,12 +106,12 @@ class WandbTracker(Instrument):
             dir=str(self.directory), resume="allow",
         )  # fmt: skip
 
-    def on_record(self, loop: Loop, record: Record) -> None:
+    def on_record(self, loop: TrainingLoop, record: Record) -> None:
         """Log the numbers of a record."""
         if values := _scalars(loop, record):
             self.run.log(values, step=record["step"])
 
-    def on_end(self, loop: Loop, verdict: Verdict) -> None:
+    def on_end(self, loop: TrainingLoop, verdict: Verdict) -> None:
         """Log the verdict and close."""
         self.run.summary["verdict"] = verdict.sentence()
         self.run.finish()
@@ -169,7 +125,7 @@ def build_trackers(config: RunConfig, directory: Path) -> tuple[Instrument, ...]
     return tuple(TRACKERS[name](directory) for name in config.execution.trackers)
 
 
-def _scalars(loop: Loop, record: Record) -> dict[str, float]:
+def _scalars(loop: TrainingLoop, record: Record) -> dict[str, float]:
     names = {*SCALARS, *(metric.name for metric in loop.task.metrics)}
     return {f"{record['kind']}/{name}": record[name] for name in sorted(names & record.keys()) if "step" in record}
 

@@ -380,7 +380,8 @@ def judge(record: LossCurve | Iterable[Mapping[str, Any]], thresholds: Threshold
         monitor.observe_validation(curve.held_out)
     verdict = monitor.verdict()
     # Points of the curve as steps of the run.
-    step_of = {None: None, **dict(enumerate(curve.steps, start=1))}
+    step_of: dict[int | None, int | None] = {None: None}
+    step_of.update(enumerate(curve.steps, start=1))
     return dataclasses.replace(
         verdict,
         divergence_step=step_of[verdict.divergence_step],
