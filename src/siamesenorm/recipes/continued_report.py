@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from siamesenorm.comparison import quantities, summary
-from siamesenorm.comparison.comparison_report import closing_sections, comparisons_csv, runs_csv
-from siamesenorm.comparison.findings import Comparison, Conclusion, Outcome, corrected_together
-from siamesenorm.comparison.plan import Part, PlannedComparison
-from siamesenorm.comparison.quantities import NOTHING
-from siamesenorm.comparison.result_tables import VERDICT, against_baselines, verdict_pill
+from siamesenorm.comparison import formatting
+from siamesenorm.comparison.comparison_report import (
+    VERDICTS,
+    budget_sentence,
+    closing_sections,
+    conclusions_section,
+    data_sentence,
+)
+from siamesenorm.comparison.comparison_tables import (
+    VERDICT,
+    against_baselines,
+    comparisons_csv,
+    estimate_text,
+    runs_csv,
+    verdict_entry,
+)
+from siamesenorm.comparison.findings import Comparison, Conclusion, Outcome, compare, corrected_together
+from siamesenorm.comparison.formatting import NOTHING
+from siamesenorm.comparison.plan import Part
+from siamesenorm.comparison.report_parts import (
+    LOWER,
+    Column,
+    Entry,
+    Report,
+    ReportSection,
+    RowGroup,
+    Statement,
+    Statements,
+    Table,
+)
 from siamesenorm.comparison.results import ExperimentResults, RunResult
-from siamesenorm.comparison.sections import Report, ReportSection, Statement, Statements
-from siamesenorm.comparison.statistics import Estimate, paired_difference
-from siamesenorm.comparison.tables import LOWER, Column, Entry, Group, Table
 from siamesenorm.errors import UserError
 
 BASE = Column("Base", "the trained Pre-Norm model, and its attention norm where it is not the usual one", numeric=False)
 CONTINUED_AS = Column("Continued as", "topology, and operator where it changes", numeric=False)
+SEEDS = Column("Seeds", "runs that have ended")
 LOSS = Column(f"Held-out loss{LOWER}", "mean ± half width of the 95 % t interval over seeds")
 
 
@@ -49,34 +71,17 @@ class ContinuedFindings:
 
 def find_continued(results: ExperimentResults) -> ContinuedFindings:
     """Derive the findings; all comparisons are corrected together (Holm). Raises UserError where nothing has ended."""
-    groups: dict[tuple[float, str], list[RunResult]] = {}
-    bases: dict[str, list[RunResult]] = {}
-    for run in results.runs:
-        if run.complete and run.planned.part is Part.CONTINUED:
-            groups.setdefault((run.learning_rate, run.method), []).append(run)
-        elif run.complete:
-            bases.setdefault(run.method, []).append(run)
-    if not groups:
+    complete = [run for run in results.runs if run.complete]
+    bases = _outcomes([run for run in complete if run.planned.part is Part.BASE])
+    continued = _outcomes([run for run in complete if run.planned.part is Part.CONTINUED])
+    if not continued:
         raise UserError(f"no continuation in {results.path} has ended: train it with --data")
     by_id = {run.identity: run for run in results.runs}
-    continuations = []
-    for (rate, method), runs in groups.items():
-        sources = [by_id[run.base] for run in runs if run.base in by_id]
-        continuations.append(
-            ContinuedVariant(
-                base=sources[0].planned.label if sources else NOTHING,
-                label=runs[0].planned.label,
-                outcome=Outcome(method=method, learning_rate=rate, runs=tuple(runs)),
-                jump=max((_jump(run, by_id) for run in runs), key=abs),
-            )
-        )
     return ContinuedFindings(
         results=results,
-        bases=tuple(
-            Outcome(method=base, learning_rate=runs[0].learning_rate, runs=tuple(runs)) for base, runs in bases.items()
-        ),
-        continuations=tuple(continuations),
-        comparisons=corrected_together(_comparisons(results, groups)),
+        bases=tuple(bases.values()),
+        continuations=tuple(_variant(outcome, by_id) for outcome in continued.values()),
+        comparisons=corrected_together(_comparisons(results, continued)),
     )
 
 
@@ -89,11 +94,11 @@ def continued_report(findings: ContinuedFindings, *, title: str = "") -> Report:
     tables = (bases_table(findings), continuations_table(findings), against_baselines(groups, results.unit))
     return Report(
         title=title or "A Pre-Norm model, converted and continued",
-        subject=(summary.data_sentence(results), summary.budget_sentence(results.runs[-1])),
+        subject=(data_sentence(results), budget_sentence(results.runs[-1])),
         sections=(
-            ReportSection("What came out", (Statements(items=conclusions(findings), tone="conclusions"),)),
+            conclusions_section(conclusions(findings)),
             *(ReportSection(table.title, (table,)) for table in tables),
-            ReportSection("The verdicts", (Statements(items=summary.VERDICTS),)),
+            ReportSection("The verdicts", (Statements(VERDICTS),)),
             *closing_sections(results),
         ),
         records={"runs.csv": runs_csv(results), "comparisons.csv": comparisons_csv(findings.comparisons)},
@@ -102,65 +107,50 @@ def continued_report(findings: ContinuedFindings, *, title: str = "") -> Report:
 
 def bases_table(findings: ContinuedFindings) -> Table:
     """Build the table of the bases."""
-    rows = tuple(
-        (Entry(text=outcome.method), Entry(text=str(len(outcome.complete))), _loss_entry(outcome.held_out_loss))
-        for outcome in findings.bases
-    )
-    columns = (BASE, Column("Seeds", "runs that have ended"), LOSS)
-    return Table(title="The models to continue", columns=columns, groups=(Group(rows=rows),))
+    rows = tuple((Entry(base.method), *_seeds_and_loss(base)) for base in findings.bases)
+    return Table("The models to continue", (BASE, SEEDS, LOSS), (RowGroup("", rows),))
 
 
 def continuations_table(findings: ContinuedFindings) -> Table:
     """Build the table of every variant at every rate."""
-    unit = findings.results.unit
-    columns = (
-        BASE,
-        CONTINUED_AS,
-        Column(
-            "Jump", f"held-out loss before the first step minus that of the base, the largest of all seeds ({unit})"
-        ),
-        VERDICT,
-        Column("Seeds", "runs that have ended"),
-        LOSS,
+    jump = Column(
+        "Jump",
+        "held-out loss before the first step minus that of the base, the largest of all seeds "
+        f"({findings.results.unit})",
     )
-    groups = []
-    for rate in findings.rates:
-        rows = tuple(_row(each) for each in findings.continuations if each.outcome.learning_rate == rate)
-        groups.append(Group(title=_title(rate), rows=rows))
-    return Table(title="Continued, converted and unchanged", columns=columns, groups=tuple(groups))
+    groups = tuple(
+        RowGroup(_title(rate), tuple(map(_row, (e for e in findings.continuations if e.outcome.learning_rate == rate))))
+        for rate in findings.rates
+    )
+    return Table("Continued, converted and unchanged", (BASE, CONTINUED_AS, jump, VERDICT, SEEDS, LOSS), groups)
 
 
 def conclusions(findings: ContinuedFindings) -> tuple[Statement, ...]:
     """Return a statement for every comparison, in the words that its interval allows."""
     statements = [_statement(each, findings.results.unit) for each in findings.comparisons]
-    absent = len(findings.results.unfinished) + len(findings.results.missing)
-    if absent:
-        statements.append(Statement(topic="Unfinished", text=f"{quantities.plural(absent, 'run')}."))
+    if absent := len(findings.results.unfinished) + len(findings.results.missing):
+        statements.append(Statement("Unfinished", f"{formatting.plural(absent, 'run')}."))
     return tuple(statements)
 
 
-def _comparisons(results: ExperimentResults, groups: dict[tuple[float, str], list[RunResult]]) -> Iterator[Comparison]:
-    """Yield the comparisons of the plan at every rate, over the seeds that both have."""
-    for rate in dict.fromkeys(rate for rate, _ in groups):
-        for planned in results.plan.comparisons:
-            own = {run.seed: run for run in groups.get((rate, planned.method), [])}
-            other = {run.seed: run for run in groups.get((rate, planned.baseline), [])}
-            seeds = sorted(own.keys() & other.keys())
-            if seeds:
-                yield _comparison(planned, rate, [own[seed] for seed in seeds], [other[seed] for seed in seeds])
+def _outcomes(runs: Sequence[RunResult]) -> dict[tuple[float, str], Outcome]:
+    """Return the outcomes by learning rate and method, in the order of the runs."""
+    groups: dict[tuple[float, str], list[RunResult]] = {}
+    for run in runs:
+        groups.setdefault((run.learning_rate, run.method), []).append(run)
+    return {
+        (rate, method): Outcome(method=method, learning_rate=rate, runs=tuple(group))
+        for (rate, method), group in groups.items()
+    }
 
 
-def _comparison(planned: PlannedComparison, rate: float, own: list[RunResult], other: list[RunResult]) -> Comparison:
-    return Comparison(
-        method=planned.method,
-        baseline=planned.baseline,
-        kind=planned.kind,
-        learning_rate=rate,
-        difference=paired_difference(
-            {run.seed: run.score for run in own if run.has_result},
-            {run.seed: run.score for run in other if run.has_result},
-        ),
-        diverged=any(run.diverged for run in (*own, *other)),
+def _variant(outcome: Outcome, by_id: dict[str, RunResult]) -> ContinuedVariant:
+    bases = [by_id[run.base].planned.label for run in outcome.runs if run.base in by_id]
+    return ContinuedVariant(
+        base=bases[0] if bases else NOTHING,
+        label=outcome.runs[0].planned.label,
+        outcome=outcome,
+        jump=max((_jump(run, by_id) for run in outcome.runs), key=abs),
     )
 
 
@@ -172,33 +162,39 @@ def _jump(run: RunResult, by_id: dict[str, RunResult]) -> float:
     return first - base.held_out_loss if base is not None and base.held_out_loss is not None else 0.0
 
 
+def _comparisons(results: ExperimentResults, outcomes: dict[tuple[float, str], Outcome]) -> Iterator[Comparison]:
+    """Yield the comparisons of the plan at every rate, over the seeds that both have."""
+    for rate in dict.fromkeys(rate for rate, _ in outcomes):
+        for planned in results.plan.comparisons:
+            method, baseline = (outcomes.get((rate, name)) for name in (planned.method, planned.baseline))
+            if method and baseline:
+                seeds = {run.seed for run in method.runs} & {run.seed for run in baseline.runs}
+                if seeds:
+                    yield compare(planned, method.over(seeds), baseline.over(seeds))
+
+
 def _row(each: ContinuedVariant) -> tuple[Entry, ...]:
-    return (
-        Entry(text=each.base),
-        Entry(text=each.label),
-        Entry(text="0" if each.jump == 0 else f"{each.jump:+.0e}".replace("-", quantities.MINUS)),
-        Entry(pill=verdict_pill(each.outcome)),
-        Entry(text=str(len(each.outcome.complete))),
-        _loss_entry(each.outcome.held_out_loss),
-    )
+    jump = "0" if each.jump == 0 else f"{each.jump:+.0e}".replace("-", formatting.MINUS)
+    entries = (Entry(each.base), Entry(each.label), Entry(jump), verdict_entry(each.outcome))
+    return (*entries, *_seeds_and_loss(each.outcome))
 
 
-def _loss_entry(loss: Estimate | None) -> Entry:
-    return Entry(text=NOTHING if loss is None else quantities.loss_estimate(loss))
+def _seeds_and_loss(outcome: Outcome) -> tuple[Entry, Entry]:
+    return Entry(str(len(outcome.complete))), Entry(estimate_text(outcome.held_out_loss, ".4f"))
 
 
 def _statement(comparison: Comparison, unit: str) -> Statement:
-    topic, corrected = f"{comparison.method}, {quantities.rate(comparison.learning_rate)}", comparison.corrected
+    topic, corrected = f"{comparison.method}, {formatting.rate(comparison.learning_rate)}", comparison.corrected
     if corrected is None:
-        return Statement(topic=topic, text=f"No conclusion: {comparison.conclusion}.")
+        return Statement(topic, f"No conclusion: {comparison.conclusion}.")
     words = {
         Conclusion.CONFIRMED_LOWER: "Ends lower than unchanged, confirmed",
         Conclusion.CONFIRMED_HIGHER: "Ends higher than unchanged, confirmed",
     }
     word = words.get(comparison.conclusion, "No difference from unchanged is confirmed")
-    numbers = f"{quantities.signed(corrected.mean)} {unit}, Holm {quantities.interval(corrected)}"
-    return Statement(topic=topic, text=f"{word}: {numbers}, {quantities.plural(corrected.count, 'seed')}.")
+    numbers = f"{formatting.signed(corrected.mean)} {unit}, Holm {formatting.interval(corrected)}"
+    return Statement(topic, f"{word}: {numbers}, {formatting.plural(corrected.count, 'seed')}.")
 
 
 def _title(rate: float) -> str:
-    return f"Continued at learning rate {quantities.rate(rate)}"
+    return f"Continued at learning rate {formatting.rate(rate)}"
