@@ -12,8 +12,8 @@ from typing import Annotated
 
 from typing_extensions import Doc
 
-from siamesenorm.cli.recipes import RunArguments, RunCommand
 from siamesenorm.cli.report import build_report, show_report
+from siamesenorm.cli.train import RunArguments, RunCommand
 from siamesenorm.comparison.experiment import Experiment, Stages, usual_jobs
 from siamesenorm.comparison.experiment_console import ExperimentConsole
 from siamesenorm.comparison.sweep import SweepGrid, comparisons_of

@@ -14,9 +14,9 @@ from siamesenorm.errors import UserError
 from siamesenorm.interop.converted_models import record_step, refuse_unsavable
 from siamesenorm.interop.foreign_norms import Unreadable, looks_like_norm, read_norm, replace_module, replacement
 from siamesenorm.interop.rewire_report import norms_of
-from siamesenorm.models.config import inherited_operator
 from siamesenorm.models.conversion import path_of
 from siamesenorm.models.language import LanguageModel, LanguageModelConfig
+from siamesenorm.models.transformer import inherited_operator
 from siamesenorm.norms import NORMS, Inexact, Norm, NormSpec
 from siamesenorm.topologies.boundary import BoundaryConnection
 

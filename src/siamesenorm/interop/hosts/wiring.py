@@ -18,7 +18,7 @@ from siamesenorm.interop.derived_class import derive
 from siamesenorm.interop.foreign_norms import Unreadable, inheriting, read_norm
 from siamesenorm.interop.hosts.blocks import BlockSpec, BlockStack, RewiredBlock, RewiredClosing
 from siamesenorm.interop.hosts.find import find_blocks
-from siamesenorm.models.block import build_residual_path
+from siamesenorm.models.transformer import build_residual_path
 from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec
 from siamesenorm.topologies import (
     Closing,
