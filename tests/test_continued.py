@@ -25,9 +25,10 @@ from siamesenorm.data import PreparedData, TokenSamples
 from siamesenorm.errors import UserError
 from siamesenorm.models.language import LanguageModel
 from siamesenorm.norms import NormSpec
-from siamesenorm.recipes.continued import ContinuedPlan, Variant
-from siamesenorm.recipes.continued_report import (
+from siamesenorm.recipes.continued import (
     ContinuedFindings,
+    ContinuedPlan,
+    Variant,
     conclusions,
     continuations_table,
     continued_report,

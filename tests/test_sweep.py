@@ -374,7 +374,7 @@ def test_a_rate_is_chosen_by_the_selection_seed_even_where_others_disagree(
     experiment = Experiment(directory=tmp_path / "sweep", template=template, jobs=1)
     experiment.train(lambda _: iter([[(other, extra)]]))
     choice = find(read_experiment(tmp_path / "sweep")).choices["pre"]
-    assert (choice.learning_rate, [run.seed for run in choice.reported]) == (2e-3, [1])
+    assert (choice.learning_rate, [run.seed for run in choice.runs]) == (2e-3, [1])
 
 
 def test_a_run_keeps_its_part(tmp_path: Path, template: RunConfig, workers: Workers) -> None:

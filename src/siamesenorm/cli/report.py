@@ -16,7 +16,7 @@ from siamesenorm.comparison.plan import Part, read_plan
 from siamesenorm.comparison.report_parts import Report
 from siamesenorm.comparison.report_writer import table_on_terminal, write_report
 from siamesenorm.comparison.results import read_experiment, read_single_run
-from siamesenorm.recipes.continued_report import continued_report, find_continued
+from siamesenorm.recipes.continued import continued_report, find_continued
 
 
 @dataclass(frozen=True, kw_only=True)

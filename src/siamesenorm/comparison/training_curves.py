@@ -129,7 +129,7 @@ def _new_drawing(names: Iterable[str], ratios: Sequence[float] = (1,)) -> tuple[
     panels = drawing.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
     drawing.subplots_adjust(left=LEFT, right=1 - label_room(names), top=0.92, bottom=0.1, hspace=0.13)
     panels[-1].set_xlabel("step")
-    return drawing, panels
+    return drawing, list(panels)
 
 
 def _draw_losses(axes: Axes, runs: Mapping[str, RunResult], styles: Mapping[str, MethodStyle], theme: Theme) -> None:
