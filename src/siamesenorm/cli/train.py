@@ -18,12 +18,11 @@ from siamesenorm.errors import UserError
 from siamesenorm.files import encode_json
 from siamesenorm.models.transformer import inherited_operator
 from siamesenorm.norms import NormSpec, available_norms
-from siamesenorm.tasks.registry import TASKS
+from siamesenorm.tasks import TASKS
 from siamesenorm.topologies import Topology, available_topologies, build_topology, topology_name
-from siamesenorm.training.config import RunConfig
+from siamesenorm.training.config import RunConfig, presets
 from siamesenorm.training.instruments import Console, build_trackers
 from siamesenorm.training.loop import train
-from siamesenorm.training.presets import presets
 from siamesenorm.training.warm_start import continue_run, start_defaults
 
 SIZES = ", ".join(size for task in TASKS.values() for size in task.available_sizes)
