@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
+from siamesenorm.training import execution
 from siamesenorm.training.checkpoint import (
     Checkpoint,
     Stage,
@@ -31,18 +32,6 @@ from siamesenorm.training.checkpoint import (
     save_checkpoint,
 )
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.execution import (
-    checkpoint_blocks,
-    choose,
-    compile_blocks,
-    describe_environment,
-    find_device,
-    operators_in_use,
-    parallelise,
-    require_memory,
-    synchronise_gradients,
-)
-from siamesenorm.training.instruments import Instrument
 from siamesenorm.training.metrics import MetricsLog, read_metrics
 from siamesenorm.training.optimizer import build_optimizer, optimizer_tensors, restore_optimizer, set_learning_rate
 from siamesenorm.training.run_directory import RunDirectory
@@ -51,6 +40,31 @@ from siamesenorm.training.warm_start import load_start, require_start
 from siamesenorm.world import World, shard_like, whole
 
 Record = dict[str, Any]
+
+
+class Instrument:
+    """What watches a run: it reads what it needs from the loop; every method does nothing by default."""
+
+    def on_start(self, loop: TrainingLoop, step: int) -> None:
+        """Training starts, or resumes after `step`."""
+
+    def on_record(self, loop: TrainingLoop, record: Record) -> None:
+        """A record of any kind was written."""
+
+    def on_step(self, loop: TrainingLoop, record: Record) -> None:
+        """An optimizer step was recorded."""
+
+    def on_validation(self, loop: TrainingLoop, record: Record) -> None:
+        """An evaluation was recorded."""
+
+    def on_note(self, loop: TrainingLoop, line: str) -> None:
+        """A line for people was recorded."""
+
+    def on_end(self, loop: TrainingLoop, verdict: Verdict) -> None:
+        """The run is finished."""
+
+    def close(self) -> None:
+        """The run has ended, or failed."""
 
 
 def train(
@@ -63,7 +77,7 @@ def train(
     trained leaves no directory behind.
     """
     config, run = config.resolved(), RunDirectory(directory)
-    with World.joined(find_device(config.execution.device)) as world, ExitStack() as held:
+    with World.joined(execution.find_device(config.execution.device)) as world, ExitStack() as held:
         finished = world.on_first(lambda: run.verdict_of(config))
         if finished is not None:
             return finished
@@ -103,17 +117,17 @@ class TrainingLoop:
         torch.manual_seed(config.seed + world.rank)
         self.task = config.task.build(config.seed)
         blueprint = self.task.build_model(torch.device("meta"))
-        require_memory(blueprint, self.device)
+        execution.require_memory(blueprint, self.device)
         self.description = self.task.describe(blueprint)
         operations = self.description["flops_per_sample"] * config.batch * config.steps
         earlier = next(iter(run.read_environments()), None) if run.checkpoints.exists() else None
-        self.choices = choose(config.execution, operations, earlier)
+        self.choices = execution.choose(config.execution, operations, earlier)
         self.model: nn.Module = self.task.build_model(self.device, self.choices.kernels)
         if config.checkpoint_activations:
-            checkpoint_blocks(self.model)
+            execution.checkpoint_blocks(self.model)
         if self.choices.compiled:
-            compile_blocks(self.model)
-        self.replica = parallelise(self.model, world, config.execution.parallel)
+            execution.compile_blocks(self.model)
+        self.replica = execution.parallelise(self.model, world, config.execution.parallel)
         self.optimizer: torch.optim.Optimizer = build_optimizer(self.model, config.optimizer)
         self.schedule = config.optimizer.schedule(config.steps)
         self.monitor = StabilityMonitor(
@@ -132,9 +146,9 @@ class TrainingLoop:
             step = checkpoint.step if checkpoint else 0
             self.clock = time.perf_counter() - (checkpoint.state["seconds"] if checkpoint else 0.0)
             environment = (
-                describe_environment(config.execution.device)
+                execution.describe_environment(config.execution.device)
                 | dataclasses.asdict(self.choices)
-                | {"operators": operators_in_use(self.model, self.device), "processes": self.world.size}
+                | {"operators": execution.operators_in_use(self.model, self.device), "processes": self.world.size}
             )
             changes = self.world.on_first(lambda: self.run_directory.record_environment(environment))
             for instrument in self.instruments:
@@ -206,7 +220,7 @@ class TrainingLoop:
         total = torch.zeros((), device=self.device)
         auxiliary: dict[str, Tensor] = {}
         for part in range(parts):
-            synchronise_gradients(self.replica, part == parts - 1)
+            execution.synchronise_gradients(self.replica, part == parts - 1)
             start = position + self.world.rank * self.share + part * self.at_once
             with self._precision():
                 losses = self.task.loss(self.replica, start, self.at_once)
