@@ -38,7 +38,7 @@ DEPENDS_ON: dict[str, set[str]] = {
     "cli": {"recipes", "interop", "benchmark"},
 }
 """The packages that each one imports directly."""
-GROUND = {"errors", "files", "options", "progress"}
+GROUND = {"errors", "files", "options", "progress", "world"}
 """Modules that every package may import, and that import no package."""
 CORE = ("kernels", "norms", "topologies", "sublayers", "models")
 FILES = sorted(SOURCE.rglob("*.py"))

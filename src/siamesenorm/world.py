@@ -113,15 +113,23 @@ class World:
         return value
 
 
+def is_first_process() -> bool:
+    """Whether this is the first of the processes that torchrun started, which prints for all; true without torchrun."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors with the sharded ones (DTensor) gathered; every process takes part."""
     return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in tensors.items()}
 
 
 def shard_like(tensor: Tensor, like: Tensor | None) -> Tensor:
-    """Return this process's part of a whole tensor that every process has, as `like` is sharded."""
-    if like is None or not hasattr(like, "full_tensor"):
-        return tensor
-    from torch.distributed.tensor import distribute_tensor
+    """Return this process's part of a whole tensor that every process has, if `like` is sharded; else the tensor."""
+    if dist.is_available() and dist.is_initialized():
+        # Imported here, where a DTensor can exist at all: the import costs more than that of the package.
+        from torch.distributed.tensor import DTensor, distribute_tensor
 
-    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+        if isinstance(like, DTensor):
+            whole = tensor.to(device=like.device, dtype=like.dtype).expand(like.shape)
+            return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return tensor

@@ -78,11 +78,6 @@ def _run(arguments: list[str]) -> int:
     return 0
 
 
-def is_first_process() -> bool:
-    """Whether this is the first of the processes that torchrun started, which prints for all; true without torchrun."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def _call(name: str, arguments: list[str]) -> None:
     if name in PRESET_COMMANDS:
         check_preset(arguments)

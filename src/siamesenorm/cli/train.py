@@ -13,7 +13,6 @@ import tyro
 from typing_extensions import Doc
 
 from siamesenorm.analysis.monitor_instrument import MonitorOptions
-from siamesenorm.cli import is_first_process
 from siamesenorm.cli.parsing import PRESETS
 from siamesenorm.errors import UserError
 from siamesenorm.files import encode_json
@@ -25,6 +24,7 @@ from siamesenorm.training.config import RunConfig, presets
 from siamesenorm.training.instruments import Console, build_trackers
 from siamesenorm.training.loop import train
 from siamesenorm.training.warm_start import continue_run, start_defaults
+from siamesenorm.world import is_first_process
 
 SIZES = ", ".join(size for task in TASKS.values() for size in task.available_sizes)
 Size = Annotated[str | None, tyro.conf.arg(name="model.size"), Doc(f"Size that sets the model's shape: {SIZES}.")]

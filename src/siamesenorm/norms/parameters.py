@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
+from siamesenorm.world import shard_like
 
 Initial = float | list[float] | list[list[float]] | list[list[list[float]]]
 
@@ -100,18 +101,13 @@ class DeclaredModule(nn.Module):
 def assign(parameter: Tensor, value: Tensor) -> None:
     """Set a parameter to `value`, which broadcasts to its whole shape; of a sharded one (DTensor), this rank's part.
 
-    Every rank passes the same value: there is no communication.
+    Every rank gives the same value: no rank waits for another.
     """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        # Imported here, where a DTensor can exist at all: the import costs more than that of the package.
-        from torch.distributed.tensor import DTensor, distribute_tensor
-
-        if isinstance(parameter, DTensor):
-            whole = value.to(parameter.dtype).expand(parameter.shape)
-            shards = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.to_local().copy_(shards.to_local())
-            return
-    parameter.copy_(value)
+    part = shard_like(value, parameter)
+    if part is value:
+        parameter.copy_(value)
+    else:
+        parameter.to_local().copy_(part.to_local())  # type: ignore[attr-defined]
 
 
 def declared_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:

@@ -238,7 +238,8 @@ class MixingLogits(DeclaredModule):
             return tuple(static)
         weights = [self.get_parameter(f"project_{name}").to(streams.dtype) for name in self.names]
         normalised = self.norm(streams.flatten(-2) if self.joint else streams)
-        maps = torch.matmul(normalised, torch.cat(weights, dim=-1)).split([w.shape[-1] for w in weights], dim=-1)
+        projected = torch.matmul(normalised, torch.cat(weights, dim=-1))
+        maps = torch.split(projected, [weight.shape[-1] for weight in weights], dim=-1)
         scales = [self.get_parameter(f"scale_{name}").to(streams.dtype) for name in self.names]
         lead = streams.shape[:-2]
         return tuple(s + scale * m.reshape(*lead, *s.shape) for s, scale, m in zip(static, scales, maps, strict=True))

@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,9 @@ class TrainingLoop:
     def run(self) -> Verdict:
         """Train to the end, or to an early one, and write the verdict."""
         config = self.config
-        with MetricsLog(self.run_directory.metrics_file) if self.world.is_first else nullcontext() as self.log:
+        with ExitStack() as opened:
+            if self.world.is_first:
+                self.log = opened.enter_context(MetricsLog(self.run_directory.metrics_file))
             checkpoint = self._resume()
             step = checkpoint.step if checkpoint else 0
             self.clock = time.perf_counter() - (checkpoint.state["seconds"] if checkpoint else 0.0)
