@@ -154,4 +154,4 @@ def test_an_encoder_and_decoder_is_refused(tmp_path: Path, capsys: pytest.Captur
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
     save_tokenizer(tmp_path / "t5")
     line = refusal(capsys, tmp_path / "t5", "--prompt", "w1")
-    assert "holds a T5ForConditionalGeneration, whose decoder answers a text" in line
+    assert "holds a T5ForConditionalGeneration, which has an encoder" in line

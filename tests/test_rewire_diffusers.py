@@ -19,7 +19,7 @@ from torch import Tensor, nn  # noqa: E402
 import siamesenorm  # noqa: E402
 from siamesenorm import available_topologies, rewire  # noqa: E402
 from siamesenorm.errors import UserError  # noqa: E402
-from siamesenorm.interop.conversion_log import steps_of  # noqa: E402
+from siamesenorm.interop.wiring import steps_of  # noqa: E402
 
 DEPTH = 3
 SMALL: dict[str, Any] = {
@@ -241,7 +241,7 @@ def has_a_pickle(directory: Path) -> None:
         (has_no_steps, "the configuration is damaged"),
         (has_a_pickle, "has no safetensors weights"),
         (lambda directory: (directory / "config.json").write_text("{"), "config.json cannot be read"),
-        (lambda directory: (directory / "config.json").write_text("[]"), "holds no configuration"),
+        (lambda directory: (directory / "config.json").write_text("[]"), "holds a list"),
     ],
 )
 def test_damaged_files_are_refused(damage: Any, message: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 from huggingface_hosts import DIM, TOKENS, build_host, logits, moved  # noqa: E402
 from siamesenorm import build_language_model, build_norm, rewire, swap_norms  # noqa: E402
 from siamesenorm.errors import UserError  # noqa: E402
-from siamesenorm.interop.conversion_log import replay_steps, steps_of  # noqa: E402
+from siamesenorm.interop.wiring import replay_steps, steps_of  # noqa: E402
 from siamesenorm.models.language import LanguageModel  # noqa: E402
 from siamesenorm.topologies import available_topologies, build_topology  # noqa: E402
 

@@ -20,7 +20,7 @@ import siamesenorm
 from siamesenorm import rewire
 from siamesenorm.errors import UserError
 from siamesenorm.interop import timm as interop
-from siamesenorm.interop.conversion_log import steps_of
+from siamesenorm.interop.wiring import steps_of
 from siamesenorm.norms import RMSNorm
 from siamesenorm.topologies import build_topology, topology_from_json
 

@@ -19,7 +19,18 @@ from torch import Tensor
 from siamesenorm.analysis.stream_monitor import StreamMonitor
 
 
-class HuggingFaceEvents:
+class MonitorEvents:
+    """What both callbacks share."""
+
+    def __init__(self, monitor: StreamMonitor, *, stop_when_lost: bool = False) -> None:
+        self.monitor, self.stop_when_lost = monitor, stop_when_lost
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Restore the model."""
+        self.monitor.close()
+
+
+class HuggingFaceEvents(MonitorEvents):
     """A callback of Hugging Face's `Trainer`: `Trainer(..., callbacks=[StreamMonitorCallback(monitor)])`.
 
     Make the monitor of the trainer's model; optimizer, length of the run and warm-up come from the trainer. The loss
@@ -28,9 +39,6 @@ class HuggingFaceEvents:
     `stop_when_lost` a run ends once nothing can change its verdict. Where training resumes from a checkpoint, make the
     monitor with `resume=True` to continue its file.
     """
-
-    def __init__(self, monitor: StreamMonitor, *, stop_when_lost: bool = False) -> None:
-        self.monitor, self.stop_when_lost = monitor, stop_when_lost
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any) -> None:
         """Attach the monitor, after the step of the checkpoint if there is one."""
@@ -60,12 +68,8 @@ class HuggingFaceEvents:
         if self.stop_when_lost and self.monitor.should_stop:
             control.should_training_stop = True
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Restore the model."""
-        self.monitor.close()
 
-
-class LightningEvents:
+class LightningEvents(MonitorEvents):
     """A callback of Lightning: `Trainer(..., callbacks=[LightningStreamMonitor(monitor)])`.
 
     Make the monitor of the LightningModule, or of the network in it; optimizers and the length of the run come from
@@ -74,7 +78,7 @@ class LightningEvents:
     """
 
     def __init__(self, monitor: StreamMonitor, *, stop_when_lost: bool = False) -> None:
-        self.monitor, self.stop_when_lost = monitor, stop_when_lost
+        super().__init__(monitor, stop_when_lost=stop_when_lost)
         self._losses: list[Tensor] = []
         self._step = 0
 
@@ -99,10 +103,6 @@ class LightningEvents:
         self.monitor.step(mean, step=self._step)
         if self.stop_when_lost and self.monitor.should_stop:
             trainer.should_stop = True
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Restore the model."""
-        self.monitor.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Restore the model, and keep the losses before the exception."""

@@ -12,17 +12,17 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import diffusers
-from diffusers import ModelMixin  # by this name a pipeline knows how to load what this module holds
+from diffusers import ModelMixin  # by this name a pipeline finds the loading of this module's classes
 from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.conversion_log import replay_steps
+from siamesenorm.interop.rewired_blocks import derive, original_class
 from siamesenorm.interop.stored_model import Step
+from siamesenorm.interop.wiring import replay_steps
 
 PREFIX = "SiameseNorm"
 HOST = "host"
@@ -34,15 +34,16 @@ COMMON = ("_class_name", "_diffusers_version", "_name_or_path", "siamesenorm", "
 def adopt(model: nn.Module, steps: Sequence[Step]) -> None:
     """Give a converted model the class that saves and loads it, and its configuration the steps."""
     assert isinstance(model, ModelMixin)
-    model.__class__ = converted_class(_host_of(type(model)))
+    model.__class__ = converted_class(type(model))
     model.register_to_config(siamesenorm=list(steps))  # type: ignore[operator]
 
 
-@cache
 def converted_class(host: type) -> type:
     """Return the class of converted models whose host is of class `host`; one for each."""
-    members = {"__doc__": f"A converted {host.__name__}.", "__module__": __name__, "__init__": _build_of(host)}
-    return type(f"{PREFIX}{host.__name__}", (ConvertedDiffusersModel, host), members)
+    host = original_class(host)
+    name, build = f"{PREFIX}{host.__name__}", _build_of(host)
+    return derive(ConvertedDiffusersModel, host, name, converted_class, __doc__=f"A converted {host.__name__}.",
+                  __init__=build)  # fmt: skip
 
 
 class ConvertedDiffusersModel:
@@ -93,10 +94,6 @@ def _build_of(host: type) -> Any:
     return build
 
 
-def _host_of(kind: type) -> type:
-    return kind.__mro__[2] if issubclass(kind, ConvertedDiffusersModel) else kind
-
-
 def class_named(name: str) -> Any:
     """Return the class of converted models of this name; raises UserError for an unknown host."""
     host = getattr(diffusers, name.removeprefix(PREFIX), None)
@@ -106,7 +103,7 @@ def class_named(name: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Return the class of converted models by its name: that is how pipelines ask for it."""
+    """Return the class of converted models by its name, by which pipelines find it."""
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

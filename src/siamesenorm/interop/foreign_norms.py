@@ -38,6 +38,11 @@ def looks_like_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
 
 
+def norms_of(model: nn.Module) -> dict[str, Norm]:
+    """Return the norms of this library in a model by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Norm)}
+
+
 def read_norm(module: nn.Module) -> NormFunction:
     """Return the function of a norm, with the module's own tensors; raises Unreadable where no formula fits."""
     if isinstance(module, Norm):
@@ -46,11 +51,21 @@ def read_norm(module: nn.Module) -> NormFunction:
     if not _PER_TOKEN.search(type(module).__name__):
         raise Unreadable("not a LayerNorm or RMSNorm of each token")
     _refuse_attachments(module)
-    _refuse_unknown_tensors(module)
+    tensors = [name for tensors in (module.named_parameters(), module.named_buffers()) for name, _ in tensors]
+    if others := [name for name in tensors if name not in ("weight", "bias")]:
+        raise Unreadable(f"no formula explains its {others[0]}")
     weight, bias = _parameter(module, "weight"), _parameter(module, "bias")
-    dim, axis = _width(module, weight), _axis(module)
-    eps, statistic, offset = _identify(module, dim, _eps_candidates(module, weight), axis)
-    return NormFunction(statistic=statistic, dim=dim, axis=axis, eps=eps, gain=weight, offset=offset, bias=bias)
+    shape = getattr(module, "normalized_shape", None) if weight is None else weight.shape
+    if shape is None:
+        raise Unreadable("it has no weight and no normalized_shape: its width is not known")
+    if len(shape) != 1:
+        raise Unreadable(f"it normalises over {len(shape)} axes")
+    named = _CHANNELS_FIRST.search(type(module).__name__)
+    axis = 1 if named or getattr(module, "data_format", None) == "channels_first" else -1
+    eps, statistic, offset = _identify(module, int(shape[0]), _eps_candidates(module, weight), axis)
+    return NormFunction(
+        statistic=statistic, dim=int(shape[0]), axis=axis, eps=eps, gain=weight, offset=offset, bias=bias
+    )
 
 
 def _refuse_attachments(module: nn.Module) -> None:
@@ -70,28 +85,11 @@ def _refuse_attachments(module: nn.Module) -> None:
         raise Unreadable(f"its forward takes {', '.join(inputs)}: a norm takes one tensor")
 
 
-def _refuse_unknown_tensors(module: nn.Module) -> None:
-    known = ("weight", "bias")
-    names = [name for tensors in (module.named_parameters(), module.named_buffers()) for name, _ in tensors]
-    others = [name for name in names if name not in known]
-    if others:
-        raise Unreadable(f"no formula explains its {others[0]}")
-
-
 def _parameter(module: nn.Module, name: str) -> Tensor | None:
     value = getattr(module, name, None)
     if value is None or isinstance(value, nn.Parameter):
         return value
     raise Unreadable(f"its {name} is not a parameter")
-
-
-def _width(module: nn.Module, weight: Tensor | None) -> int:
-    shape = getattr(module, "normalized_shape", None) if weight is None else weight.shape
-    if shape is None:
-        raise Unreadable("it has no weight and no normalized_shape: its width is not known")
-    if len(shape) != 1:
-        raise Unreadable(f"it normalises over {len(shape)} axes")
-    return int(shape[0])
 
 
 def _eps_candidates(module: nn.Module, weight: Tensor | None) -> tuple[float, ...]:
@@ -104,11 +102,6 @@ def _eps_candidates(module: nn.Module, weight: Tensor | None) -> tuple[float, ..
                 return (torch.finfo(torch.promote_types(dtype, torch.float32)).eps,)
             return (float(eps),)
     return _USUAL_EPS
-
-
-def _axis(module: nn.Module) -> int:
-    named = _CHANNELS_FIRST.search(type(module).__name__)
-    return 1 if named or getattr(module, "data_format", None) == "channels_first" else -1
 
 
 def _identify(module: nn.Module, dim: int, candidates: tuple[float, ...], axis: int) -> tuple[float, str, float]:
@@ -141,16 +134,12 @@ def _run_copy(
     channels = torch.linspace(-1.0, 1.0, dim, device=device)
     for name, parameter in probe.named_parameters():
         parameter.copy_(0.3 * channels + (0.9 if name == "weight" else 0.2))
-    x = _probe_input(dim, eps, device)
-    values = probe(x.movedim(-1, axis)).movedim(axis, -1).double()
-    return x, values, getattr(probe, "weight", None), getattr(probe, "bias", None)
-
-
-def _probe_input(dim: int, eps: float, device: torch.device) -> Tensor:
-    # Without the third, small token, eps inside, outside or absent from the root could not be told apart.
+    # Without the third, small token, eps inside, outside or absent from the root could not be distinguished.
     numbers = torch.arange(24 * dim, device=device, dtype=torch.float32).reshape(2, 3, 4, dim)
     scale = torch.tensor([1.0, 3.0, math.sqrt(eps) or 1.0], device=device)
-    return (torch.sin(numbers * 1.7 + 0.3) + 0.4) * scale.reshape(3, 1, 1)
+    x = (torch.sin(numbers * 1.7 + 0.3) + 0.4) * scale.reshape(3, 1, 1)
+    values = probe(x.movedim(-1, axis)).movedim(axis, -1).double()
+    return x, values, getattr(probe, "weight", None), getattr(probe, "bias", None)
 
 
 def _evaluate(statistic: str, x: Tensor, gain: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 
-from siamesenorm.data.tokenizer import Tokenizer
 from siamesenorm.errors import UserError
-from siamesenorm.interop.libraries import library_errors
-from siamesenorm.interop.library_models import TransformersModel
-from siamesenorm.interop.native_models import NativeModel, require_finite, require_known
+from siamesenorm.interop.library_models import TransformersModel, library_errors
+from siamesenorm.interop.native_models import NativeModel, require_finite
 from siamesenorm.interop.stored_model import StoredModel
-from siamesenorm.models.language import LanguageModel
 
 GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
 Show = Callable[[str], None]
@@ -31,54 +28,28 @@ class Continuation:
     ended: bool
 
 
-class Prompt(Protocol):
-    """A prompt with the model that continues it; `notes` are for its user."""
+class NativePrompt:
+    """A prompt before a language model of this library; `notes` are for the user."""
 
-    notes: tuple[str, ...]
+    def __init__(self, stored: NativeModel, prompt: str, *, tokens: int) -> None:
+        self.tokens = tokens
+        self.model = stored.load()
+        self.tokenizer = stored.tokenizer()
+        self.notes = stored.notes
+        (ids,) = self.tokenizer.encode_batch([prompt])
+        self.ids = ids.tolist() or [self.tokenizer.end_of_text]
+        config = self.model.config
+        _require_known(self.ids, config.vocabulary, stored.path)
+        length = len(self.ids) + tokens
+        if length > config.context:
+            note = f"the model was trained on {config.context} tokens at a time, and this text may have {length}"
+            self.notes = (*self.notes, note)
 
     def __call__(self, show: Show, *, temperature: float, seed: int) -> Continuation:
         """Return the continuation; `show` is called with every piece of text.
 
         Tokens are drawn from softmax(logits / temperature), and are the likeliest at temperature 0.
         """
-
-
-def open_prompt(stored: StoredModel, prompt: str, *, tokens: int) -> Prompt:
-    """Return a prompt before a stored model, which continues it with `tokens` tokens at most.
-
-    Raises UserError for a model that generates nothing or cannot read so many tokens, weights that are not finite, no
-    tokenizer, and an empty prompt where no token begins a text.
-    """
-    if isinstance(stored, NativeModel):
-        return NativePrompt(stored, prompt, tokens=tokens)
-    if isinstance(stored, TransformersModel):
-        return TransformersPrompt(stored, prompt, tokens=tokens)
-    raise UserError(
-        f"{stored.path} holds a {stored.name} of {stored.library}, which generates no text: name a language model"
-    )
-
-
-class NativePrompt:
-    """A prompt before a language model of this library."""
-
-    def __init__(self, stored: NativeModel, prompt: str, *, tokens: int) -> None:
-        self.tokens = tokens
-        self.model: LanguageModel = stored.load()
-        self.tokenizer: Tokenizer = stored.tokenizer()
-        self.notes = stored.notes
-        (ids,) = self.tokenizer.encode_batch([prompt])
-        self.ids = ids.tolist() or [self.tokenizer.end_of_text]
-        config = self.model.config
-        require_known(self.ids, config.vocabulary, stored.path)
-        length = len(self.ids) + tokens
-        if length > config.context:
-            self.notes = (
-                *self.notes,
-                f"the model was trained on {config.context} tokens at a time, and this text may have {length}",
-            )
-
-    def __call__(self, show: Show, *, temperature: float, seed: int) -> Continuation:
-        """Return the continuation."""
         generator = torch.Generator().manual_seed(seed)
         drawn = self.model.continuation(torch.tensor([self.ids]), temperature=temperature, generator=generator)
         found: list[int] = []
@@ -96,7 +67,7 @@ class NativePrompt:
 
 
 class TransformersPrompt:
-    """A prompt before a language model of transformers, converted or not, with the tokenizer beside it."""
+    """The same before a language model of transformers, converted or not, with the tokenizer beside it."""
 
     def __init__(self, stored: TransformersModel, prompt: str, *, tokens: int) -> None:
         stored.import_library()
@@ -107,13 +78,10 @@ class TransformersPrompt:
         if not self.model.can_generate():
             raise UserError(f"{self.path} holds a {kind}, which generates no text: name a language model")
         if self.model.config.is_encoder_decoder:
-            raise UserError(
-                f"{self.path} holds a {kind}, whose decoder answers a text and does not continue it: name a language "
-                "model without an encoder"
-            )
+            raise UserError(f"{self.path} holds a {kind}, which has an encoder: name a language model without one")
         require_finite(self.path, self.model.state_dict())
         self.ids = self.tokenizer(prompt).input_ids or [self._first_token()]
-        require_known(self.ids, self.model.get_input_embeddings().weight.shape[0], self.path)
+        _require_known(self.ids, self.model.get_input_embeddings().weight.shape[0], self.path)
         longest = getattr(self.model.config, "max_position_embeddings", math.inf)
         if len(self.ids) + tokens > longest:
             room = longest - len(self.ids)
@@ -123,11 +91,11 @@ class TransformersPrompt:
             )
 
     def __call__(self, show: Show, *, temperature: float, seed: int) -> Continuation:
-        """Return the continuation."""
+        """Return the continuation, as `NativePrompt`."""
         from transformers import TextStreamer
 
         class Streamer(TextStreamer):
-            """Passes every piece of text on once it is whole, which for words is at their end."""
+            """Shows every piece of text once it is whole, a word at its end."""
 
             text = ""
 
@@ -167,3 +135,27 @@ def _read_tokenizer(directory: Path) -> Any:
         raise UserError(f"{directory} has no tokenizer: save it beside the model, tokenizer.save_pretrained(directory)")
     with library_errors(directory):
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+
+
+def _require_known(ids: Sequence[int], tokens: int, directory: Path) -> None:
+    """Raise UserError for a token id beyond the vocabulary of a model."""
+    if max(ids) >= tokens:
+        raise UserError(
+            f"{directory}: its tokenizer gives token {max(ids)}, and the model has {tokens}, from 0: save the model's "
+            "own tokenizer beside it"
+        )
+
+
+def open_prompt(stored: StoredModel, prompt: str, *, tokens: int) -> NativePrompt | TransformersPrompt:
+    """Return a prompt before a stored model, which continues it with `tokens` tokens at most.
+
+    Raises UserError for a model that generates nothing or cannot read so many tokens, weights that are not finite, no
+    tokenizer, and an empty prompt where no token begins a text.
+    """
+    if isinstance(stored, NativeModel):
+        return NativePrompt(stored, prompt, tokens=tokens)
+    if isinstance(stored, TransformersModel):
+        return TransformersPrompt(stored, prompt, tokens=tokens)
+    raise UserError(
+        f"{stored.path} holds a {stored.name} of {stored.library}, which generates no text: name a language model"
+    )

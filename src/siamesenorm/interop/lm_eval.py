@@ -32,8 +32,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from siamesenorm.errors import UserError
 from siamesenorm.interop.huggingface import SiameseNormForCausalLM
+from siamesenorm.interop.native_models import tokenizer_for
 from siamesenorm.interop.stored import open_native
-from siamesenorm.interop.tokenizer import tokenizer_for
 
 PROMPT = "Question: {{question}}\nAnswer:"
 FIELDS = "question, choices and label"

@@ -5,46 +5,18 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.export import write_export
-from siamesenorm.interop.libraries import read_config
 from siamesenorm.interop.library_models import DiffusersModel, LibraryModel, TimmModel, TransformersModel
 from siamesenorm.interop.native_models import ExportedModel, NativeModel
-from siamesenorm.interop.stored_model import StoredModel, check_new, new_directory
+from siamesenorm.interop.stored_model import StoredModel, check_new, new_directory, read_config
 
-Detection = Callable[[Path, dict[str, Any], Path | None], StoredModel | None]
-
-
-def _detect_run(path: Path, record: dict[str, Any], data: Path | None) -> StoredModel | None:
-    """Return the model of a run, or of a checkpoint, which has no configuration of its own."""
-    checkpoint = None if record else _checkpoint_path(path)
-    if not (checkpoint or "schema" in record or isinstance(record.get("model"), dict)):
-        return None
-    from siamesenorm.interop.trained_model import TrainedModel
-
-    return TrainedModel(path=path, record=record, name="run", checkpoint_path=checkpoint, data=data)
-
-
-def _checkpoint_path(path: Path) -> Path | None:
-    """Return the path of a checkpoint with all its names, links kept or resolved; None for other directories."""
-    candidates = (Path(os.path.abspath(path)), path.resolve())
-    return next((one for one in candidates if one.name.startswith("step-") and one.parent.name == "checkpoints"), None)
-
-
-LIBRARIES: tuple[Detection, ...] = (
-    ExportedModel.detect,
-    TransformersModel.detect,
-    DiffusersModel.detect,
-    TimmModel.detect,
-    _detect_run,
-)
-"""The first that recognises a directory opens it."""
+LIBRARIES = (ExportedModel, TransformersModel, DiffusersModel, TimmModel)
+"""The first that recognises a directory opens it; what none of them does may be a run."""
 
 
 def detect(path: str | Path, *, data: Path | None = None) -> StoredModel:
@@ -57,8 +29,13 @@ def detect(path: str | Path, *, data: Path | None = None) -> StoredModel:
         raise UserError(_absent(path))
     record = read_config(path)
     for library in LIBRARIES:
-        if found := library(path, record, data):
+        if found := library.detect(path, record):
             return found
+    checkpoint = None if record else _checkpoint_path(path)
+    if checkpoint or "schema" in record or isinstance(record.get("model"), dict):
+        from siamesenorm.interop.trained_model import TrainedModel
+
+        return TrainedModel(path=path, record=record, name="run", checkpoint_path=checkpoint, data=data)
     if not (path / "config.json").is_file():
         raise UserError(_without_configuration(path))
     marks = ", ".join(f"{row.mark} ({row.library})" for row in (TransformersModel, DiffusersModel, TimmModel))
@@ -66,6 +43,12 @@ def detect(path: str | Path, *, data: Path | None = None) -> StoredModel:
         f"{path} holds no model: its config.json is not of a run, and has none of {marks}: name the directory of a "
         "model"
     )
+
+
+def _checkpoint_path(path: Path) -> Path | None:
+    """Return the path of a checkpoint with all its names, links kept or resolved; None for other directories."""
+    candidates = (Path(os.path.abspath(path)), path.resolve())
+    return next((one for one in candidates if one.name.startswith("step-") and one.parent.name == "checkpoints"), None)
 
 
 def open_native(path: str | Path, *, data: Path | None = None) -> NativeModel:
@@ -117,14 +100,7 @@ def export(source: str | Path, out: Path, *, data: Path | None = None) -> Native
     stored = open_native(source, data=data)
     stored.load()  # weights that are not those of the configuration are refused before anything is written
     with new_directory(out) as directory:
-        write_export(
-            directory,
-            config=stored.config(),
-            weights=stored.weights(),
-            tokenizer=stored.tokenizer(),
-            seed=stored.seed(),
-            card=stored.card(),
-        )
+        stored.write(directory, stored.config(), stored.weights(), stored.card())
     return stored
 
 

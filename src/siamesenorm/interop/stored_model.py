@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ from siamesenorm.errors import UserError
 from siamesenorm.files import disk_errors, sync_directory
 
 Step = dict[str, Any]
-"""One conversion of a model, as JSON; see `conversion_log`."""
+"""One conversion of a model, as JSON; see `wiring`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ class StoredModel(ABC):
     record: dict[str, Any]
     """The content of config.json."""
     name: str
-    """What the library calls the model: its type or its class."""
+    """The library's name of the model: its type or its class."""
 
     @property
     def converted(self) -> bool:
@@ -38,12 +40,12 @@ class StoredModel(ABC):
 
     @property
     def steps(self) -> list[Step]:
-        """The recorded conversions, none for a model that is what its library builds."""
+        """The recorded conversions, none for an unconverted model."""
         return []
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user of the model should know, such as a damaged checkpoint that was passed over."""
+        """Notes for the user, such as a damaged checkpoint that was skipped."""
         return ()
 
     @abstractmethod
@@ -56,7 +58,40 @@ class StoredModel(ABC):
 
     @abstractmethod
     def save(self, model: Any, target: Path) -> None:
-        """Write a model, this one after a conversion, and its tokenizer; raises OSError where the disk refuses."""
+        """Write a model, this one after a conversion, and its tokenizer; raises OSError for errors of the disk."""
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return the content of config.json in a directory, empty without one; raises UserError for a damaged one."""
+    file = directory / "config.json"
+    if not file.is_file():
+        return {}
+    try:
+        record = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+    if not isinstance(record, dict):
+        raise UserError(f"{file} holds a {type(record).__name__}, no configuration of a model: name another directory")
+    return record
+
+
+def write_json(path: Path, record: Any) -> None:
+    """Write a file of JSON with sorted keys."""
+    path.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
+
+
+@contextmanager
+def safetensors_errors(target: Path) -> Iterator[None]:
+    """Raise errors of the disk as OSError, which safetensors reports in an error of its own."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(target)) from error
 
 
 def check_new(out: Path) -> None:
@@ -99,7 +134,7 @@ def new_directory(out: Path) -> Iterator[Path]:
             unfinished.rename(out)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
-            with suppress(OSError):  # where another process has written something
+            with suppress(OSError):  # another process may have written something there
                 for parent in missing:
                     parent.rmdir()
             raise

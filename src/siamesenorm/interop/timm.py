@@ -19,9 +19,9 @@ from timm.models.vision_transformer import checkpoint_filter_fn  # by which posi
 from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.conversion_log import replay_steps, steps_of
 from siamesenorm.interop.rewire import rewire
 from siamesenorm.interop.stored_model import Step
+from siamesenorm.interop.wiring import replay_steps, steps_of
 
 PREFIX = "siamesenorm_"
 CONVERTED = f"{PREFIX}converted"

@@ -128,55 +128,46 @@ def model_card(run: RunDirectory, config: RunConfig, step: int, manifest: Manife
     introduction = next((record for record in records if record["kind"] == "model"), None)
     if introduction is None:
         raise UserError(f"{run.metrics_file} has no record of the model: restore the run's record")
-    name = topology_name(config.task.model.topology)
+    model, optimizer, split = config.task.model, config.optimizer, manifest.splits["train"]
+    name, parameters, batch = topology_name(model.topology), introduction["parameters"], config.batch * model.context
+    facts = {
+        "Model": {
+            "Topology": f"`{name}`, streams: {', '.join(model.topology.stream_names)}",
+            "Norm": f"`{model.norm}`; attention norm `{introduction['attention_norm']}`",
+            "Shape": f"{model.depth} blocks of width {model.dim}, {model.heads} heads, MLP {model.hidden} "
+            f"({model.activation})",
+            "Parameters": f"{parameters:,}, of which {introduction['non_embedding_parameters']:,} outside the "
+            "embedding",
+            "Context": f"{model.context} tokens",
+            "Vocabulary": f"{model.vocabulary:,}, {'tied' if model.tied else 'untied'} head",
+        },
+        "Training": {
+            "Data": f"{Path(manifest.source).name}, {split.tokens:,} tokens in {split.documents:,} documents, digest "
+            f"`{manifest.digest[:12]}`",
+            "Tokenizer": f"{manifest.tokenizer.name}, {manifest.tokenizer.vocabulary:,} ids",
+            "Tokens seen": f"{step * batch:,}, {step * batch / split.tokens:.2f} times the data",
+            "Steps": f"{step:,} of {config.steps:,}, {batch:,} tokens each",
+            "Optimizer": f"AdamW, peak learning rate {optimizer.learning_rate:g}, {optimizer.shape} after "
+            f"{optimizer.warmup_steps:,} steps of warm-up, weight decay {optimizer.weight_decay:g}",
+            "Precision": f"{config.precision}, streams in {model.residual_dtype}",
+            "Seed": str(config.seed),
+            **_origin(config),
+            "Run": f"`{config.identity[:12]}`{_environment(run)}",
+        },
+        "Result": _results(run, step, records),
+    }
     parts = [
         f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- siamesenorm\n- {name}\n---",
-        f"# {introduction['label']}, {_count(introduction['parameters'])} parameters",
-        f"A decoder-only language model with the residual topology `{name}` ({config.task.model.topology.heading}, "
-        f"{config.task.model.topology.paper}) and the norm `{config.task.model.norm}`. This card was written by "
-        "`siamesenorm export` from the record of the run.",
-        "## Model",
-        _table(_model_facts(config, introduction)),
-        "## Training",
-        _table(_training_facts(run, config, step, manifest)),
-        "## Result",
-        _table(_result_facts(run, config, step, records)),
+        f"# {introduction['label']}, {_count(parameters)} parameters",
+        f"A decoder-only language model with the residual topology `{name}` ({model.topology.heading}, "
+        f"{model.topology.paper}) and the norm `{model.norm}`. This card was written by `siamesenorm export` from the "
+        "record of the run.",
+        *(f"## {title}\n\n{_table(rows)}" for title, rows in facts.items()),
         LOADING,
         "## Limits",
         _limits(config, manifest),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _model_facts(config: RunConfig, introduction: dict[str, Any]) -> dict[str, str]:
-    model = config.task.model
-    return {
-        "Topology": f"`{topology_name(model.topology)}`, streams: {', '.join(model.topology.stream_names)}",
-        "Norm": f"`{model.norm}`; attention norm `{introduction['attention_norm']}`",
-        "Shape": f"{model.depth} blocks of width {model.dim}, {model.heads} heads, MLP {model.hidden} "
-        f"({model.activation})",
-        "Parameters": f"{introduction['parameters']:,}, of which {introduction['non_embedding_parameters']:,} outside "
-        "the embedding",
-        "Context": f"{model.context} tokens",
-        "Vocabulary": f"{model.vocabulary:,}, {'tied' if model.tied else 'untied'} head",
-    }
-
-
-def _training_facts(run: RunDirectory, config: RunConfig, step: int, manifest: Manifest) -> dict[str, str]:
-    split, optimizer, seen = manifest.splits["train"], config.optimizer, step * config.batch * config.task.model.context
-    return {
-        "Data": f"{Path(manifest.source).name}, {split.tokens:,} tokens in {split.documents:,} documents, "
-        f"digest `{manifest.digest[:12]}`",
-        "Tokenizer": f"{manifest.tokenizer.name}, {manifest.tokenizer.vocabulary:,} ids",
-        "Tokens seen": f"{seen:,}, {seen / split.tokens:.2f} times the data",
-        "Steps": f"{step:,} of {config.steps:,}, {config.batch * config.task.model.context:,} tokens each",
-        "Optimizer": f"AdamW, peak learning rate {optimizer.learning_rate:g}, {optimizer.shape} after "
-        f"{optimizer.warmup_steps:,} steps of warm-up, weight decay {optimizer.weight_decay:g}",
-        "Precision": f"{config.precision}, streams in {config.task.model.residual_dtype}",
-        "Seed": str(config.seed),
-        **_origin(config),
-        "Run": f"`{config.identity[:12]}`{_environment(run)}",
-    }
 
 
 def _origin(config: RunConfig) -> dict[str, str]:
@@ -193,17 +184,16 @@ def _environment(run: RunDirectory) -> str:
         return ""
 
 
-def _result_facts(run: RunDirectory, config: RunConfig, step: int, records: list[dict[str, Any]]) -> dict[str, str]:
+def _results(run: RunDirectory, step: int, records: list[dict[str, Any]]) -> dict[str, str]:
     facts = {}
     losses = [record["loss"] for record in records if record["kind"] == "train"]
-    last = losses[-max(1, len(losses) // 10) :]
-    if last:
+    if last := losses[-max(1, len(losses) // 10) :]:
         facts["Training loss"] = f"{sum(last) / len(last):.4f} nats a token, mean of the last {len(last)} steps"
-    held_out = [record for record in records if record["kind"] == "validation"]
-    if held_out:
+    if held_out := [record for record in records if record["kind"] == "validation"]:
         newest = held_out[-1]
+        perplexity = f"{math.exp(newest['loss']):.2f}" if newest["loss"] < 100 else "beyond e^100"
         facts["Held-out loss"] = (
-            f"{newest['loss']:.4f} nats a token (perplexity {_perplexity(newest['loss'])}), step {newest['step']:,}, "
+            f"{newest['loss']:.4f} nats a token (perplexity {perplexity}), step {newest['step']:,}, "
             f"over {newest['items']:,} tokens"
         )
     verdict = run.read_verdict()
@@ -219,7 +209,7 @@ def _limits(config: RunConfig, manifest: Manifest) -> str:
         "* A base model: it continues text, follows no instructions, and was neither filtered nor aligned.",
         f"* It has seen {Path(manifest.source).name} and {alone}, {config.task.model.context} tokens at a time.",
         "* Its code is the package siamesenorm: engines that serve models by code of their own cannot run it.",
-        "* Attention is PyTorch's scaled_dot_product_attention; attention weights cannot be put out.",
+        "* Attention is PyTorch's scaled_dot_product_attention, which returns no attention weights.",
     ]
     if config.precision != "float32":
         lines.append(
@@ -241,7 +231,3 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return str(number)
-
-
-def _perplexity(loss: float) -> str:
-    return f"{math.exp(loss):.2f}" if loss < 100 else "beyond e^100"

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig
 
-from siamesenorm.interop.export import AUTO_MAP, DIGEST, MODEL_TYPE, REMOTE_CODE, REMOTE_CODE_FILE
+from siamesenorm.interop.native_models import AUTO_MAP, DIGEST, MODEL_TYPE, REMOTE_CODE, REMOTE_CODE_FILE
 from siamesenorm.models.language import LanguageModelConfig
 from siamesenorm.norms import NormSpec
 from siamesenorm.topologies import build_topology, topology_from_json
@@ -54,7 +54,9 @@ class SiameseNormConfig(PreTrainedConfig):
         **fields: Any,
     ) -> None:
         fields = {self.attribute_map.get(name, name): value for name, value in fields.items()}
-        self._take(_native({name: fields.pop(name) for name in FIELDS if name in fields}))
+        record = _native({name: fields.pop(name) for name in FIELDS if name in fields}).to_json()
+        for name in FIELDS:
+            setattr(self, name, record[name])
         self.use_cache, self.seed = use_cache, seed
         self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
         fields.pop(DIGEST, None)  # of the file that was read; other weights may be saved
@@ -82,21 +84,16 @@ class SiameseNormConfig(PreTrainedConfig):
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
         """Do nothing: `save_pretrained` writes the file of code, where transformers would copy this one."""
 
-    def _take(self, config: LanguageModelConfig) -> None:
-        record = config.to_json()
-        for name in FIELDS:
-            setattr(self, name, record[name])
-
 
 def _native(fields: dict[str, Any]) -> LanguageModelConfig:
-    """Return the native configuration of fields in any of the forms that a person or a file gives."""
-    topology, norm = fields.get("topology"), fields.get("norm")
-    if isinstance(topology, str):
-        fields["topology"] = build_topology(topology)
-    elif isinstance(topology, dict):
-        fields["topology"] = topology_from_json(topology)
-    if isinstance(norm, str):
-        fields["norm"] = NormSpec.parse(norm)
-    elif isinstance(norm, dict):
-        fields["norm"] = NormSpec.from_json(norm)
+    """Return the native configuration of fields, whose topology and norm are objects, texts or JSON."""
+    readers: dict[str, tuple[Any, Any]] = {
+        "topology": (build_topology, topology_from_json),
+        "norm": (NormSpec.parse, NormSpec.from_json),
+    }
+    for name, (parse, from_json) in readers.items():
+        if isinstance(fields.get(name), str):
+            fields[name] = parse(fields[name])
+        elif isinstance(fields.get(name), dict):
+            fields[name] = from_json(fields[name])
     return LanguageModelConfig(**fields)

@@ -31,13 +31,11 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.conversion_log import replay_steps
-from siamesenorm.interop.derived_class import derive_as, original_class, without
-from siamesenorm.interop.hosts.blocks import RewiredBlock, keep_recording
-from siamesenorm.interop.hosts.find import FAMILIES
-from siamesenorm.interop.hosts.wiring import scale_drawn_weights
+from siamesenorm.interop.block_families import FAMILIES
 from siamesenorm.interop.huggingface.modeling import is_initialised, mark_initialised, refill_constants
+from siamesenorm.interop.rewired_blocks import RewiredBlock, derive, keep_recording, original_class, without
 from siamesenorm.interop.stored_model import Step
+from siamesenorm.interop.wiring import replay_steps, scale_drawn_weights
 from siamesenorm.norms import DeclaredModule
 from siamesenorm.norms.parameters import assign, declared_parameters
 
@@ -55,6 +53,12 @@ REMOTE_CODE = '''\
 
 from siamesenorm.interop.huggingface.converted import __getattr__  # noqa: F401
 '''
+
+COMMON = {
+    "model_type", "transformers_version", "siamesenorm", "quantization_config",
+    *(field.name for field in fields(PreTrainedConfig)),
+}  # fmt: skip
+"""Fields of config.json that every converted model has; the others are the host's own."""
 
 # --- the configuration
 
@@ -76,12 +80,11 @@ class ConvertedConfig:
     def to_json_string(self, use_diff: bool = True) -> str:
         """Return the content of config.json."""
         host = original_class(type(self))
-        common = {*(field.name for field in fields(PreTrainedConfig)), *COMMON}
         whole = json.loads(super().to_json_string(use_diff))  # type: ignore[misc]
-        record = {name: value for name, value in whole.items() if name in common}
+        record = {name: value for name, value in whole.items() if name in COMMON}
         record |= {_required_number(host): None} if _required_number(host) else {}
         # Without "model_type", by which transformers would find the host's configuration in here.
-        record[HOST] = {name: value for name, value in whole.items() if name not in common}
+        record[HOST] = {name: value for name, value in whole.items() if name not in COMMON}
         names = {auto.__name__: PREFIX + kind.__name__ for auto, kind in host_classes(host).items()}
         names["AutoConfig"] = type(self).__name__
         record["auto_map"] = {auto: f"{REMOTE_CODE_MODULE}.{name}" for auto, name in names.items()}
@@ -97,20 +100,18 @@ class ConvertedConfig:
         """Do nothing: saving writes the file of code, where transformers would copy this one."""
 
 
-COMMON = ("model_type", "transformers_version", "siamesenorm", "quantization_config")
-"""Fields of every converted model beside those that `PreTrainedConfig` declares."""
-
-
 def converted_config(host: type) -> type[Any]:
     """Return the class of the configurations of converted models whose host has configurations of class `host`."""
     host = original_class(host)
-    members = {
-        "__doc__": f"A {host.__name__} with the conversions of its model.",
-        "__module__": __name__,
-        "model_type": f"{TYPE_PREFIX}{host.model_type}",  # type: ignore[attr-defined]
-        "_auto_class": None,
-    }
-    return derive_as(f"{PREFIX}{host.__name__}", ConvertedConfig, host, members, (converted_config, (host,)))
+    return derive(
+        ConvertedConfig,
+        host,
+        f"{PREFIX}{host.__name__}",
+        converted_config,
+        __doc__=f"A {host.__name__} with the conversions of its model.",
+        model_type=f"{TYPE_PREFIX}{host.model_type}",  # type: ignore[attr-defined]
+        _auto_class=None,
+    )
 
 
 def host_classes(config: type) -> dict[type[Any], type[Any]]:
@@ -127,8 +128,7 @@ def host_classes(config: type) -> dict[type[Any], type[Any]]:
 
 def _required_number(host: type[Any]) -> str | None:
     """Return a field of the host's own configuration that must be a number, best a whole one."""
-    common = {field.name for field in fields(PreTrainedConfig)}
-    own = [field for field in fields(host) if field.name not in common]
+    own = [field for field in fields(host) if field.name not in COMMON]
     whole = [field.name for field in own if field.type is int]
     return next(iter(whole or [field.name for field in own if field.type is float]), None)
 
@@ -181,14 +181,14 @@ def converted_class(host: type) -> type[Any]:
     """Return the class of converted models whose host is of class `host`."""
     host = without(ConvertedTransformersModel, host)
     original: Any = original_class(host)
-    members = {
-        "__doc__": f"A converted {original.__name__}.",
-        "__module__": __name__,
-        "config_class": converted_config(original.config_class),
-        "_auto_class": None,
-    }
-    return derive_as(
-        f"{PREFIX}{original.__name__}", ConvertedTransformersModel, host, members, (converted_class, (host,))
+    return derive(
+        ConvertedTransformersModel,
+        host,
+        f"{PREFIX}{original.__name__}",
+        converted_class,
+        __doc__=f"A converted {original.__name__}.",
+        config_class=converted_config(original.config_class),
+        _auto_class=None,
     )
 
 
@@ -199,7 +199,7 @@ def register(host: type) -> None:
     host_type = original.model_type  # type: ignore[attr-defined]
     for auto, kind in host_classes(original).items():
         auto.register(config, converted_class(kind), exist_ok=True)
-        # By this list of names the Trainer knows which models shift their labels, and pipelines which ones they take.
+        # By this list of names the Trainer decides whether a model shifts its labels, and a pipeline whether it fits.
         auto._model_mapping._model_mapping[config.model_type] = converted_class(kind).__name__
     if host_type in TOKENIZER_MAPPING_NAMES:
         TOKENIZER_MAPPING_NAMES[config.model_type] = TOKENIZER_MAPPING_NAMES[host_type]
@@ -267,11 +267,9 @@ def class_named(architecture: str, path: Path) -> type[Any]:
 
 def __getattr__(name: str) -> Any:
     """Return the class of converted models or configurations by its name, for remote code."""
-    host = getattr(transformers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
-    if isinstance(host, type) and issubclass(host, PreTrainedConfig):
-        register(host)
-        return converted_config(host)
-    if isinstance(host, type) and issubclass(host, PreTrainedModel):
-        register(host.config_class)  # type: ignore[arg-type]
-        return converted_class(host)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    host: Any = getattr(transformers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
+    if not (isinstance(host, type) and issubclass(host, (PreTrainedConfig, PreTrainedModel))):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    is_config = issubclass(host, PreTrainedConfig)
+    register(host if is_config else host.config_class)
+    return converted_config(host) if is_config else converted_class(host)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.hosts import decoders, vision
-from siamesenorm.interop.hosts.blocks import BlockSpec, BlockStack, RewiredBlock, SpecReader, qualified_name
+from siamesenorm.interop.block_families import FAMILIES
+from siamesenorm.interop.rewired_blocks import BlockSpec, BlockStack, RewiredBlock, qualified_name
 from siamesenorm.topologies import Connection
-
-FAMILIES: dict[str, SpecReader] = {**decoders.BLOCKS, **vision.BLOCKS}
-"""By the full name of a block's class: a subclass may compute anything."""
 
 Blocks = nn.ModuleList | nn.Sequential
 
@@ -34,45 +29,39 @@ def find_blocks(model: nn.Module) -> BlockStack:
                 f"{name or 'the model'} is a {type(module).__name__}: the blocks have connections of this library "
                 "already; build them with another topology"
             )
-    stacks = {
-        name: stack for name, stack in _rows_of(model) if any(qualified_name(block) in FAMILIES for block in stack)
+    rows = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module)
     }
+    stacks = {name: row for name, row in rows.items() if any(qualified_name(block) in FAMILIES for block in row)}
     if not stacks:
         known = ", ".join(sorted(family.rpartition(".")[2] for family in FAMILIES))
-        raise UserError(f"{_unknown_structure(model)}; rewire supports {known}")
+        raise UserError(
+            f"the structure of {type(model).__name__} is unknown: {_longest(rows)}; rewire supports {known}"
+        )
     if len(stacks) > 1:
         raise UserError(f"the model has {len(stacks)} stacks of blocks, {', '.join(stacks)}: rewire one backbone alone")
     [(name, blocks)] = stacks.items()
-    _refuse_mixed(name, blocks)
-    backbone = model.get_submodule(name.rpartition(".")[0])
-    spec = FAMILIES[qualified_name(blocks[0])](blocks[0])
-    _refuse_other_variants(name, blocks, spec)
-    if spec.check_backbone:
-        spec.check_backbone(backbone)
-    stack = BlockStack(name=name, backbone=backbone, blocks=blocks, spec=spec)
+    spec = _common_spec(name, blocks)
+    stack = BlockStack(name=name, backbone=model.get_submodule(name.rpartition(".")[0]), blocks=blocks, spec=spec)
+    spec.check_backbone(stack.backbone)
     _refuse_patched(stack)
     _refuse_shared_norms(model, stack)
     return stack
 
 
-def _rows_of(model: nn.Module) -> Iterator[tuple[str, Blocks]]:
-    """Yield the names and modules of everything that holds modules in a row."""
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module):
-            yield name, module
-
-
-def _unknown_structure(model: nn.Module) -> str:
-    """Name the model's longest row of blocks, which is what its owner would expect to be found."""
-    rows = list(_rows_of(model))
+def _longest(rows: dict[str, Blocks]) -> str:
+    """Describe the longest of a model's rows of modules, where its user expects the blocks to be found."""
     if not rows:
-        return f"the structure of {type(model).__name__} is unknown: it has no list of blocks"
+        return "it has no list of blocks"
     # A Sequential may be a stem or an MLP as well: it counts where it is longer than every list.
-    name, stack = max(rows, key=lambda row: (len(row[1]), isinstance(row[1], nn.ModuleList)))
-    return f"the structure of {type(model).__name__} is unknown: {name}.0 is a {qualified_name(stack[0])}"
+    name, row = max(rows.items(), key=lambda item: (len(item[1]), isinstance(item[1], nn.ModuleList)))
+    return f"{name}.0 is a {qualified_name(row[0])}"
 
 
-def _refuse_mixed(name: str, blocks: Blocks) -> None:
+def _common_spec(name: str, blocks: Blocks) -> BlockSpec:
+    """Return the specification of all blocks; refuse blocks of several classes or variants, and a shared one."""
     seen: dict[int, int] = {}
     for index, block in enumerate(blocks):
         if type(block) is not type(blocks[0]):
@@ -83,13 +72,11 @@ def _refuse_mixed(name: str, blocks: Blocks) -> None:
         if id(block) in seen:
             raise UserError(f"{name}.{index} is {name}.{seen[id(block)]} again: shared blocks cannot be rewired")
         seen[id(block)] = index
-
-
-def _refuse_other_variants(name: str, blocks: Blocks, spec: BlockSpec) -> None:
-    """Refuse blocks of one class that do not all use the residual path in the same way."""
-    for index, block in enumerate(blocks):
-        if FAMILIES[qualified_name(block)](block) is not spec:
+    specs = [FAMILIES[qualified_name(block)](block) for block in blocks]
+    for index, spec in enumerate(specs):
+        if spec is not specs[0]:
             raise UserError(f"{name}.{index} differs from {name}.0: rewire needs blocks of one kind")
+    return specs[0]
 
 
 def _refuse_patched(stack: BlockStack) -> None:

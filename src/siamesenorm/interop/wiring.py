@@ -1,29 +1,36 @@
 """Exchange the residual path of a stack of blocks: build the parts of a topology, set them, and install them.
 
-`Wiring` is everything that determines the structure of a rewired model; as JSON it is what a saved model records, and
-`replay` repeats it on a freshly built model.
+`Wiring` is everything that determines the structure of a rewired model. As JSON it is the step that a saved model
+records; `replay_steps` repeats the recorded steps on a freshly built model, which weights are then loaded into. A step
+is a JSON object whose "operation" names the conversion: "rewire" or "swap_norms".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from siamesenorm.errors import UserError
-from siamesenorm.interop.derived_class import derive
+from siamesenorm.errors import UserError, unknown
+from siamesenorm.interop import foreign_norms
+from siamesenorm.interop.find_blocks import find_blocks
 from siamesenorm.interop.foreign_norms import Unreadable, inheriting, read_norm
-from siamesenorm.interop.hosts.blocks import BlockSpec, BlockStack, RewiredBlock, RewiredClosing
-from siamesenorm.interop.hosts.find import find_blocks
-from siamesenorm.models.block import build_residual_path
+from siamesenorm.interop.rewired_blocks import (
+    BlockSpec,
+    BlockStack,
+    RewiredBlock,
+    RewiredClosing,
+    derive,
+    keep_recording,
+)
+from siamesenorm.interop.stored_model import Step
+from siamesenorm.models.block import ResidualPath, build_residual_path
 from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec
 from siamesenorm.topologies import (
-    Closing,
-    Connection,
-    Opening,
     Place,
     ResidualSpec,
     Topology,
@@ -52,10 +59,14 @@ class HostNorms:
 
 
 def read_norms(stack: BlockStack) -> HostNorms:
-    """Return the functions of the norms on the residual path; raises UserError, naming the norm that has none."""
+    """Return the functions of the norms on the residual path of a stack.
+
+    Raises UserError, naming the norm, for one whose function is not understood.
+    """
     found = dict[str, tuple[nn.Module, NormFunction]]()
 
     def read(owner: nn.Module, path: str, name: str) -> NormFunction:
+        """Return the function of the norm at `path` in `owner`; `name` is the qualified one."""
         try:
             module = owner.get_submodule(path)
             found[name] = module, read_norm(module)
@@ -72,20 +83,14 @@ def read_norms(stack: BlockStack) -> HostNorms:
                 read(block, path, f"{stack.name}.{index}.{path}")
     final = read(stack.backbone, stack.spec.final_norm, stack.final_norm)
     module, first = next(iter(found.values()))
-    return HostNorms(
-        inputs=inputs,
-        final=None if stack.spec.keeps_final_norm else final,
-        first=first,
-        operator=_operator_of(module, first),
-    )
-
-
-def _operator_of(module: nn.Module, function: NormFunction) -> NormSpec:
-    """Return the operator that computes what a norm does, with the norm's own options where it is one of ours."""
-    if isinstance(module, Norm):
+    if isinstance(module, Norm):  # one of ours, with its own options
         name = next(name for name, operator in NORMS.items() if type(module) is operator)
-        return NormSpec.parse(name, **module.settings())
-    return inheriting(NormSpec(function.statistic), function, bias=True)
+        operator = NormSpec.parse(name, **module.settings())
+    else:
+        operator = inheriting(NormSpec(first.statistic), first, bias=True)
+    return HostNorms(
+        inputs=inputs, final=None if stack.spec.keeps_final_norm else final, first=first, operator=operator
+    )
 
 
 def new_norm(chosen: str | NormSpec | None, old: HostNorms) -> NormSpec:
@@ -100,7 +105,7 @@ def refuse_other_functions(
 ) -> None:
     """Raise UserError, naming the norm, if a new one differs by more than rounding and the eps of a norm of a norm.
 
-    `found` are the differences by the name of the host's norm; `chosen` is the operator that was asked for, if any.
+    `found` are the differences by the name of the host's norm; `chosen` is the operator that the user chose, if any.
     """
     remedy = "make them alike with swap_norms first" if chosen is None else "leave norm out"
     for name, differences in found.items():
@@ -112,69 +117,37 @@ def refuse_other_functions(
                 )
 
 
-# --- the parts of a topology
+# --- the parts of a topology: nothing is installed yet
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResidualParts:
-    """The opening, the connections of every block, and the closing: nothing is installed yet."""
+def build_parts(stack: BlockStack, topology: Topology, norm: NormSpec, old: HostNorms) -> ResidualPath:
+    """Build opening, connections and closing on the devices and in the dtypes of the host's weights."""
+    final_norm = not stack.spec.keeps_final_norm
+    spec = ResidualSpec(dim=old.first.dim, norm=norm, domain=stack.spec.domain, final_norm=final_norm)
+    path = build_residual_path(topology, spec, places_of(stack.spec, len(stack.blocks)))
+    norms = iter(old.inputs.values())
+    for block, connections in zip(stack.blocks, path.connections, strict=True):
+        for connection in connections:
+            connection.to(**like(block, next(norms)))
+    path.opening.to(**like(stack.blocks[0]))
+    path.closing.to(**like(stack.blocks[-1], old.final))
+    return path
 
-    topology: Topology
-    opening: Opening
-    connections: tuple[tuple[Connection, ...], ...]
-    closing: Closing
 
-    @classmethod
-    def build(cls, stack: BlockStack, topology: Topology, norm: NormSpec, old: HostNorms) -> ResidualParts:
-        """Build all parts on the devices and in the dtypes of the host's weights."""
-        final_norm = not stack.spec.keeps_final_norm
-        spec = ResidualSpec(dim=old.first.dim, norm=norm, domain=stack.spec.domain, final_norm=final_norm)
-        places = places_of(stack.spec, len(stack.blocks))
-        path = build_residual_path(topology, spec, places)
-        parts = cls(topology=topology, opening=path.opening, connections=path.connections, closing=path.closing)
-        norms = iter(old.inputs.values())
-        for block, connections in zip(stack.blocks, parts.connections, strict=True):
-            for connection in connections:
-                connection.to(**like(block, next(norms)))
-        parts.opening.to(**like(stack.blocks[0]))
-        parts.closing.to(**like(stack.blocks[-1], old.final))
-        return parts
-
-    def init_as_pre_norm(self, stack: BlockStack, old: HostNorms) -> dict[str, list[Inexact]]:
-        """Set the parts to where the rewired model computes what the host does; return what differs at each norm."""
-        self.opening.init_as_pre_norm()
-        connections = [connection for block in self.connections for connection in block]
-        found = {
-            name: connection.init_as_pre_norm(norm)
-            for connection, (name, norm) in zip(connections, old.inputs.items(), strict=True)
-        }
-        found[stack.final_norm] = self.closing.init_as_pre_norm(old.final)
-        # Where the sublayer keeps its own norm, the connection reports no bound: its eps is that of the other norms.
-        twice = Inexact.norm_of_norm(old.first.eps, old.first.eps)
-        return {
-            name: [twice if (one.kind, one.bound) == (twice.kind, None) else one for one in differences]
-            for name, differences in found.items()
-        }
-
-    def install(self, stack: BlockStack) -> None:
-        """Exchange the residual path of the host: nothing here can fail."""
-        spec = stack.spec
-        for index, (block, connections) in enumerate(zip(stack.blocks, self.connections, strict=True)):
-            block.__class__ = derive(spec.rewired, type(block))
-            assert isinstance(block, RewiredBlock)
-            block.topology = self.topology
-            block.opening = self.opening.train(block.training) if index == 0 else None
-            for sublayer, connection in zip(spec.sublayers, connections, strict=True):
-                setattr(block, sublayer.connection, connection.train(block.training))
-                if sublayer.norm:
-                    delattr(block, sublayer.norm)
-            for norm in spec.output_norms:
-                delattr(block, norm)
-        final = stack.backbone.get_submodule(spec.final_norm)
-        closing = RewiredClosing(self.topology, self.closing, final if spec.keeps_final_norm else None)
-        setattr(stack.backbone, spec.final_norm, closing.train(final.training))
-        if spec.adapt_backbone:
-            spec.adapt_backbone(stack.backbone)
+def init_as_pre_norm(path: ResidualPath, stack: BlockStack, old: HostNorms) -> dict[str, list[Inexact]]:
+    """Set the parts to where the rewired model computes what the host does; return what differs at each norm."""
+    path.opening.init_as_pre_norm()
+    found = {
+        name: connection.init_as_pre_norm(norm)
+        for connection, (name, norm) in zip(chain(*path.connections), old.inputs.items(), strict=True)
+    }
+    found[stack.final_norm] = path.closing.init_as_pre_norm(old.final)
+    # Where the sublayer keeps its own norm, the connection reports no bound: its eps is that of the other norms.
+    twice = Inexact.norm_of_norm(old.first.eps, old.first.eps)
+    return {
+        name: [twice if (one.kind, one.bound) == (twice.kind, None) else one for one in differences]
+        for name, differences in found.items()
+    }
 
 
 def places_of(spec: BlockSpec, depth: int) -> list[tuple[Place, ...]]:
@@ -183,9 +156,9 @@ def places_of(spec: BlockSpec, depth: int) -> list[tuple[Place, ...]]:
     previous: Place | None = None
     for block in range(depth):
         row: list[Place] = []
-        for number, sublayer in enumerate(spec.sublayers):
+        for slot, sublayer in enumerate(spec.sublayers):
             previous = Place(
-                index=block * len(spec.sublayers) + number, block=block, slot=number, kind=sublayer.kind, depth=depth,
+                index=block * len(spec.sublayers) + slot, block=block, slot=slot, kind=sublayer.kind, depth=depth,
                 previous=previous, normalises_input=bool(sublayer.kept),
             )  # fmt: skip
             row.append(previous)
@@ -205,7 +178,7 @@ def like(module: nn.Module, norm: NormFunction | None = None) -> dict[str, Any]:
     return {"device": torch.get_default_device(), "dtype": torch.get_default_dtype()}
 
 
-# --- what a model that starts from scratch needs beside them: QKV-norm, and factors on initial weights
+# --- additions of a model that starts from scratch: QKV-norm, and factors on initial weights
 
 ATTENTION_ROLES = ("query", "key", "value")
 SCALED_ROLES = (*ATTENTION_ROLES, "attention_output", "mlp_up", "mlp_gate", "mlp_output")
@@ -295,8 +268,8 @@ class Wiring:
     attention_norm: NormSpec | None
     preserve: bool
 
-    def to_json(self) -> dict[str, Any]:
-        """Return what `replay` reads."""
+    def to_json(self) -> Step:
+        """Return the step that `replay_steps` reads."""
         return {
             "operation": "rewire",
             "topology": topology_to_json(self.topology),
@@ -305,32 +278,69 @@ class Wiring:
             "preserve": self.preserve,
         }
 
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Wiring:
-        """Read what `to_json` wrote; raises UserError for anything else."""
-        for name in ("topology", "norm", "attention_norm"):
-            if not isinstance(record[name], Mapping) and not (name == "attention_norm" and record[name] is None):
-                raise UserError(f"{name} in the record of rewire is {record[name]!r}: the configuration is damaged")
-        return cls(
-            topology=topology_from_json(record["topology"]),
-            norm=NormSpec.from_json(record["norm"]),
-            attention_norm=record["attention_norm"] and NormSpec.from_json(record["attention_norm"]),
-            preserve=record["preserve"],
-        )
-
-    def install(self, stack: BlockStack, parts: ResidualParts) -> None:
-        """Replace the host's residual path by the parts, and add norms to its attention.
+    def install(self, stack: BlockStack, path: ResidualPath) -> None:
+        """Replace the host's residual path and add norms to its attention: nothing here can fail.
 
         Unless a function is to be preserved, weights are multiplied by the topology's factors for their initialisation.
         """
+        spec = stack.spec
         if not self.preserve:
             _scale_initial_weights(stack, self.topology)
         if self.attention_norm:
             _normalise_projections(stack, self.attention_norm)
-        parts.install(stack)
+        for index, (block, connections) in enumerate(zip(stack.blocks, path.connections, strict=True)):
+            block.__class__ = derive(spec.rewired, type(block))
+            assert isinstance(block, RewiredBlock)
+            block.topology = self.topology
+            block.opening = path.opening.train(block.training) if index == 0 else None
+            for sublayer, connection in zip(spec.sublayers, connections, strict=True):
+                setattr(block, sublayer.connection, connection.train(block.training))
+                if sublayer.norm:
+                    delattr(block, sublayer.norm)
+            for norm in spec.output_norms:
+                delattr(block, norm)
+        final = stack.backbone.get_submodule(spec.final_norm)
+        closing = RewiredClosing(self.topology, path.closing, final if spec.keeps_final_norm else None)
+        setattr(stack.backbone, spec.final_norm, closing.train(final.training))
+        if spec.backbone:
+            stack.backbone.__class__ = derive(spec.backbone, type(stack.backbone))
+            keep_recording(stack.backbone)
 
 
-def replay(model: nn.Module, record: Mapping[str, Any]) -> None:
-    """Repeat a rewiring on a freshly built host, for weights to be loaded into, or to be trained from scratch."""
-    stack, wiring = find_blocks(model), Wiring.from_json(record)
-    wiring.install(stack, ResidualParts.build(stack, wiring.topology, wiring.norm, read_norms(stack)))
+def steps_of(model: nn.Module) -> list[Step]:
+    """Return the steps recorded on a model."""
+    return list(getattr(model, "siamesenorm_steps", ()))
+
+
+def replay_steps(model: nn.Module, steps: Sequence[Step]) -> None:
+    """Repeat recorded steps on a freshly built model, for weights to be loaded into, or to be trained from scratch.
+
+    Raises UserError for a record that is unknown or damaged.
+    """
+    if not steps or not isinstance(steps, (list, tuple)) or not all(isinstance(step, Mapping) for step in steps):
+        raise UserError("siamesenorm in the configuration is no list of conversions: the configuration is damaged")
+    operations = {"rewire": _replay, "swap_norms": foreign_norms.replay}
+    for step in steps:
+        name = step.get("operation", "")
+        if name not in operations:
+            raise unknown("operation of siamesenorm", str(name), operations)
+        try:
+            operations[name](model, step)
+        except KeyError as missing:
+            raise UserError(f"the record of {name} lacks {missing}: the configuration is damaged") from missing
+    model.siamesenorm_steps = list(steps)  # type: ignore[assignment]
+
+
+def _replay(model: nn.Module, record: Mapping[str, Any]) -> None:
+    """Repeat a rewiring on a freshly built host; raises UserError for a record that is no `Wiring`."""
+    stack = find_blocks(model)
+    for name in ("topology", "norm", "attention_norm"):
+        if not isinstance(record[name], Mapping) and not (name == "attention_norm" and record[name] is None):
+            raise UserError(f"{name} in the record of rewire is {record[name]!r}: the configuration is damaged")
+    wiring = Wiring(
+        topology=topology_from_json(record["topology"]),
+        norm=NormSpec.from_json(record["norm"]),
+        attention_norm=record["attention_norm"] and NormSpec.from_json(record["attention_norm"]),
+        preserve=record["preserve"],
+    )
+    wiring.install(stack, build_parts(stack, wiring.topology, wiring.norm, read_norms(stack)))
