@@ -27,13 +27,12 @@ from siamesenorm.benchmark.measurement import (
     rounded,
 )
 from siamesenorm.benchmark.results import Results, Row
-from siamesenorm.models.block import Block, build_residual_path
 from siamesenorm.models.initialisation import initialise
+from siamesenorm.models.transformer import Block, build_residual_path
 from siamesenorm.norms import build_norm
-from siamesenorm.sublayers.attention import Attention, AttentionShape
-from siamesenorm.sublayers.cache import Context
+from siamesenorm.sublayers.attention import Attention, AttentionShape, rotation
 from siamesenorm.sublayers.mlp import build_mlp
-from siamesenorm.sublayers.rotary import Rotation, rotation
+from siamesenorm.sublayers.sublayer import Context, Rotation
 from siamesenorm.topologies import ResidualSpec, build_topology, transformer_places
 from siamesenorm.training.parallel import compile_blocks
 

@@ -16,7 +16,7 @@ from siamesenorm.errors import UserError
 from siamesenorm.interop.swap_norms import swap_norms
 from siamesenorm.kernels import launch
 from siamesenorm.norms import NormSpec, available_norms
-from siamesenorm.sublayers.cache import Context
+from siamesenorm.sublayers.sublayer import Context
 from siamesenorm.topologies import boundary as family
 from siamesenorm.topologies import transformer_places
 from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks
@@ -98,7 +98,7 @@ def test_a_write_stays_pending_across_block_edges(topology: str) -> None:
     streams = model.opening(model.embedding(tokens()))
     count = len(streams)
     for block in model.blocks:
-        streams, _ = block(streams, Context(model._rotary(6)))
+        streams, _ = block(streams, Context(model.rotary(torch.arange(6))))
         assert len(streams) == count + 1, "the streams, and the output not yet added"
 
 
@@ -188,7 +188,7 @@ def test_auto_is_plain_under_forward_mode_and_fused_is_refused(
         with torch.set_grad_enabled(grad), sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
             streams = model.opening(forward_ad.make_dual(embedding, embedding.sin()))
             for block in model.blocks:
-                streams, _ = block(streams, Context(model._rotary(6)))
+                streams, _ = block(streams, Context(model.rotary(torch.arange(6))))
             return forward_ad.unpack_dual(model.closing(streams)).tangent
 
     torch.testing.assert_close(tangent("auto"), tangent("plain"), rtol=0, atol=0)
@@ -377,7 +377,7 @@ def test_streams_keep_their_dtype(topology: str) -> None:
     )
     streams = fused.opening(fused.embedding(tokens()))
     for block in fused.blocks:
-        streams, _ = block(streams, Context(fused._rotary(6)))
+        streams, _ = block(streams, Context(fused.rotary(torch.arange(6))))
         assert {stream.dtype for stream in streams[:-1]} == {torch.bfloat16}
         acts_on_output = topology in ("peri", "layerscale")
         assert streams[-1].dtype == (torch.bfloat16 if acts_on_output else torch.float32)

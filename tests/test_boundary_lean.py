@@ -12,7 +12,7 @@ from torch import Tensor
 from siamesenorm import LanguageModel, build_language_model
 from siamesenorm.errors import UserError
 from siamesenorm.kernels.boundary import boundary
-from siamesenorm.sublayers.cache import Context
+from siamesenorm.sublayers.sublayer import Context
 from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks
 
 TOPOLOGIES = (
@@ -214,14 +214,14 @@ def test_streams_that_were_used_twice_give_nan() -> None:
     model = tiny_model(kernels="lean")
     streams = model.opening(model.embedding(tokens()))
     for block in model.blocks:
-        streams, _ = block(streams, Context(model._rotary(6)))
+        streams, _ = block(streams, Context(model.rotary(torch.arange(6))))
     loss_of(model.closing(streams) + model.closing(tuple(stream * 1 for stream in streams))).backward()
     assert model.blocks[0].attention.query.weight.grad.isnan().all()
 
 
 def test_a_loss_on_streams_alone_is_refused() -> None:
     model = tiny_model(kernels="lean")
-    streams, _ = model.blocks[0](model.opening(model.embedding(tokens())), Context(model._rotary(6)))
+    streams, _ = model.blocks[0](model.opening(model.embedding(tokens())), Context(model.rotary(torch.arange(6))))
     with pytest.raises(RuntimeError, match="use kernels='fused' for losses on streams alone"):
         streams[0].sum().backward()
 
@@ -230,7 +230,7 @@ def test_a_loss_on_streams_beside_the_models_own() -> None:
     def gradients(model: LanguageModel) -> dict[str, Tensor]:
         streams, extra = model.opening(model.embedding(tokens())), torch.zeros(())
         for block in model.blocks:
-            streams, _ = block(streams, Context(model._rotary(6)))
+            streams, _ = block(streams, Context(model.rotary(torch.arange(6))))
             if model.kernels == "plain":
                 extra = extra + streams[0].square().sum()
             else:

@@ -22,8 +22,8 @@ from siamesenorm.cli import COMMANDS, explain, main, sizes
 from siamesenorm.cli.parsing import PRESETS
 from siamesenorm.data import PreparedData
 from siamesenorm.files import decode_json
-from siamesenorm.models.block import count_parameters
 from siamesenorm.models.language import SIZES
+from siamesenorm.models.transformer import count_parameters
 from siamesenorm.topologies import topology_name
 from siamesenorm.training.loop import TrainingLoop
 from training_runs import edit_json, records, write_data

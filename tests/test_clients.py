@@ -25,12 +25,10 @@ from siamesenorm import (
     build_topology,
 )
 from siamesenorm.errors import UserError
-from siamesenorm.models.block import Block
+from siamesenorm.models.transformer import Block
 from siamesenorm.norms import NormSpec
-from siamesenorm.sublayers.cache import Context
 from siamesenorm.sublayers.mlp import GatedMLP
-from siamesenorm.sublayers.modulated import Modulated
-from siamesenorm.sublayers.rotary import Rotation
+from siamesenorm.sublayers.sublayer import Context, Modulated, Rotation
 from siamesenorm.topologies import Closing, Connection, Opening, transformer_places
 from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks
 
@@ -138,7 +136,7 @@ class ForeignBlock(nn.Module):
 def test_foreign_loop_over_packed_streams(topology: str) -> None:
     ours, model = tiny_model(topology), tiny_model(topology)
     wiring = model.config.topology
-    blocks = [ForeignBlock(block, wiring, model._rotary(6)) for block in model.blocks]
+    blocks = [ForeignBlock(block, wiring, model.rotary(torch.arange(6))) for block in model.blocks]
 
     h = wiring.pack(model.opening(model.embedding_scale(model.embedding(tokens()))))
     for block in blocks:
@@ -202,7 +200,7 @@ def test_a_write_stays_pending_across_a_block_edge() -> None:
     model = tiny_model("siamese", kernels="fused")
     streams = model.opening(model.embedding(tokens()))
     for block in model.blocks:
-        streams, _ = block(streams, Context(model._rotary(6)))
+        streams, _ = block(streams, Context(model.rotary(torch.arange(6))))
         assert len(streams) == 3, "the bounded stream, the identity stream, the output not yet added"
     bounded, identity, output = streams
     settled = (bounded + model.closing.previous.scale * output, identity + output)

@@ -24,7 +24,7 @@ from siamesenorm import LanguageModel, available_norms, available_topologies, bu
 from siamesenorm.errors import UserError
 from siamesenorm.interop.huggingface import SiameseNormConfig, SiameseNormForCausalLM, SiameseNormModel
 from siamesenorm.models.language import language_model_config
-from siamesenorm.sublayers.cache import Context
+from siamesenorm.sublayers.sublayer import Context
 from siamesenorm.topologies import build_topology
 
 # peft asks for a property of transformers by its old name.

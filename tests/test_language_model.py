@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from siamesenorm import (
     LanguageModel,
@@ -22,10 +24,8 @@ from siamesenorm import (
 from siamesenorm.errors import UserError
 from siamesenorm.models.language import SIZES
 from siamesenorm.norms import NormSpec
-from siamesenorm.sublayers.attention import Attention, AttentionShape
-from siamesenorm.sublayers.cache import AttentionCache, Context
-from siamesenorm.sublayers.projection import Projection
-from siamesenorm.sublayers.rotary import rotation
+from siamesenorm.sublayers.attention import Attention, AttentionCache, AttentionShape, rotation
+from siamesenorm.sublayers.sublayer import Context, Projection
 
 TOPOLOGIES = available_topologies()
 TINY = {"depth": 3, "dim": 16, "heads": 4, "hidden": 24, "vocabulary": 11}
@@ -544,12 +544,12 @@ def test_options_survive_json() -> None:
         ({"dim": 12, "heads": 4}, "a head is 3 wide: rotary positions need an even width"),
         ({"depth": 0}, "depth is 0: choose at least 1"),
         ({"vocabulary": -1}, "vocabulary is -1"),
-        ({"attention_norm": "kq"}, "unknown attention norm 'kq'"),
+        ({"attention_norm": "kq"}, "'kq'"),
         ({"attention_norm": "qk"}, "topology siamese needs attention norm 'qkv-head'"),
         ({"residual_dtype": "fp32"}, "unknown residual_dtype 'fp32'"),
         ({"compute_dtype": "half"}, "unknown compute_dtype 'half'"),
         ({"initialisation": "michell"}, "did you mean mitchell"),
-        ({"activation": "relu"}, "unknown activation 'relu'"),
+        ({"activation": "tanh"}, "'tanh'"),
         ({"kernels": "triton"}, "unknown kernels 'triton'"),
     ],
 )
@@ -593,6 +593,21 @@ def test_no_two_weights_are_alike_and_none_depends_on_the_name_of_its_module() -
     renamed.reset_parameters(0)
     query = [block.mixer.query.weight for block in renamed.blocks]
     assert all(torch.equal(a, block.attention.query.weight) for a, block in zip(query, model.blocks, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("activation", "formula"),
+    [
+        ("gelu", lambda x: F.gelu(x)),
+        ("gelu-tanh", lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2),
+        ("relu", lambda x: x.clamp_min(0)),
+    ],
+)
+def test_plain_mlps(activation: str, formula: Callable[[Tensor], Tensor]) -> None:
+    model = build_language_model("nano", topology="pre", activation=activation, **TINY).double()
+    mlp, h = model.blocks[0].mlp, torch.randn(3, TINY["dim"], dtype=torch.float64)
+    torch.testing.assert_close(mlp(h), formula(h @ mlp.up.weight.T) @ mlp.output.weight.T)
+    assert LanguageModelConfig.from_json(model.config.to_json()).activation == activation
 
 
 def test_dropout_acts_on_the_output_of_every_sublayer() -> None:

@@ -21,8 +21,7 @@ from siamesenorm.norms import (
     build_norm,
     declared_parameters,
 )
-from siamesenorm.sublayers.cache import Context
-from siamesenorm.sublayers.modulated import Modulated
+from siamesenorm.sublayers.sublayer import Context, Modulated
 
 DIM = 12
 

@@ -9,7 +9,7 @@ from torch import nn
 from siamesenorm import LanguageModel, available_norms, available_topologies, build_language_model
 from siamesenorm.errors import UserError
 from siamesenorm.norms import declared_parameters
-from siamesenorm.sublayers.projection import Projection
+from siamesenorm.sublayers.sublayer import Projection
 from siamesenorm.training.config import OptimizerConfig
 from siamesenorm.training.optimizer import build_optimizer, decayed_parameters, set_learning_rate
 

@@ -26,13 +26,15 @@ from monitored_training import (
     train,
 )
 from siamesenorm import LanguageModel, StreamMonitor
+from siamesenorm.analysis import observe_streams
 from siamesenorm.analysis.blocks import plan_probes
 from siamesenorm.analysis.probes import Measurements
-from siamesenorm.models.block import split_losses
-from siamesenorm.sublayers.cache import Context
-from siamesenorm.sublayers.rotary import rotation
+from siamesenorm.errors import UserError
+from siamesenorm.models.transformer import split_losses
+from siamesenorm.sublayers.attention import rotation
+from siamesenorm.sublayers.sublayer import Context
 from siamesenorm.topologies import ResidualSpec, available_topologies, build_topology, transformer_places
-from siamesenorm.training.parallel import checkpoint_blocks
+from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks
 
 # --- the streams
 
@@ -100,6 +102,29 @@ def test_stacked_streams_are_told_apart(topology: str) -> None:
             assert entry["ratio"] == near(rms(output) / rms(x))
             assert entry["change"] == near(rms(after[..., number, :] - x) / rms(x))
     assert [entry["rms"] for entry in line["end"].values()] == [near(rms(x)) for x in end.unbind(-2)]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@torch.no_grad()
+def test_writes_are_observed_by_name(compiled: bool) -> None:
+    model, tokens = tiny_model("siamese"), batches(1)[0][:, :-1]
+    if compiled:
+        compile_blocks(model, backend="eager")
+    before = model(tokens).logits
+    seen, _ = streams_by_hand(model, tokens)
+    found: dict[str, tuple[Any, ...]] = {}
+    with observe_streams(model, lambda name, *values: found.update({name.removesuffix("_connection"): values})):
+        assert torch.equal(model(tokens).logits, before)
+        with pytest.raises(UserError), observe_streams(model, lambda *_: None):
+            pass
+        copied = copy.deepcopy(model)
+    assert list(found) == list(seen)
+    for name, (streams, output, written) in seen.items():
+        torch.testing.assert_close(found[name], (streams, output, written))
+    found.clear()
+    model(tokens)
+    assert not found and not any("write" in vars(module) for module in model.modules())
+    assert torch.equal(copied(tokens).logits, before)
 
 
 def test_pending_writes_show_the_same_streams() -> None:

@@ -31,9 +31,9 @@ from siamesenorm.comparison.results import read_experiment
 from siamesenorm.comparison.sweep import SweepGrid, configured
 from siamesenorm.errors import UserError
 from siamesenorm.files import StoppedError, exclusive
-from siamesenorm.models.config import read_method
 from siamesenorm.models.language import language_model_config
-from siamesenorm.sublayers.projection import Projection
+from siamesenorm.models.transformer import read_method
+from siamesenorm.sublayers.sublayer import Projection
 from siamesenorm.tasks.language import LanguageTask
 from siamesenorm.topologies import build_topology
 from siamesenorm.training.config import RunConfig

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from siamesenorm import available_topologies, build_language_model, language_model_config
 from siamesenorm.errors import UserError
 from siamesenorm.files import StoppedError, decode_json, exclusive
-from siamesenorm.models.block import count_flops, count_parameters
+from siamesenorm.models.transformer import count_flops, count_parameters
 from siamesenorm.tasks.language import LanguageTask
 from siamesenorm.tasks.task import Losses
 from siamesenorm.training import run_directory, worker

@@ -11,19 +11,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from siamesenorm.analysis import StreamMonitor
+    from siamesenorm.errors import UserError
     from siamesenorm.interop.rewire import rewire
     from siamesenorm.interop.stored import from_pretrained
     from siamesenorm.interop.swap_norms import swap_norms
-    from siamesenorm.models.block import Block
     from siamesenorm.models.language import (
         LanguageModel,
         LanguageModelConfig,
         build_language_model,
         language_model_config,
     )
-    from siamesenorm.norms import AdaLN, AdaSeeDNorm, Norm, NormSpec, available_norms, build_norm, register_norm
+    from siamesenorm.models.transformer import Block, build_residual_path
+    from siamesenorm.models.vision import VisionTransformer, VisionTransformerConfig, build_vision_transformer
+    from siamesenorm.norms import (
+        AdaLN,
+        AdaSeeDNorm,
+        Inexact,
+        Norm,
+        NormFunction,
+        NormSpec,
+        available_norms,
+        build_norm,
+        register_norm,
+    )
     from siamesenorm.sublayers.attention import Attention
-    from siamesenorm.sublayers.modulated import Modulated
+    from siamesenorm.sublayers.sublayer import Context, Modulated
     from siamesenorm.tasks.registry import available_tasks
     from siamesenorm.topologies import (
         BoundaryCost,
@@ -46,13 +58,17 @@ __all__ = [
     "AdaLN",
     "AdaSeeDNorm",
     "Attention",
+    "Block",
     "BoundaryCost",
     "Closing",
     "Connection",
+    "Context",
+    "Inexact",
     "LanguageModel",
     "LanguageModelConfig",
     "Modulated",
     "Norm",
+    "NormFunction",
     "NormSpec",
     "Opening",
     "Place",
@@ -60,13 +76,17 @@ __all__ = [
     "StabilityMonitor",
     "StreamMonitor",
     "Topology",
-    "Block",
+    "UserError",
+    "VisionTransformer",
+    "VisionTransformerConfig",
     "available_norms",
     "available_tasks",
     "available_topologies",
     "build_language_model",
     "build_norm",
+    "build_residual_path",
     "build_topology",
+    "build_vision_transformer",
     "from_pretrained",
     "language_model_config",
     "register_norm",
@@ -77,12 +97,14 @@ __all__ = [
 ]
 
 _MODULES = (
+    "errors",
     "topologies",
     "norms",
     "models.language",
-    "models.block",
+    "models.transformer",
+    "models.vision",
     "sublayers.attention",
-    "sublayers.modulated",
+    "sublayers.sublayer",
     "interop.stored",
     "interop.rewire",
     "interop.swap_norms",

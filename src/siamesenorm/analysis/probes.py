@@ -1,22 +1,21 @@
 """Probes of the streams of a model: in its connections, or else at the edges of its blocks.
 
-The streams of a connection are measured in `write`, which takes them settled, together with the output of the sublayer.
-`write` is wrapped only while its block runs, and hooks are registered on the blocks only while a step is measured, so
-that a copy of the model never carries a probe. What a backward pass recomputes is not counted again.
+The streams of a connection are measured between read and write, together with the output of the sublayer. Writes are
+observed only while their block runs, and hooks are registered on the blocks only while a step is measured, so that a
+copy of the model never carries a probe. What a backward pass recomputes is not counted again.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from siamesenorm.errors import UserError
 from siamesenorm.topologies import Closing, Connection, Streams
 
 Key = tuple[str, ...]
@@ -140,46 +139,48 @@ class Probe:
         return (self.module.training or torch.is_grad_enabled()) and torch._C._current_graph_task_id() == -1
 
 
+@contextmanager
+def observe_streams(model: nn.Module, observer: Callable[[str, Streams, Tensor, Streams], None]) -> Iterator[None]:
+    """Call `observer(name, streams, output, written)` after every write of the connections of a model.
+
+    See `Connection.observed`; `name` is the path of the connection. A block that was compiled is compiled again with
+    the observer inside: `torch.compiler.set_stance("force_eager")` prevents it. A copy made inside the context has
+    observed writes, too. Raises UserError where a connection has an observer already.
+    """
+    with ExitStack() as contexts:
+        for name, module in model.named_modules():
+            if isinstance(module, Connection):
+                contexts.enter_context(module.observed(partial(observer, name)))
+        yield
+
+
 class ConnectionProbe(Probe):
     """Measures the streams at every connection of one block, before and after the write."""
 
     def __init__(self, block: nn.Module, connections: Mapping[str, Connection], names: tuple[str, ...]) -> None:
         super().__init__(block)
         self.connections, self.names = connections, names
+        self._observed = ExitStack()
 
     def enter(self, into: Measurements, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Wrap the writes; raises UserError where another monitor did."""
-        if not self.counts:
-            return
-        for name, connection in self.connections.items():
-            if "write" in vars(connection):
-                raise UserError(f"the streams of {name} are monitored already: close the other monitor first")
-            vars(connection)["write"] = partial(self._write, into, name, connection.write)
+        """Observe the writes; raises UserError where another monitor does."""
+        if self.counts:
+            for name, connection in self.connections.items():
+                self._observed.enter_context(connection.observed(partial(self._measure, into, name)))
 
     def leave(self, into: Measurements, arguments: tuple[Any, ...], result: Any) -> None:
-        """Restore the writes."""
-        for connection in self.connections.values():
-            vars(connection).pop("write", None)
+        """End the observation."""
+        self._observed.close()
 
-    def _write(
-        self,
-        into: Measurements,
-        name: str,
-        write: Callable[[Streams, Tensor], Streams],
-        streams: Streams,
-        output: Tensor,
-    ) -> Streams:
-        written = write(streams, output)
-        with torch.no_grad():
-            into.add(("sublayer", name, "output"), mean_rms(output))
-            settled = name_streams(streams, self.names, output)
-            # A pending write has changed nothing yet: the next read adds the output.
-            changed = name_streams(written, self.names, output) if len(written) <= len(streams) else {}
-            for stream, x in settled.items():
-                measure_stream(into, ("stream", name, stream), x)
-                if stream in changed:
-                    into.add(("stream", name, stream, "change"), mean_rms(changed[stream] - x))
-        return written
+    @torch.no_grad()
+    def _measure(self, into: Measurements, name: str, streams: Streams, output: Tensor, written: Streams) -> None:
+        into.add(("sublayer", name, "output"), mean_rms(output))
+        # A pending write has changed nothing yet: the next read adds the output.
+        changed = name_streams(written, self.names, output) if len(written) <= len(streams) else {}
+        for stream, x in name_streams(streams, self.names, output).items():
+            measure_stream(into, ("stream", name, stream), x)
+            if stream in changed:
+                into.add(("stream", name, stream, "change"), mean_rms(changed[stream] - x))
 
 
 class ClosingProbe(Probe):

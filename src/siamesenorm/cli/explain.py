@@ -14,8 +14,8 @@ import tyro
 from typing_extensions import Doc
 
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.models.block import count_parameters
 from siamesenorm.models.language import SIZES, build_language_model
+from siamesenorm.models.transformer import count_parameters
 from siamesenorm.norms import NORMS, Norm, NormSpec, available_norms
 from siamesenorm.topologies import Topology, available_topologies, build_topology, topology_name
 

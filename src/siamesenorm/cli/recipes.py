@@ -14,7 +14,7 @@ from typing_extensions import Doc
 
 from siamesenorm.cli.parsing import PRESETS
 from siamesenorm.errors import UserError
-from siamesenorm.models.config import inherited_operator
+from siamesenorm.models.transformer import inherited_operator
 from siamesenorm.norms import NormSpec, available_norms
 from siamesenorm.tasks.registry import TASKS
 from siamesenorm.topologies import Topology, available_topologies, build_topology, topology_name

@@ -13,7 +13,7 @@ from siamesenorm.comparison.findings import choose_learning_rate
 from siamesenorm.comparison.plan import ComparisonKind, Part, PlannedComparison, PlannedRun
 from siamesenorm.comparison.results import read_experiment
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.models.config import read_method
+from siamesenorm.models.transformer import read_method
 from siamesenorm.topologies import available_topologies, topology_name
 from siamesenorm.training.config import RunConfig
 

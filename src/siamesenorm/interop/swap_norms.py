@@ -20,9 +20,9 @@ from siamesenorm.interop.foreign_norms import (
     replace_module,
     replacement,
 )
-from siamesenorm.models.config import inherited_operator
 from siamesenorm.models.conversion import path_of
 from siamesenorm.models.language import LanguageModel, LanguageModelConfig
+from siamesenorm.models.transformer import inherited_operator
 from siamesenorm.norms import NORMS, Inexact, Norm, NormSpec
 from siamesenorm.topologies.boundary import BoundaryConnection
 

@@ -37,13 +37,14 @@ longer than the few launches of the plain formulas.
 """
 
 
-def suits_operator(x: Tensor) -> bool:
-    """Return whether "auto" may leave x to an operator: it must show itself, and be worth the launch.
+def is_plain(x: Tensor) -> bool:
+    """Return whether x is an ordinary tensor: not sharded (DTensor) and under no transformation."""
+    return type(x) in (Tensor, torch.nn.Parameter) and not is_transformed()
 
-    An operator knows neither shards (DTensor) nor transformations.
-    """
-    shows_itself = type(x) in (Tensor, torch.nn.Parameter) and not is_transformed()
-    return shows_itself and x.numel() * x.itemsize >= SMALLEST_FUSED_BYTES
+
+def suits_operator(x: Tensor) -> bool:
+    """Return whether "auto" may use an operator for x: it supports ordinary tensors, and pays on large ones."""
+    return is_plain(x) and x.numel() * x.itemsize >= SMALLEST_FUSED_BYTES
 
 
 def refuse_transformations(operator: str) -> None:

@@ -129,8 +129,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, .
         grad_x, sums = norm_plain.backward(grad, x, weights, ctx.form)
     else:
         grad_x, sums = normalise_backward(grad, x, statistics, dots, *weights, *ctx.form)
-    row = iter(sums.unbind())
-    return grad_x, *(None if weight is None else next(row).to(weight.dtype) for weight in weights), *fixed
+    return grad_x, *norm_plain.by_weight(sums, weights), *fixed
 
 
 normalise.register_autograd(_backward, setup_context=_keep_for_backward)

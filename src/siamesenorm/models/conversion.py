@@ -1,7 +1,7 @@
-"""Give a trained language model another residual path, in place, where its function can be kept.
+"""Replace the residual path of a trained Pre-Norm language model, in place, and keep its function.
 
-Attention, MLP, embedding and head stay as they are; the connections, the opening and the closing are exchanged. The new
-parts take over the gains and biases of the Pre-Norm model's norms (`init_as_pre_norm` of the topologies).
+Attention, MLP, embedding and head stay; connections, opening and closing are replaced. The new ones start with the
+gains and biases of the replaced norms (`init_as_pre_norm` of the topologies).
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ import torch
 from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.models.block import Block, ResidualPath, build_residual_path
-from siamesenorm.models.config import inherited_operator
 from siamesenorm.models.language import LanguageModel, LanguageModelConfig
+from siamesenorm.models.transformer import Block, ResidualPath, build_residual_path, inherited_operator
 from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec
 from siamesenorm.topologies import Topology, build_topology, topology_name, transformer_places
 from siamesenorm.topologies.pre_norm import PreNorm
 
 FREE = ("context", "dropout", "document_mask", "residual_dtype", "compute_dtype")
-"""Fields of a configuration that change neither the weights nor, but for rounding, what they compute on a token."""
+"""Fields of a configuration that change neither the weights nor, up to rounding, the function of one document."""
 PATH = ("topology", "norm")
-"""Fields of the residual path, which a conversion exchanges."""
+"""Fields of the residual path, which a conversion replaces."""
 MOVABLE = ("rmsnorm", "layernorm", "scalenorm")
-"""Operators whose parameters are a gain and a bias, so that another place can take them over."""
+"""Operators whose parameters are a gain and a bias, which another norm can have."""
 
 
 def converted_config(
@@ -35,11 +34,11 @@ def converted_config(
     norm: str | NormSpec | None = None,
     **changes: Any,
 ) -> LanguageModelConfig:
-    """Return the configuration that a trained model of `source` has with another topology, operator, or both.
+    """Return the configuration of a trained model of `source` after a change of topology, operator, or both.
 
-    The topology gets the options that it needs to start where the model is; the attention norm stays; an operator
-    given as text inherits eps and offset. `changes` are fields in `FREE`. Raises UserError, with the remedy, where
-    the model's function cannot be kept.
+    The topology has the options that it needs to start with the model's function; the attention norm stays; an
+    operator given as text inherits eps and offset. `changes` are fields in `FREE`. Raises UserError where the model's
+    function cannot be kept.
     """
     for name in changes:
         if name not in FREE:
@@ -51,14 +50,19 @@ def converted_config(
         return dataclasses.replace(source, **fields)
     _refuse_source(source)
     resolved = wanted.preserving()
-    _refuse_attention(resolved, source)
+    needed, has = resolved.attention_norm, source.attention_shape.attention_norm
+    if needed not in ("auto", has):
+        raise UserError(
+            f"topology {topology_name(resolved)} needs attention norm {needed!r}, and the model has {has!r}, which "
+            f"stays: use siamese-post-pre, or a Pre-Norm model with attention norm {needed!r}"
+        )
     target = dataclasses.replace(source, topology=resolved, norm=operator, **fields)
     _refuse_operator(source, target)
     return target
 
 
 def require_convertible(source: LanguageModelConfig, target: LanguageModelConfig) -> None:
-    """Raise UserError unless a trained model of `source` can become one of `target`."""
+    """Raise UserError unless a trained model of `source` can be converted to one of `target`."""
     free = {name: getattr(target, name) for name in FREE}
     reached = converted_config(source, target.topology, target.norm, **free)
     for field in dataclasses.fields(LanguageModelConfig):
@@ -69,10 +73,10 @@ def require_convertible(source: LanguageModelConfig, target: LanguageModelConfig
 
 @torch.no_grad()
 def convert(model: LanguageModel, target: LanguageModelConfig) -> tuple[Inexact, ...]:
-    """Give `model`, in place, the residual path of `target`, and return what its function differs in, each way once.
+    """Replace the residual path of `model` by that of `target`; return the differences of its function, each once.
 
-    Nothing, where the function is the same up to rounding. Raises UserError, with the model untouched, where it cannot
-    be kept. The new parts have parameters of their own: build the optimizer afterwards.
+    There are none where the function is the same up to rounding. Raises UserError, before any change, where it cannot
+    be kept. Build the optimizer afterwards: the new modules have new parameters.
     """
     source = model.config
     require_convertible(source, target)
@@ -94,32 +98,23 @@ def convert(model: LanguageModel, target: LanguageModelConfig) -> tuple[Inexact,
     for part, replaced in zip(path.parts, old.parts, strict=True):
         part.train(replaced.training)
     model.opening, model.closing = path.opening, path.closing
-    for block, connections in zip(_blocks(model), path.connections, strict=True):
-        for name, connection in zip(block.names, connections, strict=True):
-            setattr(block, f"{name}_connection", connection)
-        block.dropout.p = target.dropout
-    model.dropout.p = target.dropout
+    for block, connections in zip(model.blocks, path.connections, strict=True):
+        block.set_connections(connections)  # type: ignore[operator]
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = target.dropout
     model.config = target
     return tuple(differences)
 
 
 def path_of(model: LanguageModel) -> ResidualPath:
     """Return the modules of a model's residual path."""
-    return ResidualPath(
-        opening=model.opening,
-        connections=tuple(
-            tuple(getattr(block, f"{name}_connection") for name in block.names) for block in _blocks(model)
-        ),
-        closing=model.closing,
-    )
-
-
-def _blocks(model: LanguageModel) -> list[Block]:
-    return [block for block in model.blocks if isinstance(block, Block)]
+    connections = tuple(block.connections for block in model.blocks if isinstance(block, Block))
+    return ResidualPath(model.opening, connections, model.closing)
 
 
 def _norm_of(part: nn.Module) -> NormFunction:
-    """Return the function of the one norm of a Pre-Norm connection or closing."""
+    """Return the function of the norm of a Pre-Norm connection or closing."""
     assert isinstance(part.norm, Norm)
     return part.norm.function()
 
@@ -127,25 +122,13 @@ def _norm_of(part: nn.Module) -> NormFunction:
 def _refuse_source(source: LanguageModelConfig) -> None:
     name = topology_name(source.topology)
     if type(source.topology) is not PreNorm or source.topology.embedding_norm:
-        raise UserError(f"only pre can be given another residual path, not a model of {name}: name that to keep it")
+        raise UserError(f"a model of {name} cannot be converted, only one of pre: leave the topology out to keep it")
     if source.norm.name not in MOVABLE:
-        raise UserError(
-            f"norm {source.norm} has parameters that only it can hold, and no other place for them: convert a model of "
-            f"{', '.join(MOVABLE)}"
-        )
-
-
-def _refuse_attention(topology: Topology, source: LanguageModelConfig) -> None:
-    needed, has = topology.attention_norm, source.attention_shape.attention_norm
-    if needed not in ("auto", has):
-        raise UserError(
-            f"topology {topology_name(topology)} needs attention norm {needed!r}, and the model has {has!r}, which a "
-            f"conversion leaves alone: use siamese-post-pre, or a Pre-Norm model with attention norm {needed!r}"
-        )
+        raise UserError(f"a model with norm {source.norm} cannot be converted: convert one with {', '.join(MOVABLE)}")
 
 
 def _refuse_operator(source: LanguageModelConfig, target: LanguageModelConfig) -> None:
-    """Refuse an operator that does not hold the old one's functions, or that changes the attention's norms."""
+    """Raise UserError for an operator that cannot have the old one's functions, or that changes the attention."""
     old, new = (config.norm.build(config.dim) for config in (source, target))
     for parameter in old.parameters():  # an arbitrary function of the kind
         nn.init.constant_(parameter, 0.5)

@@ -18,18 +18,17 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from siamesenorm.norms import DeclaredModule
-from siamesenorm.norms.parameters import assign
-from siamesenorm.sublayers.projection import Projection
+from siamesenorm.norms import DeclaredModule, assign
+from siamesenorm.sublayers.sublayer import Projection
 from siamesenorm.topologies import Topology
 
 Initialisation = Literal["mitchell", "normal", "megatron"]
-_OUTPUTS = ("attention_output", "mlp_output")
+Model = TypeVar("Model", bound=nn.Module)
 _KEYS = {
     "query": "attention.query",
     "key": "attention.key",
@@ -39,31 +38,22 @@ _KEYS = {
     "mlp_gate": "mlp.gate",
     "mlp_output": "mlp.output",
 }
-"""The part of a weight's key that says which projection of a block it is: frozen, whatever modules are called."""
+"""The part of a weight's key that names the projection in its block: frozen, independent of modules' names."""
 
 
-def _mitchell(role: str, fan_in: int, dim: int, block: int, depth: int) -> float:
-    return 1 / math.sqrt(2 * fan_in * (block + 1)) if role in _OUTPUTS else 1 / math.sqrt(fan_in)
-
-
-def _normal(role: str, fan_in: int, dim: int, block: int, depth: int) -> float:
-    return 0.02
-
-
-def _megatron(role: str, fan_in: int, dim: int, block: int, depth: int) -> float:
-    return math.sqrt(2 / (5 * dim)) / (math.sqrt(2 * depth) if role in _OUTPUTS else 1)
-
-
-SCHEMES: dict[str, Callable[[str, int, int, int, int], float]] = {
-    "mitchell": _mitchell,
-    "normal": _normal,
-    "megatron": _megatron,
-}
+def weight_std(scheme: Initialisation, role: str, *, fan_in: int, dim: int, block: int, depth: int) -> float:
+    """Return the standard deviation of the initial weights of a role, as in the module's table."""
+    is_output = role in ("attention_output", "mlp_output")
+    if scheme == "normal":
+        return 0.02
+    if scheme == "megatron":
+        return math.sqrt(2 / (5 * dim)) / (math.sqrt(2 * depth) if is_output else 1)
+    return 1 / math.sqrt(2 * fan_in * (block + 1)) if is_output else 1 / math.sqrt(fan_in)
 
 
 @torch.no_grad()
 def initialise(
-    model: nn.Module, blocks: nn.ModuleList, *, scheme: str, topology: Topology, dim: int, seed: int
+    model: nn.Module, blocks: nn.ModuleList, *, scheme: Initialisation, topology: Topology, dim: int, seed: int
 ) -> None:
     """Fill every parameter of `model`, whose `blocks` are in order; also after construction on the meta device."""
     depth = len(blocks)
@@ -72,15 +62,27 @@ def initialise(
         if isinstance(module, DeclaredModule):
             module.reset_parameters()
         elif isinstance(module, nn.Embedding):
-            fill_normal(module.weight, SCHEMES[scheme]("embedding", dim, dim, 0, depth), seed, f"{name}.weight")
+            std = weight_std(scheme, "embedding", fan_in=dim, dim=dim, block=0, depth=depth)
+            fill_normal(module.weight, std, seed, f"{name}.weight")
         elif isinstance(module, Projection):
-            std = SCHEMES[scheme](module.role, module.in_features, dim, block_of.get(module, 0), depth)
+            block = block_of.get(module, 0)
+            std = weight_std(scheme, module.role, fan_in=module.in_features, dim=dim, block=block, depth=depth)
             factor = topology.initial_factor(module.role, depth)
             inside = module.role in _KEYS and module in block_of
-            key = f"blocks.{block_of[module]}.{_KEYS[module.role]}" if inside else name
+            key = f"blocks.{block}.{_KEYS[module.role]}" if inside else name
             fill_normal(module.weight, std * factor, seed, f"{key}.weight")
             if module.bias is not None:
                 module.bias.zero_()
+
+
+def build_initialised(build: Callable[[], Model], seed: int, device: str | torch.device) -> Model:
+    """Return a model on a device, its weights drawn by `reset_parameters(seed)`; on "meta" nothing is allocated."""
+    with torch.device("meta"):
+        model = build()
+    if torch.device(device).type != "meta":
+        model.to_empty(device=device)
+        model.reset_parameters(seed)  # type: ignore[operator]
+    return model
 
 
 def build_embedding(count: int, dim: int) -> nn.Embedding:

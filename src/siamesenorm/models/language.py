@@ -1,9 +1,7 @@
-"""The language model: configuration, named sizes, embedding, blocks, head; the residual path is the topology's.
+"""The language model: configuration, named sizes, embedding, blocks, head, generation.
 
-* decoder-only, causal, rotary positions, no biases by default (OLMo)
-* any topology, any norm; the attention norm is what the topology needs, else whole-width QK-norm
-* untied head by default; logits in fp32 (fp64 for fp64 models)
-* weights drawn by parameter name (`initialisation`)
+* decoder-only, causal, any topology, any norm; rotary positions, no biases and an untied head by default (OLMo)
+* logits in fp32 (fp64 for fp64 models); initial weights drawn from a key for each parameter (`initialisation`)
 """
 
 from __future__ import annotations
@@ -13,21 +11,24 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.models.block import add_losses
-from siamesenorm.models.config import TransformerConfig, inherited_operator, require_positive
-from siamesenorm.models.initialisation import build_embedding, initialise
+from siamesenorm.models.initialisation import build_embedding, build_initialised, initialise
+from siamesenorm.models.transformer import (
+    TransformerConfig,
+    TransformerOutput,
+    add_losses,
+    inherited_operator,
+    require_positive,
+)
 from siamesenorm.norms import NORMS, DeclaredModule, NormSpec
-from siamesenorm.sublayers.cache import AttentionCache, Context
-from siamesenorm.sublayers.modulated import Losses
-from siamesenorm.sublayers.projection import Projection
-from siamesenorm.sublayers.rotary import Rotation, rotation
+from siamesenorm.sublayers.attention import AttentionCache, rotation
+from siamesenorm.sublayers.sublayer import Context, Losses, Projection, Rotation
 from siamesenorm.topologies import Kernels, Streams, Topology, build_topology
 
 Positions = Literal["rotary", "none"]
@@ -78,13 +79,11 @@ class LanguageModelConfig(TransformerConfig):
     """Keep attention inside a document of a packed sequence."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be built."""
+        """Raise UserError for values from which no model can be built."""
         super().__post_init__()
         require_positive(self, "context")
         if self.vocabulary < 0:
             raise UserError(f"vocabulary is {self.vocabulary}: choose at least 1, or 0 for that of a run's data")
-        if self.positions not in get_args(Positions):
-            raise unknown("positions", self.positions, get_args(Positions))
         if not self.rope_theta > 0:
             raise UserError(f"rope_theta is {self.rope_theta}: choose a positive number, such as 10000")
         if self.positions == "rotary" and self.attention_shape.head_dim % 2:
@@ -111,13 +110,6 @@ def language_model_config(
     return LanguageModelConfig(**fields)
 
 
-class LanguageModelOutput(NamedTuple):
-    """Logits [batch, tokens, vocabulary] and the auxiliary losses of the sublayers, summed over blocks, by name."""
-
-    logits: Tensor
-    losses: Losses
-
-
 class LanguageModel(nn.Module):
     """A decoder-only Transformer with any topology."""
 
@@ -126,7 +118,9 @@ class LanguageModel(nn.Module):
         require_positive(config, "vocabulary")
         self.config, self.kernels = config, kernels
         self.embedding = build_embedding(config.vocabulary, config.dim)
-        self.embedding_scale: nn.Module = EmbeddingScale(config.dim) if _scales_embedding(config) else nn.Identity()
+        self.embedding_scale: nn.Module = nn.Identity()
+        if NORMS[config.norm.name].scales_embedding:
+            self.embedding_scale = EmbeddingScale(config.dim)
         self.dropout = nn.Dropout(config.dropout)
         self.opening, self.blocks, self.closing = config.build_stack(kernels)
         # A tied head is the embedding: no second name for the same weights.
@@ -144,7 +138,7 @@ class LanguageModel(nn.Module):
         caches: Sequence[AttentionCache] | None = None,
         documents: Tensor | None = None,
         last_only: bool = False,
-    ) -> LanguageModelOutput:
+    ) -> TransformerOutput:
         """Return the logits of tokens [batch, tokens] (int64).
 
         `caches`, one a block, hold the past of a generation. `documents` [batch, tokens] numbers the documents of
@@ -156,7 +150,7 @@ class LanguageModel(nn.Module):
         if mask is not None and caches is not None:
             raise UserError("document_mask with a cache: generate one document at a time, without documents")
         streams = self.open(self.embedding(tokens))
-        rotary = self._rotary(tokens.shape[1], past)
+        rotary = self.rotary(torch.arange(past, past + tokens.shape[1], device=self.embedding.weight.device))
         losses: Losses = {}
         for index, block in enumerate(self.blocks):
             context = Context(rotary, mask, caches[index] if caches else None)
@@ -164,7 +158,7 @@ class LanguageModel(nn.Module):
             losses = add_losses(losses, block_losses)
         if last_only:
             streams = tuple(stream[:, -1:] for stream in streams)
-        return LanguageModelOutput(self.logits(self.closing(streams)), losses)
+        return TransformerOutput(self.logits(self.closing(streams)), losses)
 
     def open(self, embedding: Tensor) -> Streams:
         """Return the streams of an embedding [batch, tokens, dim], which a learned scale and dropout act on first."""
@@ -182,9 +176,6 @@ class LanguageModel(nn.Module):
         """Return the logits [..., vocabulary] of what the closing returned, in at least fp32."""
         logits: Tensor = F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-    def _rotary(self, tokens: int, past: int = 0) -> Rotation | None:
-        return self.rotary(torch.arange(past, past + tokens, device=self.embedding.weight.device))
 
     def _document_mask(self, documents: Tensor | None) -> Tensor | None:
         """Return the mask [batch, 1, tokens, tokens] of the past in the same document, or None if not asked for."""
@@ -235,10 +226,6 @@ class EmbeddingScale(DeclaredModule):
         return embedding * self.scale
 
 
-def _scales_embedding(config: LanguageModelConfig) -> bool:
-    return NORMS[config.norm.name].scales_embedding
-
-
 def build_language_model(
     size: str | LanguageModelConfig = "mini",
     *,
@@ -249,17 +236,11 @@ def build_language_model(
 ) -> LanguageModel:
     """Return an initialised language model of a named size, or of a configuration.
 
-    `options` are those of `language_model_config`: topology, norm, and any field of `LanguageModelConfig`. `kernels` is
-    how boundaries between sublayers are computed: see `ResidualSpec`. With `device="meta"` nothing is allocated and
-    nothing drawn. Raises UserError for what cannot be built.
+    `options` are those of `language_model_config`: topology, norm, and any field of `LanguageModelConfig`. `kernels`
+    selects the kernels of boundaries and norms: see `ResidualSpec`. With `device="meta"` nothing is allocated and
+    nothing drawn. Raises UserError for values from which no model can be built.
     """
     if isinstance(size, LanguageModelConfig) and options:
         raise UserError(f"a configuration and {', '.join(options)}: change the configuration by dataclasses.replace")
     config = size if isinstance(size, LanguageModelConfig) else language_model_config(size, **options)
-    with torch.device("meta"):
-        model = LanguageModel(config, kernels)
-    if torch.device(device).type == "meta":
-        return model
-    model.to_empty(device=device)
-    model.reset_parameters(seed)
-    return model
+    return build_initialised(lambda: LanguageModel(config, kernels), seed, device)

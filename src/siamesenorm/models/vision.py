@@ -7,18 +7,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from siamesenorm.errors import UserError, unknown
-from siamesenorm.models.block import add_losses
-from siamesenorm.models.config import TransformerConfig, require_positive
-from siamesenorm.models.initialisation import build_embedding, initialise
-from siamesenorm.sublayers.modulated import Losses
-from siamesenorm.sublayers.projection import Projection
+from siamesenorm.errors import UserError
+from siamesenorm.models.initialisation import build_embedding, build_initialised, initialise
+from siamesenorm.models.transformer import TransformerConfig, TransformerOutput, add_losses, require_positive
+from siamesenorm.sublayers.sublayer import Losses, Projection
 from siamesenorm.topologies import Kernels
 
 Pooling = Literal["token", "mean"]
@@ -42,7 +40,7 @@ class VisionTransformerConfig(TransformerConfig):
     """What the head reads: a class token, or the mean of all patches."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be built."""
+        """Raise UserError for values from which no model can be built."""
         super().__post_init__()
         for name in ("image_size", "patch_size", "channels", "classes"):
             require_positive(self, name)
@@ -50,20 +48,11 @@ class VisionTransformerConfig(TransformerConfig):
             raise UserError(
                 f"patch_size {self.patch_size} does not divide the image ({self.image_size}): choose another"
             )
-        if self.pooling not in get_args(Pooling):
-            raise unknown("pooling", self.pooling, get_args(Pooling))
 
     @property
     def patches(self) -> int:
         """Number of patches of an image."""
         return (self.image_size // self.patch_size) ** 2
-
-
-class VisionTransformerOutput(NamedTuple):
-    """Logits [batch, classes] and the auxiliary losses of the sublayers, summed over blocks, by name."""
-
-    logits: Tensor
-    losses: Losses
 
 
 class VisionTransformer(nn.Module):
@@ -84,7 +73,7 @@ class VisionTransformer(nn.Module):
         config = self.config
         initialise(self, self.blocks, scheme=config.initialisation, topology=config.topology, dim=config.dim, seed=seed)
 
-    def forward(self, images: Tensor) -> VisionTransformerOutput:
+    def forward(self, images: Tensor) -> TransformerOutput:
         """Return the logits, in at least fp32, of images [batch, channels, height, width]."""
         streams = self.opening(self.dropout(self.embed(images)))
         losses: Losses = {}
@@ -96,7 +85,7 @@ class VisionTransformer(nn.Module):
         else:
             pooled = self.closing(streams).mean(dim=1)
         logits = self.head(pooled)
-        return VisionTransformerOutput(logits.to(torch.promote_types(logits.dtype, torch.float32)), losses)
+        return TransformerOutput(logits.to(torch.promote_types(logits.dtype, torch.float32)), losses)
 
     def embed(self, images: Tensor) -> Tensor:
         """Return [batch, tokens, dim]: the class token, if there is one, and the patches with their positions."""
@@ -117,10 +106,4 @@ def build_vision_transformer(
     kernels: Kernels = "plain",
 ) -> VisionTransformer:
     """Return an initialised model; with `device="meta"` nothing is allocated and nothing drawn."""
-    with torch.device("meta"):
-        model = VisionTransformer(config, kernels)
-    if torch.device(device).type == "meta":
-        return model
-    model.to_empty(device=device)
-    model.reset_parameters(seed)
-    return model
+    return build_initialised(lambda: VisionTransformer(config, kernels), seed, device)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from siamesenorm.kernels.norm import normalise
+from siamesenorm.kernels.norm_plain import Form, Weights
 from siamesenorm.norms.norm import Norm, check_eps
 
 
@@ -36,11 +36,10 @@ class LayerNorm(Norm):
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.layer_norm(x, (self.dim,), gain, bias, self.eps)
 
-    def fused(self, x: Tensor) -> Tensor:
-        """Return the formula's value by `kernels.norm`."""
-        offset = 0.0 if self.affine else 1.0
-        y: Tensor = normalise(x, gain=self.gain, bias=self.bias, offset=offset, eps=self.eps, centred=True)[0]
-        return y
+    def operator_form(self) -> tuple[Weights, Form]:
+        """Return gain, bias and eps."""
+        form = Form(offset=0.0 if self.affine else 1.0, eps=self.eps, centred=True)
+        return Weights(gain=self.gain, bias=self.bias), form
 
     @torch.no_grad()
     def zero_(self) -> None:

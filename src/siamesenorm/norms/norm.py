@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.kernels.launch import refuse_transformations, suits_operator
-from siamesenorm.kernels.norm import has_kernel
+from siamesenorm.kernels.launch import is_plain, refuse_transformations, suits_operator
+from siamesenorm.kernels.norm import has_kernel, normalise
+from siamesenorm.kernels.norm_plain import Form, NarrowNorm, Weights, widest
 from siamesenorm.norms.function import Inexact, NormFunction, compare_statistic, copy_bias_from, copy_gain_from
 from siamesenorm.norms.parameters import DeclaredModule
 from siamesenorm.options import Scalar
@@ -70,6 +71,12 @@ class Norm(DeclaredModule):
         self.affine = affine
         self.axis = axis
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Inherit no operator in a class with a formula of its own."""
+        super().__init_subclass__(**keywords)
+        if "formula" in vars(cls) and "operator_form" not in vars(cls):
+            cls.fusible = False  # type: ignore[assignment, method-assign]
+
     @classmethod
     def for_role(cls, dim: int, role: Role, **options: Any) -> Self:
         """Build the operator as its published recipe sets it up for this role; most recipes do not depend on it."""
@@ -107,9 +114,15 @@ class Norm(DeclaredModule):
         """Whether `fused` computes the formula with the options as they are."""
         return False
 
-    def fused(self, x: Tensor) -> Tensor:
-        """Return the operator's value by one fused operator; x and the result are [..., dim] of any float dtype."""
+    def operator_form(self) -> tuple[Weights, Form]:
+        """Return the weights and constants with which `kernels.norm` computes the formula."""
         raise NotImplementedError
+
+    def fused(self, x: Tensor) -> Tensor:
+        """Return the formula's value by one fused operator; x and the result are [..., dim] of any float dtype."""
+        weights, form = self.operator_form()
+        y: Tensor = normalise(x, *weights, *form)[0]
+        return y
 
     def takes_fused(self, x: Tensor) -> bool:
         """Return whether the operator computes an input; raises UserError if "fused" is chosen and it cannot."""
@@ -121,6 +134,15 @@ class Norm(DeclaredModule):
         if self.kernels == "plain" or not self.fusible or self.axis != -1 or torch.compiler.is_compiling():
             return False
         return has_kernel(x) and suits_operator(x)
+
+    def _apply_formula(self, x: Tensor) -> Tensor:
+        """Return the formula's value in the dtype of x [..., dim]; below fp32 the backward pass needs x alone."""
+        wide = widest(x)
+        if wide != x.dtype and self.fusible and is_plain(x) and not torch.compiler.is_compiling():
+            weights, form = self.operator_form()
+            y: Tensor = NarrowNorm.apply(x, self.formula, form, *weights)  # type: ignore[no-untyped-call]
+            return y
+        return self.formula(x.to(wide)).to(x.dtype)
 
     def zero_(self) -> None:
         """Set the parameters to where the operator returns 0 for every input."""
@@ -134,8 +156,7 @@ class Norm(DeclaredModule):
             )
         if self.takes_fused(x):
             return self.fused(x.movedim(self.axis, -1)).movedim(-1, self.axis)
-        wide = x.movedim(self.axis, -1).to(torch.promote_types(x.dtype, torch.float32))
-        return self.formula(wide).to(x.dtype).movedim(-1, self.axis)
+        return self._apply_formula(x.movedim(self.axis, -1)).movedim(-1, self.axis)
 
     def function(self) -> NormFunction:
         """Return what the operator computes at its present parameters, as a gain and a bias around a statistic."""

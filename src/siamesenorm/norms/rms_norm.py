@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from siamesenorm.kernels.norm import normalise
+from siamesenorm.kernels.norm_plain import Form, Weights
 from siamesenorm.norms.norm import Norm, check_eps, check_finite
 
 
@@ -36,11 +36,10 @@ class RMSNorm(Norm):
         normalised = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
         return normalised * (self.gain.to(x.dtype) + self.offset) if self.affine else normalised
 
-    def fused(self, x: Tensor) -> Tensor:
-        """Return the formula's value by `kernels.norm`."""
+    def operator_form(self) -> tuple[Weights, Form]:
+        """Return gain, offset and eps."""
         gain, offset = (self.gain, self.offset) if self.affine else (None, 1.0)
-        y: Tensor = normalise(x, gain=gain, offset=offset, eps=self.eps)[0]
-        return y
+        return Weights(gain=gain), Form(offset=offset, eps=self.eps)
 
     @torch.no_grad()
     def zero_(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.kernels.norm import normalise
+from siamesenorm.kernels.norm_plain import Form, Weights
 from siamesenorm.norms.function import (
     Inexact,
     InexactKind,
@@ -180,21 +180,20 @@ class SeeDNorm(Norm):
         """Whether `fused` computes the formula: it has no dropout."""
         return not (self.dropout and self.training)
 
-    def fused(self, x: Tensor) -> Tensor:
-        """Return the formula's value by `kernels.norm`, in which a channel may be a head of its own."""
+    def operator_form(self) -> tuple[Weights, Form]:
+        """Return the parameters, with a channel as a head of its own where there is no dot product."""
         alpha = None if self.alpha is None else self.alpha.expand(self.dim)
-        y: Tensor = normalise(
-            x,
-            alpha=None if self.beta is None else alpha,
-            beta=alpha if self.beta is None else self.beta,
-            gain=self.gamma,
+        weights = Weights(
+            alpha=None if self.beta is None else alpha, beta=alpha if self.beta is None else self.beta, gain=self.gamma
+        )
+        form = Form(
             offset=self.offset if self.gamma is not None else float(self.without != "gamma"),
             heads=self.heads if self.has_dot_product else self.dim,
             dot_scale=self.dot_scale,
             activation=self.activation,
             eps=self.eps,
-        )[0]
-        return y
+        )
+        return weights, form
 
     def _activation_at_zero(self) -> float:
         return float(ACTIVATIONS[self.activation](torch.zeros((), device="cpu")))

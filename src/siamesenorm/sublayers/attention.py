@@ -21,9 +21,7 @@ from torch.nn import functional as F
 
 from siamesenorm.errors import UserError, unknown
 from siamesenorm.norms import NormSpec
-from siamesenorm.sublayers.cache import NO_CONTEXT, Context
-from siamesenorm.sublayers.projection import Projection
-from siamesenorm.sublayers.rotary import rotate
+from siamesenorm.sublayers.sublayer import NO_CONTEXT, Context, Projection, Rotation, to_autocast
 
 ATTENTION_NORMS = ("none", "qk", "qk-head", "qkv-head")
 
@@ -83,6 +81,7 @@ class Attention(nn.Module):
     def forward(self, h: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         """Return [batch, tokens, dim]; a cache holds keys as they were rotated."""
         rotary, mask, cache, _ = context
+        h = to_autocast(h)
         query = self.query_head_norm(self._split(self.query_norm(self.query(h))))
         key = self.key_head_norm(self._split(self.key_norm(self.key(h))))
         value = self.value_head_norm(self._split(self.value(h)))
@@ -115,3 +114,44 @@ class Attention(nn.Module):
     def _split(self, x: Tensor) -> Tensor:
         batch, tokens, _ = x.shape
         return x.view(batch, tokens, -1, self.shape.head_dim).transpose(1, 2)
+
+
+class AttentionCache:
+    """Past keys (normalised and rotated) and values of one attention, [batch, kv_heads, tokens, head_dim]."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens held."""
+        return 0 if self.keys is None else self.keys.shape[-2]
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the keys and values of new tokens; return those of all tokens."""
+        if self.keys is not None and self.values is not None:
+            keys, values = torch.cat((self.keys, keys), dim=-2), torch.cat((self.values, values), dim=-2)
+        self.keys, self.values = keys, values
+        return keys, values
+
+
+def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
+    """Return (cos, sin), each [..., tokens, head_dim], of the angles position * theta^(-2i / head_dim).
+
+    `positions` is [..., tokens]: [batch, 1, tokens] where rows of a batch differ: `rotate` has heads in between.
+    Angles are computed in fp32, in fp64 for fp64 models, and the result is not rounded.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim
+    angles = positions.to(wide).unsqueeze(-1) * theta**-exponents
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, by: Rotation) -> Tensor:
+    """Rotate x [batch, heads, tokens, head_dim] in at least fp32; returns x's dtype."""
+    cos, sin = by
+    wide = x.to(cos.dtype)
+    first, second = wide.chunk(2, dim=-1)
+    return (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from siamesenorm.data import SampleOrder
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.models.block import count_flops, count_parameters
+from siamesenorm.models.transformer import count_flops, count_parameters
 from siamesenorm.models.vision import VisionTransformer, VisionTransformerConfig, build_vision_transformer
 from siamesenorm.tasks.task import Losses, Metric, TaskConfig
 from siamesenorm.topologies import Kernels

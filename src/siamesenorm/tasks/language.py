@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from siamesenorm.data import PreparedData, TokenSamples, document_ids
 from siamesenorm.errors import UserError
-from siamesenorm.models.block import count_flops, count_parameters
 from siamesenorm.models.conversion import FREE, convert, converted_config, require_convertible
 from siamesenorm.models.language import (
     SIZES,
@@ -23,6 +22,7 @@ from siamesenorm.models.language import (
     build_language_model,
     language_model_config,
 )
+from siamesenorm.models.transformer import count_flops, count_parameters
 from siamesenorm.tasks.task import Losses, Metric, TaskConfig
 from siamesenorm.topologies import Kernels
 

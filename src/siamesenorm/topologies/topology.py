@@ -15,7 +15,8 @@ cross a block's edge, and a write may stay pending until the next read.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
@@ -224,6 +225,28 @@ class Connection(Reader):
         """Read, apply the sublayer, write."""
         h, streams = self.read(streams)
         return self.write(streams, sublayer(h))
+
+    @contextmanager
+    def observed(self, observer: Callable[[Streams, Tensor, Streams], None]) -> Iterator[None]:
+        """Call `observer(streams, output, written)` after every write inside the context.
+
+        `streams` are those that `read` returned, `output` is that of the sublayer and `written` the result of the
+        write: where it stays pending, the streams and the output. Raises UserError where there is an observer already.
+        """
+        if "write" in vars(self):
+            raise UserError(f"this {type(self).__name__} has an observer already: end its context first")
+        write = self.write
+
+        def observed_write(streams: Streams, output: Tensor) -> Streams:
+            written = write(streams, output)
+            observer(streams, output, written)
+            return written
+
+        vars(self)["write"] = observed_write
+        try:
+            yield
+        finally:
+            del vars(self)["write"]
 
     def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
         """Set fresh parameters to where the connection is a Pre-Norm's with the input norm `norm`.

@@ -1,27 +1,31 @@
-"""What every Transformer's configuration has in common: shape, residual path, attention norm, initial weights."""
+"""What all Transformers have in common: configuration, residual path, blocks of sublayers, and counts of their cost."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.models.block import Block, build_residual_path
-from siamesenorm.models.initialisation import SCHEMES, Initialisation
-from siamesenorm.norms import NormSpec, available_norms
-from siamesenorm.norms.registry import norm_options
+from siamesenorm.models.initialisation import Initialisation
+from siamesenorm.norms import NormSpec, available_norms, norm_options
 from siamesenorm.sublayers.attention import ATTENTION_NORMS, Attention, AttentionShape
 from siamesenorm.sublayers.mlp import Activation, build_mlp
+from siamesenorm.sublayers.sublayer import NO_CONTEXT, Context, Losses
 from siamesenorm.topologies import (
     AttentionNorm,
     Closing,
+    Connection,
     Kernels,
     Opening,
+    Place,
     ResidualSpec,
+    Streams,
     Topology,
     build_topology,
     topology_from_json,
@@ -43,9 +47,8 @@ DTYPES: dict[str, torch.dtype | None] = {
 class TransformerConfig:
     """Everything that determines the function and the initial weights of a stack of blocks, apart from the seed.
 
-    `kv_heads` 0 means as many as `heads`. `attention_norm` "auto" is what the topology needs, else "qk".
-    `residual_dtype` is the dtype of the streams, `compute_dtype` that of the input of sublayers; "inherit" keeps the
-    embedding's. Where it is not the parameters' dtype, run under autocast. Raises UserError for what cannot be built.
+    "inherit" as a dtype keeps the embedding's. Where `compute_dtype` is not the parameters' dtype, run under autocast.
+    Raises UserError for values from which no model can be built.
     """
 
     domain: ClassVar[Literal["language", "vision"]] = "language"
@@ -83,14 +86,12 @@ class TransformerConfig:
     """Dtype of the input of sublayers; inherit is the precision of a run."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be built."""
+        """Raise UserError for values from which no model can be built."""
         for name in ("depth", "dim", "hidden"):
             require_positive(self, name)
-        for name, known in (("residual_dtype", DTYPES), ("compute_dtype", DTYPES), ("initialisation", SCHEMES)):
-            if getattr(self, name) not in known:
-                raise unknown(name, getattr(self, name), known)
-        if self.attention_norm not in get_args(AttentionNorm):
-            raise unknown("attention norm", self.attention_norm, get_args(AttentionNorm))
+        for name, hint in get_type_hints(type(self)).items():
+            if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
+                raise unknown(name, str(getattr(self, name)), get_args(hint))
         if not 0 <= self.dropout < 1:
             raise UserError(f"dropout is {self.dropout}: choose a number from 0 to below 1")
         self.attention_shape  # noqa: B018 - refuses widths and attention norms
@@ -121,13 +122,13 @@ class TransformerConfig:
 
     def _attention_operator(self) -> NormSpec:
         """Return RMSNorm, or LayerNorm in a model of LayerNorms, with the eps of the model's operator."""
-        shared = {"layernorm": ("eps", "bias")}.get(self.norm.name, ("eps",))
         operator = "layernorm" if self.norm.name == "layernorm" else "rmsnorm"
+        shared = ("eps", "bias") if operator == "layernorm" else ("eps",)
         return NormSpec.parse(operator, **{key: value for key, value in self.norm.options if key in shared})
 
     @property
     def label(self) -> str:
-        """A short name for tables: the topology, and the attention norm and the operator where they are not usual."""
+        """A short name for tables: the topology, and attention norm and operator where they are not the defaults."""
         parts = [topology_name(self.topology)]
         attention_norm = self.attention_shape.attention_norm
         if attention_norm != ("qk" if self.topology.attention_norm == "auto" else self.topology.attention_norm):
@@ -141,8 +142,8 @@ class TransformerConfig:
     def with_method(self, method: str) -> Self:
         """Return the configuration with the topology and the norms that a text such as "siamese + seednorm" names.
 
-        An operator keeps the eps and the offset of this configuration's, unless the text has its own. What the text
-        does not name is usual: attention norm "auto", and this configuration's operator. Raises UserError.
+        An operator has the eps and the offset of this configuration's, unless the text sets them. Without an attention
+        norm in the text it is "auto", without an operator this configuration's. Raises UserError.
         """
         fields = read_method(method)
         if "norm" in fields:
@@ -160,7 +161,10 @@ class TransformerConfig:
         )
 
     def build_stack(self, kernels: Kernels = "plain") -> tuple[Opening, nn.ModuleList, Closing]:
-        """Return the opening, the blocks of attention and MLP, and the closing; raises UserError as `residual_spec`."""
+        """Return the opening, the blocks of attention and MLP, and the closing.
+
+        Raises UserError for kernels that the topology does not have.
+        """
         path = build_residual_path(self.topology, self.residual_spec(kernels), transformer_places(self.depth))
         blocks = nn.ModuleList(
             Block(
@@ -176,12 +180,7 @@ class TransformerConfig:
         return path.opening, blocks, path.closing
 
     def residual_spec(self, kernels: Kernels = "plain") -> ResidualSpec:
-        """Return what the topology builds from; raises UserError where it has no such kernels."""
-        if kernels not in get_args(Kernels):
-            raise unknown("kernels", kernels, get_args(Kernels))
-        available = {"fused": self.topology.has_fused_kernels, "lean": self.topology.has_lean_kernels}
-        if not available.get(kernels, True):
-            raise UserError(f"topology {topology_name(self.topology)} has no {kernels} kernels: use kernels='plain'")
+        """Return the specification of the residual path; raises UserError for unknown kernels."""
         return ResidualSpec(
             dim=self.dim,
             norm=self.norm,
@@ -203,10 +202,7 @@ class TransformerConfig:
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Self:
-        """Read what `to_json` wrote; a field that is missing has its default, which is what was before the field was.
-
-        Raises UserError for a field that does not exist.
-        """
+        """Read a record of `to_json`; a missing field has its default. Raises UserError for an unknown field."""
         fields = dict(record)
         known = {field.name for field in dataclasses.fields(cls)}
         for name in fields:
@@ -219,11 +215,14 @@ class TransformerConfig:
         return cls(**fields)
 
 
+# --- methods as text
+
+
 def read_method(text: str) -> dict[str, Any]:
     """Return the fields that a method sets: topology, and norm or attention norm where the text names them.
 
-    A method is a topology, and what differs after plus signs: "siamese", "pre + qkv", "dhc-2:streams=4 + seednorm".
-    Raises UserError naming the nearest topology, norm or attention norm, and for two of a kind.
+    A method is a topology, then a norm or an attention norm after plus signs: "siamese", "pre + qkv",
+    "dhc-2:streams=4 + seednorm". Raises UserError for an unknown name and for two of a kind.
     """
     topology, *others = (part.strip() for part in text.split("+"))
     fields: dict[str, Any] = {"topology": build_topology(topology)}
@@ -244,7 +243,7 @@ def read_method(text: str) -> dict[str, Any]:
 
 
 def inherited_operator(own: NormSpec, chosen: str | NormSpec) -> NormSpec:
-    """Return the chosen operator with the eps and the offset of the model's own, unless it has some of its own."""
+    """Return the chosen operator with the eps and the offset of the model's own, unless it sets them itself."""
     spec = NormSpec.parse(chosen) if isinstance(chosen, str) else chosen
     named, known = dict(spec.options), norm_options(spec.name)
     inherited = {name: value for name, value in own.to_json().items() if name in ("eps", "offset")}
@@ -255,3 +254,126 @@ def require_positive(config: object, name: str) -> None:
     """Raise UserError unless a field is at least 1."""
     if getattr(config, name) < 1:
         raise UserError(f"{name} is {getattr(config, name)}: choose at least 1")
+
+
+# --- residual path and blocks
+
+
+class ResidualPath(NamedTuple):
+    """The modules of a topology for a stack of blocks; `connections` holds those of each block, in order."""
+
+    opening: Opening
+    connections: tuple[tuple[Connection, ...], ...]
+    closing: Closing
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """All modules in the order of the forward pass."""
+        return (self.opening, *(each for block in self.connections for each in block), self.closing)
+
+
+def build_residual_path(topology: Topology, spec: ResidualSpec, places: Sequence[Sequence[Place]]) -> ResidualPath:
+    """Return opening, connections and closing of a stack whose blocks have sublayers at `places`."""
+    return ResidualPath(
+        opening=topology.opening(spec),
+        connections=tuple(tuple(topology.connection(place, spec) for place in block) for block in places),
+        closing=topology.closing(places[-1][-1], spec),
+    )
+
+
+class Block(nn.Module):
+    """A list of sublayers with their connections: the unit of sharding, compilation and checkpointing.
+
+    A sublayer `sublayer(h, context)` returns a tensor, or a tensor and its scalar losses by name. Its attribute has its
+    name, that of its connection ends in `_connection`. Dropout acts on the output before the write, so that every
+    stream drops the same elements.
+    """
+
+    def __init__(
+        self, sublayers: Mapping[str, nn.Module], connections: Sequence[Connection], dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.names = tuple(sublayers)
+        for name, sublayer in sublayers.items():
+            self.add_module(name, sublayer)
+        self.set_connections(connections)
+        self.dropout = nn.Dropout(dropout)
+
+    @property
+    def connections(self) -> tuple[Connection, ...]:
+        """The connections of the sublayers, in order."""
+        return tuple(getattr(self, f"{name}_connection") for name in self.names)
+
+    def set_connections(self, connections: Sequence[Connection]) -> None:
+        """Set the connections of the sublayers, in order."""
+        for name, connection in zip(self.names, connections, strict=True):
+            self.add_module(f"{name}_connection", connection)
+
+    def forward(self, streams: Streams, context: Context = NO_CONTEXT) -> tuple[Streams, Losses]:
+        """Return the streams after all sublayers, and the sums of their losses by name."""
+        losses: Losses = {}
+        for name, connection in zip(self.names, self.connections, strict=True):
+            h, streams = connection.read(streams)
+            output, found = split_losses(getattr(self, name)(h, context))
+            streams = connection.write(streams, self.dropout(output))
+            losses = add_losses(losses, found)
+        return streams, losses
+
+
+class TransformerOutput(NamedTuple):
+    """Logits [batch, ..., classes] and the auxiliary losses of the sublayers, summed over blocks, by name."""
+
+    logits: Tensor
+    losses: Losses
+
+
+def split_losses(result: Tensor | tuple[Tensor, Losses]) -> tuple[Tensor, Losses]:
+    """Return (output, losses) of a sublayer that returns a tensor, or a tensor and its losses."""
+    return (result, {}) if isinstance(result, Tensor) else result
+
+
+def add_losses(total: Losses, more: Losses) -> Losses:
+    """Return the sums by name."""
+    return {**total, **{name: total[name] + loss if name in total else loss for name, loss in more.items()}}
+
+
+# --- cost
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """Return (all parameters, those of embeddings and of a head that is tied to one), each counted once."""
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    return sum(p.numel() for p in model.parameters()), sum(weight.numel() for weight in embeddings)
+
+
+@torch.no_grad()
+def count_flops(model: nn.Module, *inputs: Tensor) -> int:
+    """Return the floating-point operations of a training step of a model with `.blocks`, on the meta device.
+
+    Three times those of the forward pass on `inputs`: matrix products and attention, 2 for a multiply-add, as PyTorch
+    counts them; causal attention counts in full, element-wise work not at all. Blocks made of the same modules are
+    counted once and multiplied.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    blocks = model.get_submodule("blocks")
+    copies = Counter(map(_structure, blocks.children()))
+    first = {_structure(block): block for block in reversed(list(blocks.children()))}
+    model.blocks = nn.ModuleList(first.values())
+    try:
+        with FlopCounterMode(display=False) as counter:
+            model(*inputs)
+    finally:
+        model.blocks = blocks
+    counts = counter.get_flop_counts()
+    forward: int = counter.get_total_flops()
+    for index, structure in enumerate(first):
+        block = sum(counts.get(f"{type(model).__name__}.blocks.{index}", {}).values())
+        forward += (copies[structure] - 1) * block
+    return 3 * forward
+
+
+def _structure(block: nn.Module) -> tuple[object, ...]:
+    """Return the modules and the shapes of the parameters of a block, which its matrix products follow from."""
+    modules = ((name, type(module)) for name, module in block.named_modules())
+    return (*modules, *((name, parameter.shape) for name, parameter in block.named_parameters()))
