@@ -59,12 +59,8 @@ class HuggingFaceEvents(MonitorEvents):
         """Add the loss: only entries of training have this name in the log."""
         if not logs or "loss" not in logs:
             return
-        self.monitor.observe_loss(
-            logs["loss"],
-            step=state.global_step,
-            gradient_norm=logs.get("grad_norm"),
-            learning_rate=logs.get("learning_rate"),
-        )
+        others = {"gradient_norm": logs.get("grad_norm"), "learning_rate": logs.get("learning_rate")}
+        self.monitor.observe_loss(logs["loss"], step=state.global_step, **others)
         if self.stop_when_lost and self.monitor.should_stop:
             control.should_training_stop = True
 

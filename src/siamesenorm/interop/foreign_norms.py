@@ -94,14 +94,14 @@ def _parameter(module: nn.Module, name: str) -> Tensor | None:
 
 def _eps_candidates(module: nn.Module, weight: Tensor | None) -> tuple[float, ...]:
     """Return the eps that a module names, or those that its forward may hold as a number (OLMo's)."""
-    for name in _EPS_NAMES:
-        if hasattr(module, name):
-            eps = getattr(module, name)
-            if eps is None:  # torch: the resolution of the dtype it computes in, which is never below fp32
-                dtype = torch.get_default_dtype() if weight is None else weight.dtype
-                return (torch.finfo(torch.promote_types(dtype, torch.float32)).eps,)
-            return (float(eps),)
-    return _USUAL_EPS
+    name = next((name for name in _EPS_NAMES if hasattr(module, name)), None)
+    if name is None:
+        return _USUAL_EPS
+    eps = getattr(module, name)
+    if eps is None:  # torch: the resolution of the dtype it computes in, which is never below fp32
+        dtype = torch.get_default_dtype() if weight is None else weight.dtype
+        eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    return (float(eps),)
 
 
 def _identify(module: nn.Module, dim: int, candidates: tuple[float, ...], axis: int) -> tuple[float, str, float]:
@@ -143,10 +143,8 @@ def _run_copy(
 
 
 def _evaluate(statistic: str, x: Tensor, gain: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    if statistic == "layernorm":
-        normalised = F.layer_norm(x, x.shape[-1:], eps=eps)
-    else:
-        normalised = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    function = F.layer_norm if statistic == "layernorm" else F.rms_norm
+    normalised = function(x, x.shape[-1:], eps=eps)
     return normalised * (1.0 if gain is None else gain.double()) + (0.0 if bias is None else bias.double())
 
 

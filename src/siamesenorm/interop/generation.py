@@ -80,7 +80,10 @@ class TransformersPrompt:
         if self.model.config.is_encoder_decoder:
             raise UserError(f"{self.path} holds a {kind}, which has an encoder: name a language model without one")
         require_finite(self.path, self.model.state_dict())
-        self.ids = self.tokenizer(prompt).input_ids or [self._first_token()]
+        first = [token for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id) if token is not None]
+        self.ids = self.tokenizer(prompt).input_ids or first[:1]
+        if not self.ids:
+            raise UserError(f"the tokenizer of {self.path} has no token that begins a text: give a --prompt")
         _require_known(self.ids, self.model.get_input_embeddings().weight.shape[0], self.path)
         longest = getattr(self.model.config, "max_position_embeddings", math.inf)
         if len(self.ids) + tokens > longest:
@@ -118,13 +121,6 @@ class TransformersPrompt:
         )[0, len(self.ids) :].tolist()
         ended = bool(found) and found[-1] in ends
         return Continuation(text=streamer.text, tokens=len(found) - ended, ended=ended)
-
-    def _first_token(self) -> int:
-        """Return the token that begins a document; raises UserError where the tokenizer names none."""
-        for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
-            if token is not None:
-                return int(token)
-        raise UserError(f"the tokenizer of {self.path} has no token that begins a text: give a --prompt")
 
 
 def _read_tokenizer(directory: Path) -> Any:

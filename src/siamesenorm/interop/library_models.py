@@ -13,7 +13,7 @@ import shutil
 import sys
 import textwrap
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.stored_model import Step, StoredModel, safetensors_errors
+from siamesenorm.interop.stored_model import StoredModel, safetensors_errors
 
 COMPANIONS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
@@ -60,17 +60,6 @@ class LibraryModel(StoredModel):
         return self.name.startswith(self.prefix)
 
     @property
-    def steps(self) -> list[Step]:
-        """The recorded conversions; raises UserError for a damaged record."""
-        steps = self._arguments().get("siamesenorm") or []
-        if isinstance(steps, list) and all(isinstance(step, dict) for step in steps):
-            return steps
-        raise UserError(
-            f"{self.path}: siamesenorm in config.json is no list of conversions: the configuration is damaged, save "
-            "the model again"
-        )
-
-    @property
     def weights(self) -> list[Path]:
         """The files of weights that the library reads: one, or its shards."""
         whole = self.path / self.file
@@ -80,12 +69,13 @@ class LibraryModel(StoredModel):
         """Return the model with its weights; raises UserError unless all are there in safetensors, and no others."""
         if "output_loading_info" in options:
             raise UserError("output_loading_info: a model that loads has all its weights, and no others: leave it out")
-        if quantised := None if self.converted else self.record.get("quantization_config"):
+        quantised = self.record.get("quantization_config")
+        if quantised and not self.converted:
             method = quantised.get("quant_method", "unnamed method") if isinstance(quantised, dict) else quantised
             raise UserError(f"{self.path} holds quantised weights ({method}): name the model that they were made from")
         if not self.weights:
             raise UserError(self._remedy_for_weights())
-        if self.steps and not self.converted:
+        if self._arguments().get("siamesenorm") and not self.converted:
             raise UserError(
                 f"{self.path} records conversions, but its {self.mark} {self.name} is that of an unconverted model: "
                 "the configuration is damaged, save the model again"
@@ -131,8 +121,7 @@ class LibraryModel(StoredModel):
         found = getattr(library, name, None)
         if isinstance(found, type) and issubclass(found, nn.Module):
             return found
-        own_code = "auto_map" in self.record
-        remedy = "load it in Python and call siamesenorm.rewire" if own_code else "install a version that has it"
+        remedy = "load it in Python" if "auto_map" in self.record else "install a version that has it"
         raise UserError(
             f"{self.path} is a {name}, no model of {self.library} {library.__version__}: {remedy}, or correct the "
             "name in config.json"
@@ -164,16 +153,18 @@ class LibraryModel(StoredModel):
 
         `info` is what `output_loading_info=True` adds in transformers and diffusers.
         """
+        unexpected = [name for name in info.get("unexpected_keys", ()) if not re.search(OLD_CONSTANTS, name)]
+        mismatched = [] if any_shape else [name for name, *_ in info.get("mismatched_keys", ())]
         found = {
             "lacks": info.get("missing_keys", ()),
-            "has, with no place in the model,": [
-                name for name in info.get("unexpected_keys", ()) if not re.search(OLD_CONSTANTS, name)
-            ],
-            "has in another shape": [] if any_shape else [name for name, *_ in info.get("mismatched_keys", ())],
+            "has, with no place in the model,": unexpected,
+            "has in another shape": mismatched,
         }
-        wrong = [f"{verb} {_counted(sorted(names))}" for verb, names in found.items() if names]
-        if wrong:
-            raise UserError(f"{self.path} {', and '.join(wrong)}: its files are not those of its config.json")
+        for verb, names in found.items():
+            if names:
+                weights = "1 weight" if len(names) == 1 else f"{len(names)} weights"
+                some = ", ".join([*sorted(names)[:3], *(["..."] if len(names) > 3 else [])])
+                raise UserError(f"{self.path} {verb} {weights} ({some}): its files are not those of its config.json")
 
     @abstractmethod
     def _build(self, library: Any) -> Any: ...
@@ -283,11 +274,6 @@ class TimmModel(LibraryModel):
         from siamesenorm.interop.timm import save_pretrained
 
         save_pretrained(model, target)
-
-
-def _counted(names: Sequence[str]) -> str:
-    weights = "1 weight" if len(names) == 1 else f"{len(names)} weights"
-    return f"{weights} ({', '.join([*names[:3], *(['...'] if len(names) > 3 else [])])})"
 
 
 def _stored_dtype(file: Path) -> torch.dtype:

@@ -76,7 +76,7 @@ class SiameseNormLM(HFLM):  # type: ignore[misc]
             raise UserError(f"a {type(pretrained).__name__} is no model of transformers: name its directory instead")
         elif tokenizer is None and not (pretrained.name_or_path and Path(pretrained.name_or_path).is_dir()):
             raise UserError(f"{type(pretrained).__name__} is not from a directory with a tokenizer: give its tokenizer")
-        elif pretrained.training or any(_place_of(tensor) != place for tensor in _floating(pretrained)):
+        elif pretrained.training or not _is_at(pretrained, *place):
             pretrained = copy.deepcopy(pretrained)  # the caller's is not changed
         nn.Module.to(pretrained, *place)
         super().__init__(pretrained=pretrained, tokenizer=tokenizer, **{"backend": "causal", **options})
@@ -112,11 +112,13 @@ def local_task(
     if not file.is_file():
         raise UserError(f"{file}: no such file: give one of JSON lines with {FIELDS}")
     _require_questions(file, prompt, options)
-    place = {} if cache is None else {"cache_dir": str(cache)}
     config: dict[str, Any] = {
         "task": name or file.name.partition(".")[0],
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(file.resolve())}, **place},
+        "dataset_kwargs": {
+            "data_files": {"test": str(file.resolve())},
+            **({} if cache is None else {"cache_dir": str(cache)}),
+        },
         "test_split": "test",
         "output_type": "multiple_choice",
         "doc_to_text": prompt,
@@ -151,10 +153,9 @@ def evaluate(
 
 def _require_questions(file: Path, prompt: str, options: Mapping[str, Any]) -> None:
     """Raise UserError, naming the line, unless every line has the fields that the task is going to read."""
-    lines = list(_lines(file))
-    if not lines:
-        raise UserError(f"{file} holds no question: give lines with {FIELDS}")
-    for place, line in lines:
+    count = 0
+    for place, line in _lines(file):
+        count += 1
         try:
             question = json.loads(line)
         except ValueError as error:
@@ -163,18 +164,15 @@ def _require_questions(file: Path, prompt: str, options: Mapping[str, Any]) -> N
             raise UserError(f"{place}: not a JSON object: give one with {FIELDS}")
         if "question" in prompt and "doc_to_text" not in options and "question" not in question:
             raise UserError(f"{place}: no question, which the prompt is made of: add it")
-        if "doc_to_choice" not in options:
-            _require_choices(place, question, labelled="doc_to_target" not in options)
-
-
-def _require_choices(place: str, question: Mapping[str, Any], *, labelled: bool) -> None:
-    choices, label = question.get("choices"), question.get("label")
-    if not (isinstance(choices, list) and choices and all(choice and isinstance(choice, str) for choice in choices)):
-        raise UserError(f"{place}: choices are {choices!r}: give a list of texts")
-    if labelled and "label" not in question:
-        raise UserError(f"{place}: no label: add the index of the right choice")
-    if labelled and not (type(label) is int and 0 <= label < len(choices)):
-        raise UserError(f"{place}: label is {label!r}: give the index of the right one of {len(choices)} choices")
+        if "doc_to_choice" in options:
+            continue
+        choices, label = question.get("choices"), question.get("label")
+        if not (isinstance(choices, list) and choices and all(one and isinstance(one, str) for one in choices)):
+            raise UserError(f"{place}: choices are {choices!r}: give a list of texts")
+        if "doc_to_target" not in options and not (type(label) is int and 0 <= label < len(choices)):
+            raise UserError(f"{place}: label is {label!r}: give the index of the right one of {len(choices)} choices")
+    if not count:
+        raise UserError(f"{file} holds no question: give lines with {FIELDS}")
 
 
 def _lines(file: Path) -> Iterator[tuple[str, str]]:
@@ -199,13 +197,10 @@ def _require_counts(options: Mapping[str, Any]) -> None:
         raise UserError(f"max_length is {max_length!r}: choose a whole number of tokens, or leave it out")
 
 
-def _floating(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield what of a model has a floating dtype."""
-    return (tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.is_floating_point())
-
-
-def _place_of(tensor: torch.Tensor) -> tuple[torch.device, torch.dtype]:
-    return tensor.device, tensor.dtype
+def _is_at(model: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether all parameters and buffers of a floating dtype have this one, on this device."""
+    tensors = chain(model.parameters(), model.buffers())
+    return all((one.device, one.dtype) == (device, dtype) for one in tensors if one.is_floating_point())
 
 
 def _device(name: str | None) -> torch.device:

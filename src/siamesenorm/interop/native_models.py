@@ -148,10 +148,9 @@ class ExportedModel(NativeModel):
 
     def config(self) -> LanguageModelConfig:
         """Return the configuration, for use."""
-        names = {field.name for field in dataclasses.fields(LanguageModelConfig)}
+        names = {field.name for field in dataclasses.fields(LanguageModelConfig)} & self.record.keys()
         try:
-            given = {name: value for name, value in self.record.items() if name in names}
-            return for_use(LanguageModelConfig.from_json(given))
+            return for_use(LanguageModelConfig.from_json({name: self.record[name] for name in names}))
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise UserError(f"{self.path / CONFIG_FILE}: not the configuration of a model: {error}") from error
 

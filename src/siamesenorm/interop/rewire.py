@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import chain
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -18,14 +18,15 @@ from siamesenorm.interop.rewired_blocks import BlockStack, RewiredBlock
 from siamesenorm.interop.wiring import (
     FROM_SCRATCH,
     HostNorms,
-    Wiring,
     build_parts,
     init_as_pre_norm,
+    install,
     needs_qkv_norm,
     new_norm,
     read_norms,
     refuse_fused_projections,
     refuse_other_functions,
+    rewire_step,
 )
 from siamesenorm.models.conversion import convert, converted_config
 from siamesenorm.models.language import LanguageModel
@@ -33,7 +34,7 @@ from siamesenorm.norms import Inexact, Norm, NormFunction, NormSpec
 from siamesenorm.topologies import Topology, build_topology, topology_name
 from siamesenorm.topologies.pre_norm import PreNorm
 
-__all__ = ["NormFate", "NormOutcome", "RewireReport", "record_streams", "rewire"]
+__all__ = ["NormFate", "RewireReport", "record_streams", "rewire"]
 
 StreamsOfBlock = dict[str, Tensor]
 
@@ -79,9 +80,8 @@ def rewire(
         )
     before, known = _fates_of_old_norms(model, stack, old, preserve=preserve), norms_of(model)
     # Nothing of the model was changed above, and nothing can fail below.
-    wiring = Wiring(topology=resolved, norm=operator, attention_norm=attention_norm, preserve=preserve)
-    wiring.install(stack, path)
-    record_step(model, wiring.to_json())
+    install(stack, path, resolved, attention_norm=attention_norm, preserve=preserve)
+    record_step(model, rewire_step(resolved, operator, attention_norm=attention_norm, preserve=preserve))
     fates = (*before, *_fates_of_new_norms(model, known.values(), preserve=preserve))
     return RewireReport(topology=resolved, blocks=stack.name, norms=fates, differences=differences)
 
@@ -137,9 +137,9 @@ def _rewire_native(
     differences = convert(model, target)
     new = norms_of(model)
     fates = [
-        NormFate(name, NormOutcome.KEPT, "in the attention")
+        NormFate(name, "kept", "in the attention")
         if new.get(name) is module
-        else NormFate(name, NormOutcome.MOVED, _move(module.function(), "a new norm"))
+        else NormFate(name, "moved", _move(module.function(), "a new norm"))
         for name, module in old.items()
     ]
     fates += _fates_of_new_norms(model, old.values(), preserve=True)
@@ -174,21 +174,15 @@ def record_streams(model: nn.Module) -> Iterator[list[StreamsOfBlock]]:
 # --- the report
 
 
-class NormOutcome(StrEnum):
-    """The outcome of a norm: its parameters moved into a connection, it stayed, it was dropped, or it is new."""
-
-    MOVED = "moved"
-    KEPT = "kept"
-    DROPPED = "dropped"
-    NEW = "new"
-
-
 @dataclass(frozen=True, slots=True)
 class NormFate:
-    """The outcome of one norm; `detail` is a text for the user."""
+    """The outcome of one norm; `detail` is a text for the user.
+
+    Its parameters moved into a connection, it was kept or dropped, or it is new.
+    """
 
     name: str
-    outcome: NormOutcome
+    outcome: Literal["moved", "kept", "dropped", "new"]
     detail: str
 
 
@@ -231,7 +225,7 @@ def _fates_of_new_norms(model: nn.Module, known: Iterable[Norm], *, preserve: bo
     """Return every norm of a rewired model, except those that it had before, and the state of its gain."""
     old = {id(norm) for norm in known}
     return tuple(
-        NormFate(name, NormOutcome.NEW, _gain(norm, preserve=preserve))
+        NormFate(name, "new", _gain(norm, preserve=preserve))
         for name, norm in norms_of(model).items()
         if id(norm) not in old
     )
@@ -258,36 +252,27 @@ def _move(norm: NormFunction | None, target: str) -> str:
 
 def _fates_of_old_norms(model: nn.Module, stack: BlockStack, old: HostNorms, *, preserve: bool) -> list[NormFate]:
     """Return the outcomes of a host's norms, before it is rewired."""
-    known = {fate.name: fate for fate in _fates_on_the_path(stack, old, preserve=preserve)}
-    fates = []
-    for name, module in model.named_modules():
-        if looks_like_norm(module):
-            part = "part of the sublayer" if name.startswith(f"{stack.name}.") else "outside of the blocks"
-            fates.append(known.get(name) or NormFate(name, NormOutcome.KEPT, part))
-    return fates
-
-
-def _fates_on_the_path(stack: BlockStack, old: HostNorms, *, preserve: bool) -> Iterator[NormFate]:
-    """Yield the outcomes of the norms that the specification of the blocks names."""
-    spec = stack.spec
+    spec, fates = stack.spec, []
+    kept = {path for sublayer in spec.sublayers for path in sublayer.kept}
 
     def moved(name: str, norm: NormFunction | None, place: str) -> NormFate:
         if not preserve:
-            return NormFate(name, NormOutcome.DROPPED, "the new norms start at their initial values")
-        return NormFate(name, NormOutcome.MOVED, _move(norm, f"the last norm {place}"))
+            return NormFate(name, "dropped", "the new norms start at their initial values")
+        return NormFate(name, "moved", _move(norm, f"the last norm {place}"))
 
-    for index in range(len(stack.blocks)):
-        block = f"{stack.name}.{index}"
-        for sublayer in spec.sublayers:
-            if sublayer.norm:
-                name = f"{block}.{sublayer.norm}"
-                yield moved(name, old.inputs[name], "before the sublayer")
-            for path in sublayer.kept:
-                yield NormFate(f"{block}.{path}", NormOutcome.KEPT, "the sublayer normalises its own input with it")
-        for path in spec.output_norms:
-            detail = "the topology decides where outputs are normalised"
-            yield NormFate(f"{block}.{path}", NormOutcome.DROPPED, detail)
-    if spec.keeps_final_norm:
-        yield NormFate(stack.final_norm, NormOutcome.KEPT, "after the closing")
-    else:
-        yield moved(stack.final_norm, old.final, "of the closing")
+    for name in (name for name, module in model.named_modules() if looks_like_norm(module)):
+        in_blocks = name.startswith(f"{stack.name}.")
+        path = name.removeprefix(f"{stack.name}.").partition(".")[2]
+        if name in old.inputs:
+            fates.append(moved(name, old.inputs[name], "before the sublayer"))
+        elif name == stack.final_norm and not spec.keeps_final_norm:
+            fates.append(moved(name, old.final, "of the closing"))
+        elif name == stack.final_norm:
+            fates.append(NormFate(name, "kept", "after the closing"))
+        elif in_blocks and path in spec.output_norms:
+            fates.append(NormFate(name, "dropped", "the topology decides where outputs are normalised"))
+        elif in_blocks and path in kept:
+            fates.append(NormFate(name, "kept", "the sublayer normalises its own input with it"))
+        else:
+            fates.append(NormFate(name, "kept", "part of the sublayer" if in_blocks else "outside of the blocks"))
+    return fates

@@ -38,11 +38,8 @@ def detect(path: str | Path, *, data: Path | None = None) -> StoredModel:
         return TrainedModel(path=path, record=record, name="run", checkpoint_path=checkpoint, data=data)
     if not (path / "config.json").is_file():
         raise UserError(_without_configuration(path))
-    marks = ", ".join(f"{row.mark} ({row.library})" for row in (TransformersModel, DiffusersModel, TimmModel))
-    raise UserError(
-        f"{path} holds no model: its config.json is not of a run, and has none of {marks}: name the directory of a "
-        "model"
-    )
+    marks = ", ".join(f"{kind.mark} ({kind.library})" for kind in LIBRARIES if issubclass(kind, LibraryModel))
+    raise UserError(f"{path / 'config.json'} is not of a run, and has none of {marks}: name the directory of a model")
 
 
 def _checkpoint_path(path: Path) -> Path | None:
@@ -107,12 +104,10 @@ def export(source: str | Path, out: Path, *, data: Path | None = None) -> Native
 def _absent(path: Path) -> str:
     if path.exists():
         return f"{path} is a file, not a directory: name the directory of a model"
+    missing = f"{path}: no such directory: name the directory of a model"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists():
-        return (
-            f"{path} is no directory here, and nothing is downloaded: if it is a model of the Hub, run "
-            f"hf download {path} --local-dir {path.name} first"
-        )
-    return f"{path}: no such directory: name the directory of a model"
+        return f"{missing}; to fetch one from the Hub, run hf download {path} --local-dir {path.name} first"
+    return missing
 
 
 def _without_configuration(path: Path) -> str:

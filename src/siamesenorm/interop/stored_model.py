@@ -39,11 +39,6 @@ class StoredModel(ABC):
         return False
 
     @property
-    def steps(self) -> list[Step]:
-        """The recorded conversions, none for an unconverted model."""
-        return []
-
-    @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user, such as a damaged checkpoint that was skipped."""
         return ()
@@ -101,12 +96,11 @@ def check_new(out: Path) -> None:
             raise UserError(f"{out} is a link: choose another directory, or name {out.readlink()} itself")
         if out.is_dir() and any(out.iterdir()):
             raise UserError(f"{out} is not empty: choose another directory")
-        place = next(path for path in (out, *out.absolute().parents) if path.exists())
-        if not place.is_dir():
-            raise UserError(f"{out} cannot be created, {place} is a file: choose another directory")
-        place = next(path for path in out.absolute().parents if path.exists())
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise UserError(f"{out} cannot be created in {place}: choose another directory, or permissions")
+        places = [path for path in (out.absolute(), *out.absolute().parents) if path.exists()]
+        if not places[0].is_dir():
+            raise UserError(f"{out} cannot be created, {places[0]} is a file: choose another directory")
+        if not os.access(places[1] if out.exists() else places[0], os.W_OK | os.X_OK):
+            raise UserError(f"{out} cannot be created in {places[0]}: choose another directory, or permissions")
 
 
 @contextmanager

@@ -91,8 +91,10 @@ def _entry_point(host: str) -> Callable[..., nn.Module]:
         siamesenorm: list[Step] | None = None,
         **options: Any,
     ) -> nn.Module:
+        """Build the model; a saved one repeats its steps, whatever the names of topologies mean today."""
+
         def convert(model: nn.Module) -> None:
-            if siamesenorm:  # a saved model: its record decides, not what names mean today
+            if siamesenorm:
                 replay_steps(model, siamesenorm)
             else:
                 rewire(model, topology, preserve=False, norm=norm)

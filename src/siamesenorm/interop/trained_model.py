@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -77,7 +78,7 @@ class TrainedModel(NativeModel):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Say which damaged checkpoints were passed over."""
+        """The damaged checkpoints that were skipped."""
         used = f"the older one of step {self.checkpoint.step} is used"
         return tuple(f"{self.path}: a checkpoint was skipped ({reason}), {used}" for reason in self.checkpoint.skipped)
 
@@ -91,8 +92,7 @@ class TrainedModel(NativeModel):
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the data that the run was trained on."""
-        self._manifest()
-        return load_tokenizer(self._data)
+        return load_tokenizer(self._prepared()[0])
 
     def seed(self) -> int:
         """Return the seed of the initial weights."""
@@ -100,26 +100,20 @@ class TrainedModel(NativeModel):
 
     def card(self) -> str:
         """Return a model card, written from the record of the run."""
-        return model_card(self.run, self.run_config, self.checkpoint.step, self._manifest())
+        return model_card(self.run, self.run_config, self.checkpoint.step, self._prepared()[1])
 
-    @property
-    def _data(self) -> Path:
-        return self.data or Path(self.run_config.task.data)
-
-    def _manifest(self) -> Manifest:
-        """Return the manifest of the run's data; their tokens need not be there any more."""
-        file = self._data / MANIFEST_FILE
-        if not file.is_file():
-            raise UserError(
-                f"{self._data}: the run's data with its tokenizer are not there: name their place with --data"
-            )
-        manifest = read_manifest(file)
+    def _prepared(self) -> tuple[Path, Manifest]:
+        """Return the directory of the run's data and their manifest; their tokens need not be there any more."""
+        data, wanted = self.data or Path(self.run_config.task.data), self.run_config.task.digest[:12]
+        if not (data / MANIFEST_FILE).is_file():
+            raise UserError(f"{data}: the run's data with its tokenizer are not there: name their place with --data")
+        manifest = read_manifest(data / MANIFEST_FILE)
         if manifest.digest != self.run_config.task.digest:
             raise UserError(
-                f"{self._data} holds other data than the run was trained on (digest {manifest.digest[:12]}, not "
-                f"{self.run_config.task.digest[:12]}): name their place with --data"
+                f"{data} holds other data than the run was trained on (digest {manifest.digest[:12]}, not {wanted}): "
+                "name their place with --data"
             )
-        return manifest
+        return data, manifest
 
 
 def model_card(run: RunDirectory, config: RunConfig, step: int, manifest: Manifest) -> str:
@@ -128,6 +122,7 @@ def model_card(run: RunDirectory, config: RunConfig, step: int, manifest: Manife
     introduction = next((record for record in records if record["kind"] == "model"), None)
     if introduction is None:
         raise UserError(f"{run.metrics_file} has no record of the model: restore the run's record")
+    origin = config.warm_start and config.warm_start.run[:12]
     model, optimizer, split = config.task.model, config.optimizer, manifest.splits["train"]
     name, parameters, batch = topology_name(model.topology), introduction["parameters"], config.batch * model.context
     facts = {
@@ -151,29 +146,27 @@ def model_card(run: RunDirectory, config: RunConfig, step: int, manifest: Manife
             f"{optimizer.warmup_steps:,} steps of warm-up, weight decay {optimizer.weight_decay:g}",
             "Precision": f"{config.precision}, streams in {model.residual_dtype}",
             "Seed": str(config.seed),
-            **_origin(config),
+            **(
+                {}
+                if origin is None
+                else {"Started from": f"the weights of run `{origin}`; its tokens are not counted here"}
+            ),
             "Run": f"`{config.identity[:12]}`{_environment(run)}",
         },
         "Result": _results(run, step, records),
     }
     parts = [
         f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- siamesenorm\n- {name}\n---",
-        f"# {introduction['label']}, {_count(parameters)} parameters",
+        f"# {introduction['label']}, {parameters / 1e6:,.2f} M parameters",
         f"A decoder-only language model with the residual topology `{name}` ({model.topology.heading}, "
         f"{model.topology.paper}) and the norm `{model.norm}`. This card was written by `siamesenorm export` from the "
         "record of the run.",
         *(f"## {title}\n\n{_table(rows)}" for title, rows in facts.items()),
         LOADING,
         "## Limits",
-        _limits(config, manifest),
+        "\n".join(f"* {limit}" for limit in _limits(config, manifest)),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _origin(config: RunConfig) -> dict[str, str]:
-    if config.warm_start is None:
-        return {}
-    return {"Started from": f"the weights of run `{config.warm_start.run[:12]}`; its tokens are not counted here"}
 
 
 def _environment(run: RunDirectory) -> str:
@@ -203,31 +196,19 @@ def _results(run: RunDirectory, step: int, records: list[dict[str, Any]]) -> dic
     return facts
 
 
-def _limits(config: RunConfig, manifest: Manifest) -> str:
-    alone = "nothing else" if config.warm_start is None else "what the run it started from has seen"
-    lines = [
-        "* A base model: it continues text, follows no instructions, and was neither filtered nor aligned.",
-        f"* It has seen {Path(manifest.source).name} and {alone}, {config.task.model.context} tokens at a time.",
-        "* Its code is the package siamesenorm: engines that serve models by code of their own cannot run it.",
-        "* Attention is PyTorch's scaled_dot_product_attention, which returns no attention weights.",
-    ]
+def _limits(config: RunConfig, manifest: Manifest) -> Iterator[str]:
+    more = "" if config.warm_start is None else ", after the data of the run it started from"
+    yield "A base model: it continues text, follows no instructions, and was neither filtered nor aligned."
+    yield f"Trained on {Path(manifest.source).name}{more}, {config.task.model.context} tokens at a time."
+    yield "Its code is the package siamesenorm: engines that serve models by code of their own cannot run it."
+    yield "Attention is PyTorch's scaled_dot_product_attention, which returns no attention weights."
     if config.precision != "float32":
-        lines.append(
-            f"* Trained in {config.precision} by autocast over fp32 weights, which are stored: it computes in the "
-            "dtype in which it is loaded, and its losses differ from those above by rounding."
+        yield (
+            f"Trained in {config.precision} by autocast over fp32 weights, which are stored: it computes in the dtype "
+            "in which it is loaded, and its losses differ from those above by rounding."
         )
-    return "\n".join(lines)
 
 
 def _table(facts: dict[str, str]) -> str:
-    return "\n".join(
-        ["| | |", "|---|---|", *(f"| {name} | {value.replace('|', '/')} |" for name, value in facts.items())]
-    )
-
-
-def _count(number: int) -> str:
-    """Return a count with three digits and a unit: 1.08 M."""
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return str(number)
+    rows = (f"| {name} | {value.replace('|', '/')} |" for name, value in facts.items())
+    return "\n".join(("| | |", "|---|---|", *rows))

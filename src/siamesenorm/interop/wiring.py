@@ -1,8 +1,7 @@
 """Exchange the residual path of a stack of blocks: build the parts of a topology, set them, and install them.
 
-`Wiring` is everything that determines the structure of a rewired model. As JSON it is the step that a saved model
-records; `replay_steps` repeats the recorded steps on a freshly built model, which weights are then loaded into. A step
-is a JSON object whose "operation" names the conversion: "rewire" or "swap_norms".
+A saved model records its conversions as steps, which `replay_steps` repeats on a freshly built model, for weights to be
+loaded into. A step is a JSON object whose "operation" names the conversion: "rewire" or "swap_norms".
 """
 
 from __future__ import annotations
@@ -229,21 +228,19 @@ def _normalise_projections(stack: BlockStack, operator: NormSpec) -> None:
     spec = stack.spec
     for block in stack.blocks:
         head_dim = spec.head_dim(block.get_submodule(spec.attention))
-        for role in ATTENTION_ROLES:
-            if role not in spec.head_norms:
-                path = spec.projections[role]
-                projection = block.get_submodule(path)
-                norm = operator.build(head_dim).to(**like(projection))
-                block.set_submodule(path, NormedProjection(projection, norm).train(projection.training))
+        for path in (spec.projections[role] for role in ATTENTION_ROLES if role not in spec.head_norms):
+            projection = block.get_submodule(path)
+            norm = operator.build(head_dim).to(**like(projection))
+            block.set_submodule(path, NormedProjection(projection, norm).train(projection.training))
 
 
 def _scale_initial_weights(stack: BlockStack, topology: Topology) -> None:
     """Multiply weights by the factors that a topology declares for their initialisation, and store these on modules."""
+    factors = {role: topology.initial_factor(role, len(stack.blocks)) for role in stack.spec.projections}
     for block in stack.blocks:
-        for role, path in stack.spec.projections.items():
-            factor = topology.initial_factor(role, len(stack.blocks))
+        for role, factor in factors.items():
             if factor != 1.0:
-                block.get_submodule(path).initial_factor = factor  # type: ignore[assignment]
+                block.get_submodule(stack.spec.projections[role]).initial_factor = factor  # type: ignore[assignment]
     scale_drawn_weights(stack.backbone)
 
 
@@ -256,55 +253,50 @@ def scale_drawn_weights(model: nn.Module, keep: Callable[[nn.Parameter], bool] =
             weight.mul_(factor)
 
 
-# --- the whole conversion, and its record
+# --- the whole conversion
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wiring:
-    """Everything beside the model itself that determines the structure of a rewired model."""
+def install(
+    stack: BlockStack, path: ResidualPath, topology: Topology, *, attention_norm: NormSpec | None, preserve: bool
+) -> None:
+    """Replace the host's residual path and add norms to its attention: nothing here can fail.
 
-    topology: Topology
-    norm: NormSpec
-    attention_norm: NormSpec | None
-    preserve: bool
+    Unless a function is to be preserved, weights are multiplied by the topology's factors for their initialisation.
+    """
+    spec = stack.spec
+    if not preserve:
+        _scale_initial_weights(stack, topology)
+    if attention_norm:
+        _normalise_projections(stack, attention_norm)
+    for index, (block, connections) in enumerate(zip(stack.blocks, path.connections, strict=True)):
+        block.__class__ = derive(spec.rewired, type(block))
+        assert isinstance(block, RewiredBlock)
+        block.topology = topology
+        block.opening = path.opening.train(block.training) if index == 0 else None
+        for sublayer, connection in zip(spec.sublayers, connections, strict=True):
+            setattr(block, sublayer.connection, connection.train(block.training))
+        for norm in (*(sublayer.norm for sublayer in spec.sublayers if sublayer.norm), *spec.output_norms):
+            delattr(block, norm)
+    final = stack.backbone.get_submodule(spec.final_norm)
+    closing = RewiredClosing(topology, path.closing, final if spec.keeps_final_norm else None)
+    setattr(stack.backbone, spec.final_norm, closing.train(final.training))
+    if spec.backbone:
+        stack.backbone.__class__ = derive(spec.backbone, type(stack.backbone))
+        keep_recording(stack.backbone)
 
-    def to_json(self) -> Step:
-        """Return the step that `replay_steps` reads."""
-        return {
-            "operation": "rewire",
-            "topology": topology_to_json(self.topology),
-            "norm": self.norm.to_json(),
-            "attention_norm": self.attention_norm and self.attention_norm.to_json(),
-            "preserve": self.preserve,
-        }
 
-    def install(self, stack: BlockStack, path: ResidualPath) -> None:
-        """Replace the host's residual path and add norms to its attention: nothing here can fail.
+# --- the record of conversions
 
-        Unless a function is to be preserved, weights are multiplied by the topology's factors for their initialisation.
-        """
-        spec = stack.spec
-        if not self.preserve:
-            _scale_initial_weights(stack, self.topology)
-        if self.attention_norm:
-            _normalise_projections(stack, self.attention_norm)
-        for index, (block, connections) in enumerate(zip(stack.blocks, path.connections, strict=True)):
-            block.__class__ = derive(spec.rewired, type(block))
-            assert isinstance(block, RewiredBlock)
-            block.topology = self.topology
-            block.opening = path.opening.train(block.training) if index == 0 else None
-            for sublayer, connection in zip(spec.sublayers, connections, strict=True):
-                setattr(block, sublayer.connection, connection.train(block.training))
-                if sublayer.norm:
-                    delattr(block, sublayer.norm)
-            for norm in spec.output_norms:
-                delattr(block, norm)
-        final = stack.backbone.get_submodule(spec.final_norm)
-        closing = RewiredClosing(self.topology, path.closing, final if spec.keeps_final_norm else None)
-        setattr(stack.backbone, spec.final_norm, closing.train(final.training))
-        if spec.backbone:
-            stack.backbone.__class__ = derive(spec.backbone, type(stack.backbone))
-            keep_recording(stack.backbone)
+
+def rewire_step(topology: Topology, norm: NormSpec, *, attention_norm: NormSpec | None, preserve: bool) -> Step:
+    """Return the step of a rewiring: everything beside the model that determines the structure of the result."""
+    return {
+        "operation": "rewire",
+        "topology": topology_to_json(topology),
+        "norm": norm.to_json(),
+        "attention_norm": attention_norm and attention_norm.to_json(),
+        "preserve": preserve,
+    }
 
 
 def steps_of(model: nn.Module) -> list[Step]:
@@ -332,15 +324,12 @@ def replay_steps(model: nn.Module, steps: Sequence[Step]) -> None:
 
 
 def _replay(model: nn.Module, record: Mapping[str, Any]) -> None:
-    """Repeat a rewiring on a freshly built host; raises UserError for a record that is no `Wiring`."""
+    """Repeat a rewiring on a freshly built host; raises UserError for a damaged record."""
     stack = find_blocks(model)
     for name in ("topology", "norm", "attention_norm"):
         if not isinstance(record[name], Mapping) and not (name == "attention_norm" and record[name] is None):
             raise UserError(f"{name} in the record of rewire is {record[name]!r}: the configuration is damaged")
-    wiring = Wiring(
-        topology=topology_from_json(record["topology"]),
-        norm=NormSpec.from_json(record["norm"]),
-        attention_norm=record["attention_norm"] and NormSpec.from_json(record["attention_norm"]),
-        preserve=record["preserve"],
-    )
-    wiring.install(stack, build_parts(stack, wiring.topology, wiring.norm, read_norms(stack)))
+    topology, norm = topology_from_json(record["topology"]), NormSpec.from_json(record["norm"])
+    attention_norm = record["attention_norm"] and NormSpec.from_json(record["attention_norm"])
+    path = build_parts(stack, topology, norm, read_norms(stack))
+    install(stack, path, topology, attention_norm=attention_norm, preserve=record["preserve"])

@@ -71,14 +71,10 @@ class SiameseNormConfig(PreTrainedConfig):
         """Return the configuration of the native model; raises UserError for one that cannot be built."""
         return _native({name: getattr(self, name) for name in FIELDS})
 
-    def save_pretrained(
-        self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **options: Any
-    ) -> None:
-        """Write config.json and the file of code that it names."""
-        directory = Path(save_directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / REMOTE_CODE_FILE).write_text(REMOTE_CODE)
-        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **options)
+    def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
+        """Write config.json, and beside it the file of code that it names."""
+        Path(json_file_path).with_name(REMOTE_CODE_FILE).write_text(REMOTE_CODE)
+        super().to_json_file(json_file_path, use_diff)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:

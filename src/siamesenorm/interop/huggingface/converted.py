@@ -253,16 +253,16 @@ def _set_class(model: Any) -> None:
     vars(model).pop("_weight_conversions", None)
 
 
-def class_named(architecture: str, path: Path) -> type[Any]:
+def class_named(name: str, path: Path) -> type[Any]:
     """Return the registered class of converted models of this name; raises UserError for an unknown host."""
-    host = getattr(transformers, architecture.removeprefix(PREFIX).removeprefix(REWIRED), None)
-    if not (isinstance(host, type) and issubclass(host, PreTrainedModel)):
+    host = name.removeprefix(PREFIX).removeprefix(REWIRED)
+    try:
+        return __getattr__(PREFIX + host)
+    except AttributeError as error:
         raise UserError(
-            f"{path} is a {architecture}, whose host is none of transformers {transformers.__version__}: load it with "
+            f"{path} is a {name}, whose host is none of transformers {transformers.__version__}: load it with "
             "converted_class(host).from_pretrained of siamesenorm.interop.huggingface"
-        )
-    register(host.config_class)  # type: ignore[arg-type]
-    return converted_class(host)
+        ) from error
 
 
 def __getattr__(name: str) -> Any:
