@@ -19,7 +19,7 @@ from siamesenorm.norms import NormSpec, available_norms
 from siamesenorm.sublayers.sublayer import Context
 from siamesenorm.topologies import boundary as family
 from siamesenorm.topologies import transformer_places
-from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks
+from siamesenorm.training.execution import checkpoint_blocks, compile_blocks
 
 FUSED = [name for name in available_topologies() if build_topology(name).has_fused_kernels]
 VARIANTS = [

@@ -34,7 +34,7 @@ from siamesenorm.models.transformer import split_losses
 from siamesenorm.sublayers.attention import rotation
 from siamesenorm.sublayers.sublayer import Context
 from siamesenorm.topologies import ResidualSpec, available_topologies, build_topology, transformer_places
-from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks
+from siamesenorm.training.execution import checkpoint_blocks, compile_blocks
 
 # --- the streams
 

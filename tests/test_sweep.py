@@ -37,7 +37,7 @@ from siamesenorm.sublayers.sublayer import Projection
 from siamesenorm.tasks.language import LanguageTask
 from siamesenorm.topologies import build_topology
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.environment import Choices
+from siamesenorm.training.execution import Choices, describe_environment
 from siamesenorm.training.metrics import MetricsLog
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.verdict import judge
@@ -263,7 +263,7 @@ def write_finished(job: Job, held_out: float) -> None:
         for record in records:
             log.append(record)
         choices = Choices(kernels=config.execution.kernels, compiled=config.execution.compile == "on")
-        run.record_environment("cpu", choices)
+        run.record_environment(describe_environment("cpu") | dataclasses.asdict(choices) | {"operators": []})
         run.write_verdict(judge(records))
 
 

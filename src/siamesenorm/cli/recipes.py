@@ -16,10 +16,9 @@ from siamesenorm.cli.parsing import PRESETS
 from siamesenorm.errors import UserError
 from siamesenorm.models.transformer import inherited_operator
 from siamesenorm.norms import NormSpec, available_norms
-from siamesenorm.tasks.registry import TASKS
+from siamesenorm.tasks import TASKS
 from siamesenorm.topologies import Topology, available_topologies, build_topology, topology_name
-from siamesenorm.training.config import RunConfig
-from siamesenorm.training.presets import presets
+from siamesenorm.training.config import RunConfig, presets
 from siamesenorm.training.warm_start import start_defaults
 
 SIZES = ", ".join(size for task in TASKS.values() for size in task.available_sizes)

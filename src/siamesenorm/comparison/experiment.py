@@ -32,9 +32,8 @@ from siamesenorm.comparison.plan import (
 from siamesenorm.comparison.results import KERNEL_SETTINGS, require_same_kernels
 from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json, disk_errors, encode_json, exclusive
-from siamesenorm.training.config import Execution, RunConfig
-from siamesenorm.training.environment import choose, find_device
-from siamesenorm.training.identity import described, first_difference
+from siamesenorm.training.config import Execution, RunConfig, described, first_difference
+from siamesenorm.training.execution import choose, find_device
 from siamesenorm.training.instruments import build_trackers
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.verdict import Verdict

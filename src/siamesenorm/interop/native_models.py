@@ -243,7 +243,7 @@ def tokenizer_files(tokenizer: Tokenizer, context: int) -> tuple[bytes, dict[str
     """
     import tokenizers
 
-    content = tokenizer.to_json()
+    content = tokenizer.content
     backend = _byte_level_backend() if content is None else tokenizers.Tokenizer.from_str(content.decode())
     backend.no_truncation()
     backend.no_padding()

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from siamesenorm.data.manifest import MANIFEST_FILE, Manifest, read_manifest
+from siamesenorm.data.storage import MANIFEST_FILE, Manifest, read_manifest
 from siamesenorm.data.tokenizer import Tokenizer, load_tokenizer
 from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json
@@ -146,11 +146,7 @@ def model_card(run: RunDirectory, config: RunConfig, step: int, manifest: Manife
             f"{optimizer.warmup_steps:,} steps of warm-up, weight decay {optimizer.weight_decay:g}",
             "Precision": f"{config.precision}, streams in {model.residual_dtype}",
             "Seed": str(config.seed),
-            **(
-                {}
-                if origin is None
-                else {"Started from": f"the weights of run `{origin}`; its tokens are not counted here"}
-            ),
+            **({"Started from": f"the weights of run `{origin}`; its tokens are not counted here"} if origin else {}),
             "Run": f"`{config.identity[:12]}`{_environment(run)}",
         },
         "Result": _results(run, step, records),

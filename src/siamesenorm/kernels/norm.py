@@ -1,6 +1,6 @@
 """A norm of every row as one functional custom operator: RMSNorm, LayerNorm, and SeeDNorm with one head or more.
 
-It must equal the formulas of `norms.rms_norm`, `norms.layer_norm` and `norms.seed_norm`; `norm_plain` has them in one,
+It must equal the formulas of `norms.scale_invariant_norms` and `norms.seed_norm`; `norm_plain` has them in one,
 with the backward pass. Forward reads x and writes y; backward reads x and dy and writes dx; between them are kept x,
 one number a token (two for LayerNorm) and one a head.
 

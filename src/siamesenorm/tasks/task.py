@@ -101,7 +101,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """What every task's configuration has: frozen dataclasses, registered by their tag in `tasks.registry`.
+    """What every task's configuration has: frozen dataclasses, registered by their tag in `tasks`.
 
     `data` names the data and `digest` is that of its content, which a run is identified by.
     `revision` is raised when a mended defect changes numbers: runs of an earlier revision are other runs.
