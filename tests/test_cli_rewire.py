@@ -247,7 +247,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "damaged configuration": (lambda directory: (directory / "config.json").write_text("{"), "cannot be read"),
     "no configuration of a model": (lambda directory: only(directory, "config.json"), "model_type (transformers)"),
     "list": (lambda directory: (directory / "config.json").write_text("[]"), "holds a list"),
-    "pipeline": (lambda directory: only(directory, "model_index.json"), "llama/transformer"),
+    "pipeline": (lambda directory: only(directory, "model_index.json"), "transformer"),
     "adapter": (lambda directory: only(directory, "adapter_config.json"), "merge it into its model first"),
     "GGUF": (lambda directory: only(directory, "model-q4.gguf"), "GGUF"),
     "quantised": (

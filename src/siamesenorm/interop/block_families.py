@@ -20,8 +20,6 @@ from siamesenorm.interop.rewired_blocks import (
     SequentialBlock,
     SpecReader,
     SublayerSpec,
-    inside,
-    qualified_name,
     two_sublayers,
 )
 from siamesenorm.norms.parameters import declared_parameters
@@ -63,8 +61,7 @@ LLAMA = BlockSpec(
     rewired=DecoderBlock,
     sublayers=two_sublayers("input_layernorm", "post_attention_layernorm"),
     projections=PROJECTIONS,
-    check_backbone=inside(f"{_package('llama')}.LlamaModel", "LlamaDecoderLayer"),
-    backbone=ClosedHiddenStates,
+    backbone_mixin=ClosedHiddenStates,
 )
 QK_NORMED = replace(LLAMA, head_norms=("query", "key"))
 MIXTURE = replace(QK_NORMED, projections={role: path for role, path in PROJECTIONS.items() if "mlp" not in role})
@@ -79,10 +76,8 @@ OLMO2 = replace(
 
 def _decoder(module: str, family: str, spec: BlockSpec, backbone: str = "") -> dict[str, SpecReader]:
     """Return the entry of a family: its blocks, in the one backbone whose loop over them is known."""
-    block = f"{family}DecoderLayer"
-    check = inside(f"{_package(module)}.{backbone or f'{family}Model'}", block)
-    whole = replace(spec, check_backbone=check)
-    return {f"{_package(module)}.{block}": lambda found: whole}
+    whole = replace(spec, backbones=(f"{_package(module)}.{backbone or f'{family}Model'}",))
+    return {f"{_package(module)}.{family}DecoderLayer": lambda block: whole}
 
 
 # --- GPT-2: LayerNorms, one projection for queries, keys and values
@@ -118,8 +113,8 @@ GPT2 = BlockSpec(
     final_norm="ln_f",
     attention="attn",
     projections={"attention_output": "attn.c_proj", "mlp_up": "mlp.c_fc", "mlp_output": "mlp.c_proj"},
-    check_backbone=inside(f"{_package('gpt2')}.GPT2Model", "GPT2Block"),
-    backbone=ClosedHiddenStates,
+    backbones=(f"{_package('gpt2')}.GPT2Model",),
+    backbone_mixin=ClosedHiddenStates,
 )
 
 
@@ -166,8 +161,8 @@ SEQUENTIAL = BlockSpec(
         "mlp_up": "mlp.dense_h_to_4h",
         "mlp_output": "mlp.dense_4h_to_h",
     },
-    check_backbone=inside(f"{_package('gpt_neox')}.GPTNeoXModel", "GPTNeoXLayer"),
-    backbone=ClosedHiddenStates,
+    backbones=(f"{_package('gpt_neox')}.GPTNeoXModel",),
+    backbone_mixin=ClosedHiddenStates,
 )
 PARALLEL = replace(
     SEQUENTIAL,
@@ -179,8 +174,6 @@ PARALLEL = replace(
 
 
 # --- timm's ViT and DeiT: LayerScale and drop-path belong to the sublayer and stay
-
-VITS = ("timm.models.vision_transformer.VisionTransformer", "timm.models.deit.VisionTransformerDistilled")
 
 
 class VisionBlock(SequentialBlock):
@@ -222,10 +215,7 @@ class ClosedIntermediates(nn.Module):
 
 
 def _check_vit(backbone: nn.Module) -> None:
-    """Raise UserError for a model that is no VisionTransformer of timm, or has no norm of each last token."""
-    name = qualified_name(backbone)
-    if name not in VITS:
-        raise UserError(f"timm blocks in a {name}: rewire supports them in {' and '.join(VITS)}")
+    """Raise UserError for a model that has no norm of each last token."""
     if isinstance(backbone.norm, nn.Identity):
         raise UserError(
             "norm of the VisionTransformer is an Identity: its tokens are pooled, or returned, before any last norm, "
@@ -239,13 +229,12 @@ VIT = BlockSpec(
     domain="vision",
     attention="attn",
     projections={"attention_output": "attn.proj", "mlp_up": "mlp.fc1", "mlp_output": "mlp.fc2"},
+    backbones=("timm.models.vision_transformer.VisionTransformer", "timm.models.deit.VisionTransformerDistilled"),
     check_backbone=_check_vit,
-    backbone=ClosedIntermediates,
+    backbone_mixin=ClosedIntermediates,
 )
 
 # --- diffusers' DiT: AdaLN-Zero shifts, scales and gates each sublayer, whose own norm without gain stays in it
-
-DIT_BACKBONE = "DiTTransformer2DModel"
 
 
 class DiTBlock(RewiredBlock):
@@ -287,15 +276,6 @@ class DiTBlock(RewiredBlock):
         return torch.cat([self.ff(part) for part in parts], self._chunk_dim)
 
 
-def _check_dit(backbone: nn.Module) -> None:
-    """Raise UserError for another model than diffusers' DiT: what it does between blocks is unknown."""
-    if DIT_BACKBONE not in (kind.__name__ for kind in type(backbone).__mro__):
-        raise UserError(
-            f"DiT blocks in a {qualified_name(backbone)}: rewire supports them in a {DIT_BACKBONE}; load the model as "
-            "one"
-        )
-
-
 DIT = BlockSpec(
     rewired=DiTBlock,
     sublayers=(
@@ -315,7 +295,7 @@ DIT = BlockSpec(
         "mlp_output": "ff.net.2",
     },
     head_dim=lambda attention: attention.inner_dim // attention.heads,
-    check_backbone=_check_dit,
+    backbones=("diffusers.models.transformers.dit_transformer_2d.DiTTransformer2DModel",),
 )
 
 

@@ -113,14 +113,9 @@ def __getattr__(name: str) -> Any:
         base: type = importlib.import_module("transformers").TrainerCallback
     elif name == "LightningStreamMonitor":
         events = LightningEvents
-        base = _lightning().Callback
+        # Under the name that was imported: `lightning` and `pytorch_lightning` have different classes.
+        older = "lightning" not in sys.modules and "pytorch_lightning" in sys.modules
+        base = importlib.import_module("pytorch_lightning" if older else "lightning.pytorch").Callback
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return type(name, (events, base), {"__doc__": events.__doc__, "__module__": __name__})
-
-
-def _lightning() -> Any:
-    """Return Lightning under the name that was imported: `lightning` and `pytorch_lightning` have different classes."""
-    if "lightning" not in sys.modules and "pytorch_lightning" in sys.modules:
-        return sys.modules["pytorch_lightning"]
-    return importlib.import_module("lightning.pytorch")

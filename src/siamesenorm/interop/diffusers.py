@@ -94,19 +94,9 @@ def _build_of(host: type) -> Any:
     return build
 
 
-def class_named(name: str) -> Any:
-    """Return the class of converted models of this name; raises UserError for an unknown host."""
-    host = getattr(diffusers, name.removeprefix(PREFIX), None)
-    if not (isinstance(host, type) and issubclass(host, ModelMixin)):
-        raise UserError(f"{name}: this diffusers ({diffusers.__version__}) has no {name.removeprefix(PREFIX)}")
-    return converted_class(host)
-
-
 def __getattr__(name: str) -> Any:
-    """Return the class of converted models by its name, by which pipelines find it."""
-    if not name.startswith(PREFIX):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return class_named(name)
-    except UserError as reason:
-        raise AttributeError(str(reason)) from reason
+    """Return the class of converted models by its name, by which stored models and pipelines find it."""
+    host = getattr(diffusers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
+    if not (isinstance(host, type) and issubclass(host, ModelMixin)):
+        raise AttributeError(f"the host of {name} is none of diffusers {diffusers.__version__}: install a newer one")
+    return converted_class(host)

@@ -37,27 +37,26 @@ def find_blocks(model: nn.Module) -> BlockStack:
     stacks = {name: row for name, row in rows.items() if any(qualified_name(block) in FAMILIES for block in row)}
     if not stacks:
         known = ", ".join(sorted(family.rpartition(".")[2] for family in FAMILIES))
-        raise UserError(
-            f"the structure of {type(model).__name__} is unknown: {_longest(rows)}; rewire supports {known}"
+        # The longest row is where the user expects the blocks; a Sequential may be a stem, and counts if longer.
+        longest = max(rows, key=lambda name: (len(rows[name]), isinstance(rows[name], nn.ModuleList)), default=None)
+        found = (
+            "it has no list of blocks" if longest is None else f"{longest}.0 is a {qualified_name(rows[longest][0])}"
         )
+        raise UserError(f"the structure of {type(model).__name__} is unknown: {found}; rewire supports {known}")
     if len(stacks) > 1:
         raise UserError(f"the model has {len(stacks)} stacks of blocks, {', '.join(stacks)}: rewire one backbone alone")
     [(name, blocks)] = stacks.items()
     spec = _common_spec(name, blocks)
     stack = BlockStack(name=name, backbone=model.get_submodule(name.rpartition(".")[0]), blocks=blocks, spec=spec)
+    if qualified_name(stack.backbone) not in spec.backbones:
+        raise UserError(
+            f"{type(blocks[0]).__name__}s in a {qualified_name(stack.backbone)}, which may use them in any way: rewire "
+            f"supports them in a {' or '.join(spec.backbones)}"
+        )
     spec.check_backbone(stack.backbone)
     _refuse_patched(stack)
     _refuse_shared_norms(model, stack)
     return stack
-
-
-def _longest(rows: dict[str, Blocks]) -> str:
-    """Describe the longest of a model's rows of modules, where its user expects the blocks to be found."""
-    if not rows:
-        return "it has no list of blocks"
-    # A Sequential may be a stem or an MLP as well: it counts where it is longer than every list.
-    name, row = max(rows.items(), key=lambda item: (len(item[1]), isinstance(item[1], nn.ModuleList)))
-    return f"{name}.0 is a {qualified_name(row[0])}"
 
 
 def _common_spec(name: str, blocks: Blocks) -> BlockSpec:
@@ -93,7 +92,11 @@ def _refuse_patched(stack: BlockStack) -> None:
 
 def _refuse_shared_norms(model: nn.Module, stack: BlockStack) -> None:
     """Refuse a norm on the residual path that has two names, as a module or through its parameters."""
-    paths = {*stack.input_norms(), stack.final_norm}
+    norms = {norm for sublayer in stack.spec.sublayers for norm in (sublayer.norm, *sublayer.kept)}
+    paths = {
+        stack.final_norm,
+        *(f"{stack.name}.{index}.{norm}" for index in range(len(stack.blocks)) for norm in norms),
+    }
     owners: dict[int, str] = {}
     for other, module in model.named_modules(remove_duplicate=False):
         # An absent dropout or norm may be one Identity everywhere: only what has parameters can be shared.

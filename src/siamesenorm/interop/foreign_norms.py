@@ -175,12 +175,6 @@ def replacement(
     return new, differences
 
 
-def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Replace the module of a name."""
-    parent, _, key = name.rpartition(".")
-    setattr(model.get_submodule(parent), key, new)
-
-
 def replay(model: nn.Module, record: Mapping[str, Any]) -> None:
     """Repeat on a freshly built model the structural part of `swap_norms`, for weights to be loaded into.
 
@@ -199,4 +193,4 @@ def replay(model: nn.Module, record: Mapping[str, Any]) -> None:
             new, _ = replacement(modules[name], read_norm(modules[name]), spec, model)
         except Unreadable as reason:
             raise UserError(f"{name} is no norm that can be replaced: {reason}") from reason
-        replace_module(model, name, new)
+        model.set_submodule(name, new)

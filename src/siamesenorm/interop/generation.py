@@ -70,9 +70,12 @@ class TransformersPrompt:
     """The same before a language model of transformers, converted or not, with the tokenizer beside it."""
 
     def __init__(self, stored: TransformersModel, prompt: str, *, tokens: int) -> None:
-        stored.import_library()
+        library = stored.import_library()
         self.path, self.tokens, self.notes = stored.path, tokens, stored.notes
-        self.tokenizer = _read_tokenizer(stored.path)
+        if not any(self.path.glob("tokenizer*")) and not any(self.path.glob("vocab.*")):
+            raise UserError(f"{self.path} has no tokenizer: save one beside it, tokenizer.save_pretrained(directory)")
+        with library_errors(self.path):
+            self.tokenizer: Any = library.AutoTokenizer.from_pretrained(self.path, local_files_only=True)
         self.model = cast(Any, stored.load())
         kind = type(self.model).__name__
         if not self.model.can_generate():
@@ -121,16 +124,6 @@ class TransformersPrompt:
         )[0, len(self.ids) :].tolist()
         ended = bool(found) and found[-1] in ends
         return Continuation(text=streamer.text, tokens=len(found) - ended, ended=ended)
-
-
-def _read_tokenizer(directory: Path) -> Any:
-    """Return the tokenizer beside a model; raises UserError without one."""
-    from transformers import AutoTokenizer
-
-    if not any(directory.glob("tokenizer*")) and not any(directory.glob("vocab.*")):
-        raise UserError(f"{directory} has no tokenizer: save it beside the model, tokenizer.save_pretrained(directory)")
-    with library_errors(directory):
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
 
 
 def _require_known(ids: Sequence[int], tokens: int, directory: Path) -> None:

@@ -167,10 +167,12 @@ class LibraryModel(StoredModel):
                 raise UserError(f"{self.path} {verb} {weights} ({some}): its files are not those of its config.json")
 
     @abstractmethod
-    def _build(self, library: Any) -> Any: ...
+    def _build(self, library: Any) -> Any:
+        """Return the model with its library's initial weights."""
 
     @abstractmethod
-    def _load(self, library: Any, options: dict[str, Any]) -> Any: ...
+    def _load(self, library: Any, options: dict[str, Any]) -> Any:
+        """Return the model with its weights."""
 
     def _save(self, model: Any, target: Path) -> None:
         model.save_pretrained(target)
@@ -205,9 +207,9 @@ class TransformersModel(LibraryModel):
         names = self.record.get("architectures")
         name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
         if self.converted:
-            from siamesenorm.interop.huggingface.converted import class_named
+            from siamesenorm.interop.huggingface import converted
 
-            return class_named(name or self.name, self.path)
+            return getattr(converted, name or self.name)
         if name is not None:
             return self.class_of(library, name)
         known = library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -242,9 +244,9 @@ class DiffusersModel(LibraryModel):
     def _class(self, library: Any) -> Any:
         if not self.converted:
             return self.class_of(library, self.name)
-        from siamesenorm.interop.diffusers import class_named
+        from siamesenorm.interop import diffusers
 
-        return class_named(self.name)
+        return getattr(diffusers, self.name)
 
 
 class TimmModel(LibraryModel):

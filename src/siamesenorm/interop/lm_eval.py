@@ -60,7 +60,7 @@ class SiameseNormLM(HFLM):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         _require_counts(options)
-        place = _device(device), _dtype(dtype)
+        place = _place(device, dtype)
         if isinstance(pretrained, (str, Path)):
             stored = open_native(pretrained, data=Path(data) if data else None)
             native = stored.load()
@@ -76,7 +76,11 @@ class SiameseNormLM(HFLM):  # type: ignore[misc]
             raise UserError(f"a {type(pretrained).__name__} is no model of transformers: name its directory instead")
         elif tokenizer is None and not (pretrained.name_or_path and Path(pretrained.name_or_path).is_dir()):
             raise UserError(f"{type(pretrained).__name__} is not from a directory with a tokenizer: give its tokenizer")
-        elif pretrained.training or not _is_at(pretrained, *place):
+        elif pretrained.training or any(
+            (one.device, one.dtype) != place
+            for one in chain(pretrained.parameters(), pretrained.buffers())
+            if one.is_floating_point()
+        ):
             pretrained = copy.deepcopy(pretrained)  # the caller's is not changed
         nn.Module.to(pretrained, *place)
         super().__init__(pretrained=pretrained, tokenizer=tokenizer, **{"backend": "causal", **options})
@@ -197,21 +201,12 @@ def _require_counts(options: Mapping[str, Any]) -> None:
         raise UserError(f"max_length is {max_length!r}: choose a whole number of tokens, or leave it out")
 
 
-def _is_at(model: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether all parameters and buffers of a floating dtype have this one, on this device."""
-    tensors = chain(model.parameters(), model.buffers())
-    return all((one.device, one.dtype) == (device, dtype) for one in tensors if one.is_floating_point())
-
-
-def _device(name: str | None) -> torch.device:
-    try:
-        return torch.empty(0, device=name or ("cuda" if torch.cuda.is_available() else "cpu")).device
-    except (RuntimeError, AssertionError) as error:  # the latter is what a torch without CUDA raises
-        raise UserError(f"device is {name!r}: choose cpu, or cuda where there is a GPU") from error
-
-
-def _dtype(name: str | torch.dtype | None) -> torch.dtype:
-    found = getattr(torch, name, None) if isinstance(name, str) else name or torch.float32
+def _place(device: str | None, dtype: str | torch.dtype | None) -> tuple[torch.device, torch.dtype]:
+    """Return device and dtype of the names; raises UserError for one that is not available."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or torch.float32
     if not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise UserError(f"dtype is {name!r}: choose float32, bfloat16 or float16")
-    return found
+        raise UserError(f"dtype is {dtype!r}: choose float32, bfloat16 or float16")
+    try:
+        return torch.empty(0, device=device or ("cuda" if torch.cuda.is_available() else "cpu")).device, found
+    except (RuntimeError, AssertionError) as error:  # the latter is what a torch without CUDA raises
+        raise UserError(f"device is {device!r}: choose cpu, or cuda where there is a GPU") from error

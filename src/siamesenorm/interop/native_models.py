@@ -243,8 +243,20 @@ def tokenizer_files(tokenizer: Tokenizer, context: int) -> tuple[bytes, dict[str
     """
     import tokenizers
 
-    content = tokenizer.content
-    backend = _byte_level_backend() if content is None else tokenizers.Tokenizer.from_str(content.decode())
+    from siamesenorm.data.tokenizer import END_OF_TEXT_NAMES
+
+    if tokenizer.content is None:
+        # Ids 0..255 are the bytes. The library writes a byte as a printable character: itself where it is one, else one
+        # from 256 upwards, in order.
+        alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        others = iter(sorted(character for character in alphabet if ord(character) > 255))
+        vocabulary = {chr(byte) if chr(byte) in alphabet else next(others): byte for byte in range(256)}
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = tokenizers.decoders.ByteLevel()
+        backend.add_special_tokens([tokenizers.AddedToken(END_OF_TEXT_NAMES[0], special=True, normalized=False)])
+    else:
+        backend = tokenizers.Tokenizer.from_str(tokenizer.content.decode())
     backend.no_truncation()
     backend.no_padding()
     if backend.encode("a").ids != backend.encode("a", add_special_tokens=False).ids:
@@ -268,20 +280,3 @@ def tokenizer_for(tokenizer: Tokenizer, context: int) -> Any:
 
     file, options = tokenizer_files(tokenizer, context)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(file.decode()), **options)
-
-
-def _byte_level_backend() -> Any:
-    """Return bytes as a tokenizer of the library: ids 0..255 are the bytes, 256 is the end of text."""
-    import tokenizers
-
-    from siamesenorm.data.tokenizer import END_OF_TEXT_NAMES
-
-    # The library writes a byte as a printable character: itself where it is one, else one from 256 upwards, in order.
-    alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    others = iter(sorted(character for character in alphabet if ord(character) > 255))
-    vocabulary = {chr(byte) if chr(byte) in alphabet else next(others): byte for byte in range(256)}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens([tokenizers.AddedToken(END_OF_TEXT_NAMES[0], special=True, normalized=False)])
-    return backend

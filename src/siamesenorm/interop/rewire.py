@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from siamesenorm.errors import UserError
 from siamesenorm.interop.converted_models import record_step, refuse_unsavable
 from siamesenorm.interop.find_blocks import find_blocks
-from siamesenorm.interop.foreign_norms import looks_like_norm, norms_of
+from siamesenorm.interop.foreign_norms import inheriting, looks_like_norm, norms_of
 from siamesenorm.interop.rewired_blocks import BlockStack, RewiredBlock
 from siamesenorm.interop.wiring import (
     FROM_SCRATCH,
@@ -22,7 +22,6 @@ from siamesenorm.interop.wiring import (
     init_as_pre_norm,
     install,
     needs_qkv_norm,
-    new_norm,
     read_norms,
     refuse_fused_projections,
     refuse_other_functions,
@@ -67,7 +66,8 @@ def rewire(
     stack = find_blocks(model)
     resolved = _resolve(wanted, stack, preserve=preserve)
     old = read_norms(stack)
-    operator = new_norm(norm, old)
+    chosen = NormSpec.parse(norm) if isinstance(norm, str) else norm
+    operator = old.operator if chosen is None else inheriting(chosen, old.first)
     path = build_parts(stack, resolved, operator, old)
     differences = attention_norm = None
     if preserve:

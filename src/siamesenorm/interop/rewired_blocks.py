@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
-from siamesenorm.errors import UserError
 from siamesenorm.topologies import Closing, Connection, Opening, Streams, Topology
 
 # --- classes made at run time: a host's own class with another behaviour mixed in before it
@@ -182,9 +181,9 @@ class BlockSpec:
     "value", "attention_output", "mlp_up", "mlp_gate", "mlp_output"), as far as they are separate maps; `head_norms`
     are the roles whose output the host normalises itself; `head_dim` returns the width of a head of the attention.
     `output_norms` normalise what a sublayer returns, on a block without input norms: starting from scratch drops them.
-    `pre_norm_refusal` is the reason why the block is no Pre-Norm block. `check_backbone` raises UserError for a
-    backbone that uses the blocks in an unknown way; `backbone` is mixed in before its class to close its other outputs
-    (hidden states) into one stream.
+    `pre_norm_refusal` is the reason why the block is no Pre-Norm block. `backbones` are the full names of the classes
+    of backbones whose loop over the blocks is known, `check_backbone` raises UserError for other differences, and
+    `backbone_mixin` comes before the class of the backbone, to close its other outputs (hidden states) into one stream.
     """
 
     rewired: type[RewiredBlock]
@@ -198,8 +197,9 @@ class BlockSpec:
     head_dim: Callable[[Any], int] = attrgetter("head_dim")
     output_norms: tuple[str, ...] = ()
     pre_norm_refusal: str | None = None
-    check_backbone: Callable[[nn.Module], None]
-    backbone: type[nn.Module] | None = None
+    backbones: tuple[str, ...] = ()
+    check_backbone: Callable[[nn.Module], None] = lambda backbone: None
+    backbone_mixin: type[nn.Module] | None = None
 
 
 SpecReader = Callable[[nn.Module], BlockSpec]
@@ -220,31 +220,6 @@ class BlockStack:
         """The qualified name of the final norm."""
         prefix = self.name.rpartition(".")[0]
         return f"{prefix}.{self.spec.final_norm}" if prefix else self.spec.final_norm
-
-    def input_norms(self) -> list[str]:
-        """Return the qualified names of all input norms, replaced or kept."""
-        return [
-            f"{self.name}.{index}.{norm}"
-            for index in range(len(self.blocks))
-            for sublayer in self.spec.sublayers
-            for norm in (*filter(None, (sublayer.norm,)), *sublayer.kept)
-        ]
-
-
-def inside(backbone: str, block: str) -> Callable[[nn.Module], None]:
-    """Return the check that blocks named `block` are in a backbone of the one class whose loop over them is known.
-
-    Both are names of classes, the backbone's with its module. The check raises UserError for any other backbone.
-    """
-
-    def check(module: nn.Module) -> None:
-        if qualified_name(module) != backbone:
-            raise UserError(
-                f"{block}s in a {qualified_name(module)}, which may use them in any way: rewire supports them in a "
-                f"{backbone}"
-            )
-
-    return check
 
 
 # --- hidden states of a rewired backbone of transformers: the closed state of each block, [batch, tokens, dim]

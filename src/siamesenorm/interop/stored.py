@@ -17,6 +17,12 @@ from siamesenorm.interop.stored_model import StoredModel, check_new, new_directo
 
 LIBRARIES = (ExportedModel, TransformersModel, DiffusersModel, TimmModel)
 """The first that recognises a directory opens it; what none of them does may be a run."""
+OTHERS = {
+    "model_index.json": "holds a pipeline of diffusers: name the directory transformer in it",
+    "adapter_config.json": "holds an adapter, and no model: merge it into its model first",
+    "*.gguf": "holds GGUF files: name the safetensors model that they were made from",
+}
+"""What a directory without config.json holds by its files, with the remedy."""
 
 
 def detect(path: str | Path, *, data: Path | None = None) -> StoredModel:
@@ -26,26 +32,27 @@ def detect(path: str | Path, *, data: Path | None = None) -> StoredModel:
     """
     path = Path(path)
     if not path.is_dir():
-        raise UserError(_absent(path))
+        what = " is a file, not a directory" if path.exists() else ": no such directory"
+        of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists()
+        fetch = f"; to fetch one from the Hub, run hf download {path} --local-dir {path.name} first" if of_hub else ""
+        raise UserError(f"{path}{what}: name the directory of a model{fetch}")
     record = read_config(path)
     for library in LIBRARIES:
         if found := library.detect(path, record):
             return found
-    checkpoint = None if record else _checkpoint_path(path)
+    # A checkpoint is found by the names of its path, links kept or resolved.
+    paths = () if record else (Path(os.path.abspath(path)), path.resolve())
+    named = (one for one in paths if one.name.startswith("step-") and one.parent.name == "checkpoints")
+    checkpoint = next(named, None)
     if checkpoint or "schema" in record or isinstance(record.get("model"), dict):
         from siamesenorm.interop.trained_model import TrainedModel
 
         return TrainedModel(path=path, record=record, name="run", checkpoint_path=checkpoint, data=data)
     if not (path / "config.json").is_file():
-        raise UserError(_without_configuration(path))
+        others = (text for pattern, text in OTHERS.items() if list(path.glob(pattern)))
+        raise UserError(f"{path} {next(others, 'has no config.json: name the directory of a model')}")
     marks = ", ".join(f"{kind.mark} ({kind.library})" for kind in LIBRARIES if issubclass(kind, LibraryModel))
     raise UserError(f"{path / 'config.json'} is not of a run, and has none of {marks}: name the directory of a model")
-
-
-def _checkpoint_path(path: Path) -> Path | None:
-    """Return the path of a checkpoint with all its names, links kept or resolved; None for other directories."""
-    candidates = (Path(os.path.abspath(path)), path.resolve())
-    return next((one for one in candidates if one.name.startswith("step-") and one.parent.name == "checkpoints"), None)
 
 
 def open_native(path: str | Path, *, data: Path | None = None) -> NativeModel:
@@ -99,22 +106,3 @@ def export(source: str | Path, out: Path, *, data: Path | None = None) -> Native
     with new_directory(out) as directory:
         stored.write(directory, stored.config(), stored.weights(), stored.card())
     return stored
-
-
-def _absent(path: Path) -> str:
-    if path.exists():
-        return f"{path} is a file, not a directory: name the directory of a model"
-    missing = f"{path}: no such directory: name the directory of a model"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists():
-        return f"{missing}; to fetch one from the Hub, run hf download {path} --local-dir {path.name} first"
-    return missing
-
-
-def _without_configuration(path: Path) -> str:
-    if (path / "model_index.json").is_file():
-        return f"{path} holds a pipeline of diffusers: name its model, {path / 'transformer'}"
-    if (path / "adapter_config.json").is_file():
-        return f"{path} holds an adapter, and no model: merge it into its model first"
-    if list(path.glob("*.gguf")):
-        return f"{path} holds GGUF files: name the safetensors model that they were made from"
-    return f"{path} has no config.json: name the directory of a model"

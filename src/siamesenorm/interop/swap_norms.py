@@ -17,7 +17,6 @@ from siamesenorm.interop.foreign_norms import (
     looks_like_norm,
     norms_of,
     read_norm,
-    replace_module,
     replacement,
 )
 from siamesenorm.models.conversion import path_of
@@ -93,7 +92,8 @@ def swap_norms(model: nn.Module, norm: str | NormSpec, where: Callable[[str], bo
                 f"where={where!r}: a model of this library has one operator on its residual path: leave it out"
             )
         swapped = _swapped_config(model.config, spec)
-        new, report = _plan(model, names, spec, _on_the_residual_path(model).__contains__)
+        inside = {id(norm) for part in path_of(model).parts for norm in norms_of(part).values()}
+        new, report = _plan(model, names, spec, lambda name: id(names[name]) in inside)
         if report.refused:
             name, reason = report.refused[0]
             raise UserError(f"{name} cannot be replaced, and the model has one operator: {reason}")
@@ -101,7 +101,7 @@ def swap_norms(model: nn.Module, norm: str | NormSpec, where: Callable[[str], bo
     else:
         new, report = _plan(model, names, spec, _selection(where, names))
     for name, module in new.items():
-        replace_module(model, name, module)
+        model.set_submodule(name, module)
     if new and not isinstance(model, LanguageModel):
         record_step(model, {"operation": "swap_norms", "norm": spec.to_json(), "names": list(new)})
     return report
@@ -121,13 +121,12 @@ def _plan(
             kept.append((name, "not selected"))
             continue
         try:
-            _refuse_shared(name, module, names)
-            _refuse_place(name, parents[name.rpartition(".")[0]])
+            _refuse_place(name, parents[name.rpartition(".")[0]], names)
             function = read_norm(module)
         except Unreadable as reason:
             refused.append((name, str(reason)))
             continue
-        if _is_already(module, spec):
+        if type(module) is NORMS[spec.name] and dict(spec.options).items() <= module.settings().items():
             kept.append((name, f"is {spec} already"))
             continue
         new[name], differences = replacement(module, function, spec, model)
@@ -148,33 +147,18 @@ def _selection(where: Callable[[str], bool] | str | None, names: Collection[str]
     return chosen.__contains__
 
 
-def _refuse_shared(name: str, module: nn.Module, names: dict[str, nn.Module]) -> None:
-    mine = {id(module), *map(id, module.parameters())}
+def _refuse_place(name: str, parent: nn.Module, names: dict[str, nn.Module]) -> None:
+    """Raise Unreadable for a norm that cannot be exchanged where it is."""
+    mine = {id(names[name]), *map(id, names[name].parameters())}
     for other, candidate in names.items():
         if other != name and mine & {id(candidate), *map(id, candidate.parameters())}:
             raise Unreadable(f"shared with {other}")
-
-
-def _refuse_place(name: str, parent: nn.Module) -> None:
     if not name:
         raise Unreadable("the model itself is a norm: use build_norm")
     if isinstance(parent, nn.TransformerEncoderLayer):
         raise Unreadable("torch's TransformerEncoderLayer computes its norms itself on its fast path")
     if isinstance(parent, BoundaryConnection) and parent.previous is not None:
         raise Unreadable("a fused connection computes its norms itself: build the model with kernels='plain'")
-
-
-def _is_already(module: nn.Module, spec: NormSpec) -> bool:
-    if type(module) is not NORMS[spec.name]:
-        return False
-    settings = module.settings()
-    return all(settings[option] == value for option, value in spec.options)
-
-
-def _on_the_residual_path(model: LanguageModel) -> set[str]:
-    """Return the names of the norms that a topology made, which are of the configuration's operator."""
-    inside = {id(norm) for part in path_of(model).parts for norm in norms_of(part).values()}
-    return {name for name, norm in norms_of(model).items() if id(norm) in inside}
 
 
 def _swapped_config(config: LanguageModelConfig, norm: NormSpec) -> LanguageModelConfig:

@@ -125,6 +125,11 @@ def model_card(run: RunDirectory, config: RunConfig, step: int, manifest: Manife
     origin = config.warm_start and config.warm_start.run[:12]
     model, optimizer, split = config.task.model, config.optimizer, manifest.splits["train"]
     name, parameters, batch = topology_name(model.topology), introduction["parameters"], config.batch * model.context
+    try:
+        found = decode_json(run.environment_file.read_bytes())
+        environment = f", siamesenorm {found['siamesenorm']}, torch {found['torch']}, on {found['device']}"
+    except (OSError, ValueError, KeyError, TypeError):  # an absent or incomplete record
+        environment = ""
     facts = {
         "Model": {
             "Topology": f"`{name}`, streams: {', '.join(model.topology.stream_names)}",
@@ -147,7 +152,7 @@ def model_card(run: RunDirectory, config: RunConfig, step: int, manifest: Manife
             "Precision": f"{config.precision}, streams in {model.residual_dtype}",
             "Seed": str(config.seed),
             **({"Started from": f"the weights of run `{origin}`; its tokens are not counted here"} if origin else {}),
-            "Run": f"`{config.identity[:12]}`{_environment(run)}",
+            "Run": f"`{config.identity[:12]}`{environment}",
         },
         "Result": _results(run, step, records),
     }
@@ -163,14 +168,6 @@ def model_card(run: RunDirectory, config: RunConfig, step: int, manifest: Manife
         "\n".join(f"* {limit}" for limit in _limits(config, manifest)),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _environment(run: RunDirectory) -> str:
-    try:
-        found = decode_json(run.environment_file.read_bytes())
-        return f", siamesenorm {found['siamesenorm']}, torch {found['torch']}, on {found['device']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
 
 
 def _results(run: RunDirectory, step: int, records: list[dict[str, Any]]) -> dict[str, str]:

@@ -92,13 +92,6 @@ def read_norms(stack: BlockStack) -> HostNorms:
     )
 
 
-def new_norm(chosen: str | NormSpec | None, old: HostNorms) -> NormSpec:
-    """Return the operator of the new norms: the host's own, or the chosen one with what it inherits of the host's."""
-    if chosen is None:
-        return old.operator
-    return inheriting(NormSpec.parse(chosen) if isinstance(chosen, str) else chosen, old.first)
-
-
 def refuse_other_functions(
     operator: NormSpec, found: Mapping[str, Iterable[Inexact]], *, chosen: str | NormSpec | None
 ) -> None:
@@ -280,8 +273,8 @@ def install(
     final = stack.backbone.get_submodule(spec.final_norm)
     closing = RewiredClosing(topology, path.closing, final if spec.keeps_final_norm else None)
     setattr(stack.backbone, spec.final_norm, closing.train(final.training))
-    if spec.backbone:
-        stack.backbone.__class__ = derive(spec.backbone, type(stack.backbone))
+    if spec.backbone_mixin:
+        stack.backbone.__class__ = derive(spec.backbone_mixin, type(stack.backbone))
         keep_recording(stack.backbone)
 
 

@@ -161,7 +161,10 @@ class ConvertedTransformersModel:
         model: Any = self
         if module is model:
             if not is_initialised(model):
-                _initialise_declared(model)
+                for _, parameter, declaration in declared_parameters(model):
+                    if not is_initialised(parameter):
+                        like = {"dtype": parameter.dtype, "device": parameter.device}
+                        assign(parameter, torch.tensor(declaration.initial, **like))
                 scale_drawn_weights(model, keep=is_initialised)
             refill_constants(model)
         super()._initialize_weights(module, is_custom_code)  # type: ignore[misc]
@@ -169,12 +172,6 @@ class ConvertedTransformersModel:
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
         """Do nothing: saving writes the file of code, where transformers would copy this one."""
-
-
-def _initialise_declared(model: nn.Module) -> None:
-    for _, parameter, declaration in declared_parameters(model):
-        if not is_initialised(parameter):
-            assign(parameter, torch.tensor(declaration.initial, dtype=parameter.dtype, device=parameter.device))
 
 
 def converted_class(host: type) -> type[Any]:
@@ -253,23 +250,15 @@ def _set_class(model: Any) -> None:
     vars(model).pop("_weight_conversions", None)
 
 
-def class_named(name: str, path: Path) -> type[Any]:
-    """Return the registered class of converted models of this name; raises UserError for an unknown host."""
-    host = name.removeprefix(PREFIX).removeprefix(REWIRED)
-    try:
-        return __getattr__(PREFIX + host)
-    except AttributeError as error:
-        raise UserError(
-            f"{path} is a {name}, whose host is none of transformers {transformers.__version__}: load it with "
-            "converted_class(host).from_pretrained of siamesenorm.interop.huggingface"
-        ) from error
-
-
 def __getattr__(name: str) -> Any:
-    """Return the class of converted models or configurations by its name, for remote code."""
-    host: Any = getattr(transformers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
+    """Return the class of converted models or configurations by its name, for stored models and remote code."""
+    ours = name.startswith((PREFIX, REWIRED))
+    host: Any = getattr(transformers, name.removeprefix(PREFIX).removeprefix(REWIRED), None) if ours else None
     if not (isinstance(host, type) and issubclass(host, (PreTrainedConfig, PreTrainedModel))):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(
+            f"the host of {name} is none of transformers {transformers.__version__}: load it with "
+            "converted_class(host).from_pretrained of siamesenorm.interop.huggingface"
+        )
     is_config = issubclass(host, PreTrainedConfig)
     register(host if is_config else host.config_class)
     return converted_config(host) if is_config else converted_class(host)

@@ -82,19 +82,15 @@ class SiameseNormPreTrainedModel(PreTrainedModel):
         if is_initialised(self):  # what was added to it since, and what copies it
             super()._initialize_weights(module, is_custom_code)
         elif module is self:
-            self._draw_missing()
+            parameters = dict(self.model.named_parameters())
+            given = {name: one.clone() for name, one in parameters.items() if is_initialised(one)}
+            if len(given) < len(parameters):
+                self.model.reset_parameters(self.config.seed)
+                for name, values in given.items():
+                    parameters[name].copy_(values)
             mark_initialised(self)
         if module is self:
             refill_constants(self)
-
-    def _draw_missing(self) -> None:
-        parameters = dict(self.model.named_parameters())
-        given = {name: parameter for name, parameter in parameters.items() if is_initialised(parameter)}
-        if len(given) < len(parameters):
-            kept = {name: parameter.clone() for name, parameter in given.items()}
-            self.model.reset_parameters(self.config.seed)
-            for name, values in kept.items():
-                parameters[name].copy_(values)
 
     def run_blocks(
         self,
@@ -298,14 +294,10 @@ def attention_mask_for(
         tokens = F.pad(attention_mask.bool(), (0, max(0, total - attention_mask.shape[-1])))[:, None, :total]
         visible = visible & (tokens | (keys == steps[:, None]))
     if packed_positions is not None:
-        visible = visible & same_document(packed_positions)
+        # Positions rise by one inside a document.
+        document = F.pad((packed_positions.diff(dim=-1) != 1).cumsum(dim=-1), (1, 0))
+        visible = visible & (document[:, :, None] == document[:, None, :])
     return visible[:, None]
-
-
-def same_document(positions: Tensor) -> Tensor:
-    """Return [batch, tokens, tokens], True where two tokens are in one document: positions rise by one inside it."""
-    document = F.pad((positions.diff(dim=-1) != 1).cumsum(dim=-1), (1, 0))
-    return document[:, :, None] == document[:, None, :]
 
 
 # --- which modules have their weights
