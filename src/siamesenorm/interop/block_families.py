@@ -194,10 +194,7 @@ class ClosedIntermediates(nn.Module):
         norm: bool = False,
         **options: Any,
     ) -> Any:
-        """Return timm's intermediates, closed: what the head would see after each block, whether `norm` is set or not.
-
-        The streams have no other view with the channels of one: their sum before their norms has no meaning.
-        """
+        """Return timm's intermediates closed, `norm` or not: the sum of streams before their norms has no meaning."""
         return super().forward_intermediates(x, indices, return_prefix_tokens, True, **options)  # type: ignore[misc]
 
     def prune_intermediate_layers(
@@ -217,10 +214,7 @@ class ClosedIntermediates(nn.Module):
 def _check_vit(backbone: nn.Module) -> None:
     """Raise UserError for a model that has no norm of each last token."""
     if isinstance(backbone.norm, nn.Identity):
-        raise UserError(
-            "norm of the VisionTransformer is an Identity: its tokens are pooled, or returned, before any last norm, "
-            "so that no closing keeps the function; create it with final_norm=True, fc_norm=False, not as features_only"
-        )
+        raise UserError("norm of the VisionTransformer is an Identity: create it with final_norm=True, fc_norm=False")
 
 
 VIT = BlockSpec(

@@ -34,26 +34,18 @@ def refuse_unsavable(model: nn.Module, verb: str) -> None:
     PEFT, which are saved without it; and what is no module.
     """
     if not isinstance(model, nn.Module):
-        raise UserError(
-            f"{model!r:.80} is a {type(model).__name__}, not a model: {verb} the loaded torch.nn.Module, such as what "
-            "from_pretrained of its library returns"
-        )
+        raise UserError(f"{model!r:.80} is a {type(model).__name__}, not a model: {verb} the loaded torch.nn.Module")
     adopt = _adopt(model)  # an import that fails must fail here, before anything is changed
+    whole = type(model).__name__
     for name, module in model.named_modules():
+        kind = type(module).__name__
         if name and isinstance(module, LanguageModel):
-            raise UserError(
-                f"{name} is a LanguageModel of this library inside a {type(model).__name__}, whose configuration would "
-                f"no longer describe it: {verb} it by itself, and wrap it then"
-            )
+            raise UserError(f"{name} is a LanguageModel inside a {whole}: {verb} it by itself, and wrap it then")
         if name and not adopt and _base(module):
-            raise UserError(
-                f"{name} is a {type(module).__name__} inside a {type(model).__name__}, and saves by itself: {verb} it "
-                "before it is wrapped"
-            )
+            raise UserError(f"{name} is a {kind} inside a {whole}, and saves by itself: {verb} it before it is wrapped")
         if type(module).__module__.startswith("peft.tuners."):
             raise UserError(
-                f"{name} is an adapter of PEFT ({type(module).__name__}), saved without its model: merge and unload "
-                f"it, {verb} the model, and attach adapters then"
+                f"{name} is an adapter of PEFT ({kind}): merge and unload it, {verb} the model, and attach it again"
             )
 
 

@@ -58,9 +58,7 @@ class ConvertedDiffusersModel:
         `device_map`, which needs the meta device.
         """
         if options.get("device_map") is not None:
-            raise UserError(
-                "device_map: converted models of diffusers are built in memory: leave it out, and use .to()"
-            )
+            raise UserError("device_map: a converted model is built in memory: leave it out, and use .to()")
         options = {"use_safetensors": True, **options, "low_cpu_mem_usage": False}
         return super().from_pretrained(path, **options)  # type: ignore[misc]
 

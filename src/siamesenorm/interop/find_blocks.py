@@ -19,15 +19,12 @@ def find_blocks(model: nn.Module) -> BlockStack:
     them, mixed, shared or patched blocks, and norms that sublayers share.
     """
     for name, module in model.named_modules():
+        where = f"{name or 'the model'} is a {type(module).__name__}"
         if isinstance(module, RewiredBlock):
-            raise UserError(
-                f"{name or 'the model'} is a {type(module).__name__}: the model has been rewired already; rewire the "
-                "original"
-            )
+            raise UserError(f"{where}: the model has been rewired already; rewire the original")
         if isinstance(module, Connection):
             raise UserError(
-                f"{name or 'the model'} is a {type(module).__name__}: the blocks have connections of this library "
-                "already; build them with another topology"
+                f"{where}: the blocks have connections of this library already; build them with another topology"
             )
     rows = {
         name: module
@@ -64,10 +61,8 @@ def _common_spec(name: str, blocks: Blocks) -> BlockSpec:
     seen: dict[int, int] = {}
     for index, block in enumerate(blocks):
         if type(block) is not type(blocks[0]):
-            raise UserError(
-                f"{name}.{index} is a {type(block).__name__} among {type(blocks[0]).__name__}s: rewire needs blocks of "
-                "one class"
-            )
+            kinds = f"{type(block).__name__} among {type(blocks[0]).__name__}s"
+            raise UserError(f"{name}.{index} is a {kinds}: rewire needs blocks of one class")
         if id(block) in seen:
             raise UserError(f"{name}.{index} is {name}.{seen[id(block)]} again: shared blocks cannot be rewired")
         seen[id(block)] = index
@@ -85,8 +80,7 @@ def _refuse_patched(stack: BlockStack) -> None:
     for name, module in [(prefix or "the model", stack.backbone), *blocks]:
         if "forward" in vars(module):
             raise UserError(
-                f"{name} has had its forward replaced (by a device map of accelerate, or a patch): rewire the model "
-                "before that"
+                f"{name} has had its forward replaced (by accelerate, or a patch): rewire the model before that"
             )
 
 

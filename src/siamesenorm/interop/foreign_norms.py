@@ -176,10 +176,7 @@ def replacement(
 
 
 def replay(model: nn.Module, record: Mapping[str, Any]) -> None:
-    """Repeat on a freshly built model the structural part of `swap_norms`, for weights to be loaded into.
-
-    The model may be the same backbone with another head, or none: norms of a head that is absent are left out.
-    """
+    """Repeat `swap_norms` on a freshly built model, which weights are loaded into; its head may be absent."""
     spec, prefix = NormSpec.from_json(record["norm"]), f"{getattr(model, 'base_model_prefix', '')}."
     modules = dict(model.named_modules(remove_duplicate=False))
     for recorded in record["names"]:

@@ -46,10 +46,7 @@ class NativePrompt:
             self.notes = (*self.notes, note)
 
     def __call__(self, show: Show, *, temperature: float, seed: int) -> Continuation:
-        """Return the continuation; `show` is called with every piece of text.
-
-        Tokens are drawn from softmax(logits / temperature), and are the likeliest at temperature 0.
-        """
+        """Return the continuation, likeliest tokens at temperature 0; `show` is called with every piece of text."""
         generator = torch.Generator().manual_seed(seed)
         drawn = self.model.continuation(torch.tensor([self.ids]), temperature=temperature, generator=generator)
         found: list[int] = []
@@ -73,7 +70,9 @@ class TransformersPrompt:
         library = stored.import_library()
         self.path, self.tokens, self.notes = stored.path, tokens, stored.notes
         if not any(self.path.glob("tokenizer*")) and not any(self.path.glob("vocab.*")):
-            raise UserError(f"{self.path} has no tokenizer: save one beside it, tokenizer.save_pretrained(directory)")
+            raise UserError(
+                f"{self.path} has no tokenizer: save it beside the model, tokenizer.save_pretrained(directory)"
+            )
         with library_errors(self.path):
             self.tokenizer: Any = library.AutoTokenizer.from_pretrained(self.path, local_files_only=True)
         self.model = cast(Any, stored.load())
@@ -92,9 +91,7 @@ class TransformersPrompt:
         if len(self.ids) + tokens > longest:
             room = longest - len(self.ids)
             remedy = f"generate at most {room}" if room > 0 else "shorten the prompt"
-            raise UserError(
-                f"{tokens} tokens: {self.path} reads {longest} tokens, and the prompt has {len(self.ids)}: {remedy}"
-            )
+            raise UserError(f"{tokens} tokens: the model reads {longest}, and the prompt has {len(self.ids)}: {remedy}")
 
     def __call__(self, show: Show, *, temperature: float, seed: int) -> Continuation:
         """Return the continuation, as `NativePrompt`."""
@@ -130,8 +127,7 @@ def _require_known(ids: Sequence[int], tokens: int, directory: Path) -> None:
     """Raise UserError for a token id beyond the vocabulary of a model."""
     if max(ids) >= tokens:
         raise UserError(
-            f"{directory}: its tokenizer gives token {max(ids)}, and the model has {tokens}, from 0: save the model's "
-            "own tokenizer beside it"
+            f"{directory}: its tokenizer gives token {max(ids)}, and the model has {tokens}: save its own tokenizer"
         )
 
 

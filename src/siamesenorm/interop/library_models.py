@@ -86,10 +86,7 @@ class LibraryModel(StoredModel):
         return model.eval()
 
     def initialise(self, seed: int) -> nn.Module:
-        """Return the model with its weights; where there is no file of weights at all, with its library's initial ones.
-
-        Raises UserError for weights that cannot be loaded.
-        """
+        """Return the model; where there is no file of weights at all, with its library's initial ones of this seed."""
         if self._files_of_weights():
             return self.load()
         library = self.import_library()
@@ -112,8 +109,7 @@ class LibraryModel(StoredModel):
             return importlib.import_module(self.library)
         except ImportError as error:
             raise UserError(
-                f"{self.path} is a model of {self.library}, which cannot be imported ({error}): pip install "
-                f"'siamesenorm[{self.extra}]'"
+                f"{self.path} needs {self.library} ({error}): pip install 'siamesenorm[{self.extra}]'"
             ) from error
 
     def class_of(self, library: Any, name: str) -> Any:
@@ -149,10 +145,7 @@ class LibraryModel(StoredModel):
         return f"{self.path} has no safetensors weights: {found[0]} is {kind}: save the model as safetensors"
 
     def _require_whole(self, info: Mapping[str, Any], *, any_shape: bool = False) -> None:
-        """Raise UserError unless the weights of the directory are those of its model: all, of its shapes, no others.
-
-        `info` is what `output_loading_info=True` adds in transformers and diffusers.
-        """
+        """Raise UserError unless all weights were found, in their shapes, and no others; `info` is the library's."""
         unexpected = [name for name in info.get("unexpected_keys", ()) if not re.search(OLD_CONSTANTS, name)]
         mismatched = [] if any_shape else [name for name, *_ in info.get("mismatched_keys", ())]
         found = {

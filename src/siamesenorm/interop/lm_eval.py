@@ -68,10 +68,7 @@ class SiameseNormLM(HFLM):  # type: ignore[misc]
             tokenizer = tokenizer or own
             pretrained = SiameseNormForCausalLM.from_native(native, eos_token_id=own.eos_token_id)
         elif isinstance(pretrained, nn.Module) and hasattr(pretrained, "merge_and_unload"):
-            raise UserError(
-                f"a {type(pretrained).__name__} holds adapters of PEFT: give model.merge_and_unload(), with its "
-                "tokenizer"
-            )
+            raise UserError(f"a {type(pretrained).__name__} holds adapters of PEFT: give model.merge_and_unload()")
         elif not isinstance(pretrained, PreTrainedModel):
             raise UserError(f"a {type(pretrained).__name__} is no model of transformers: name its directory instead")
         elif tokenizer is None and not (pretrained.name_or_path and Path(pretrained.name_or_path).is_dir()):
@@ -95,8 +92,7 @@ class SiameseNormLM(HFLM):  # type: ignore[misc]
         longest = max((len(continuation) for _, _, continuation in requests), default=0)
         if longest > self.max_length:
             raise UserError(
-                f"a choice has {longest} tokens, more than the {self.max_length} of the model's context: leave its "
-                "question out"
+                f"a choice has {longest} tokens, the model's context {self.max_length}: leave its question out"
             )
         found: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, *args, **options)
         return found

@@ -80,10 +80,7 @@ class NativeModel(StoredModel):
         """Return the model card."""
 
     def load(self, **options: Any) -> LanguageModel:
-        """Return the model in evaluation mode; weights of fewer bits than fp32 are widened, which is exact.
-
-        Raises UserError for weights that are not those of the configuration, or not finite.
-        """
+        """Return the model in evaluation mode, in at least fp32; raises UserError for wrong or non-finite weights."""
         if options:
             raise UserError(f"{next(iter(options))}: a native model takes no options, leave it out")
         weights = self.weights()
@@ -237,10 +234,7 @@ def for_use(config: LanguageModelConfig) -> LanguageModelConfig:
 
 
 def tokenizer_files(tokenizer: Tokenizer, context: int) -> tuple[bytes, dict[str, Any]]:
-    """Return the content of tokenizer.json, and the options of a tokenizer of transformers that reads it.
-
-    `context` is the model's, in tokens. As ours, it adds no special tokens, truncates nothing and pads nothing.
-    """
+    """Return tokenizer.json and the options of a tokenizer of transformers; it adds no special tokens, as ours."""
     import tokenizers
 
     from siamesenorm.data.tokenizer import END_OF_TEXT_NAMES

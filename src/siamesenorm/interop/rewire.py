@@ -21,16 +21,13 @@ from siamesenorm.interop.wiring import (
     build_parts,
     init_as_pre_norm,
     install,
-    needs_qkv_norm,
     read_norms,
     refuse_fused_projections,
-    refuse_other_functions,
-    rewire_step,
 )
 from siamesenorm.models.conversion import convert, converted_config
 from siamesenorm.models.language import LanguageModel
 from siamesenorm.norms import Inexact, Norm, NormFunction, NormSpec
-from siamesenorm.topologies import Topology, build_topology, topology_name
+from siamesenorm.topologies import Topology, build_topology, topology_name, topology_to_json
 from siamesenorm.topologies.pre_norm import PreNorm
 
 __all__ = ["NormFate", "RewireReport", "record_streams", "rewire"]
@@ -72,16 +69,29 @@ def rewire(
     differences = attention_norm = None
     if preserve:
         found = init_as_pre_norm(path, stack, old)
-        refuse_other_functions(operator, found, chosen=norm)
+        remedy = "make them alike with swap_norms first" if norm is None else "leave norm out"
+        for name, one in ((name, one) for name, each in found.items() for one in each):
+            if not one.kind.only_eps_or_rounding:
+                what = f"norm {operator} cannot keep the function of the host's norms ({name}: {one.detail})"
+                raise UserError(f"{what}: {remedy}, or {FROM_SCRATCH}")
         differences = tuple(dict.fromkeys(chain.from_iterable(found.values())))
-    elif needs_qkv_norm(resolved):  # of the host's operator and eps, whatever the operator of the residual path
+    elif (
+        resolved.attention_norm == "qkv-head"
+    ):  # of the host's operator and eps, whatever the operator of the residual path
         attention_norm = NormSpec.parse(
             old.first.statistic, **({} if old.first.eps is None else {"eps": old.first.eps})
         )
     before, known = _fates_of_old_norms(model, stack, old, preserve=preserve), norms_of(model)
     # Nothing of the model was changed above, and nothing can fail below.
     install(stack, path, resolved, attention_norm=attention_norm, preserve=preserve)
-    record_step(model, rewire_step(resolved, operator, attention_norm=attention_norm, preserve=preserve))
+    step = {
+        "operation": "rewire",
+        "topology": topology_to_json(resolved),
+        "norm": operator.to_json(),
+        "attention_norm": attention_norm and attention_norm.to_json(),
+        "preserve": preserve,
+    }
+    record_step(model, step)
     fates = (*before, *_fates_of_new_norms(model, known.values(), preserve=preserve))
     return RewireReport(topology=resolved, blocks=stack.name, norms=fates, differences=differences)
 
@@ -107,8 +117,7 @@ def _resolve(topology: Topology, stack: BlockStack, *, preserve: bool) -> Topolo
         )
     if any(parameter.is_meta for parameter in stack.backbone.parameters()):
         raise UserError(
-            f"{stack.name} is on the meta device, so that there is no function to preserve: load the weights first, or "
-            f"{FROM_SCRATCH}"
+            f"{stack.name} is on the meta device, without a function: load the weights first, or {FROM_SCRATCH}"
         )
     return resolved
 
@@ -116,11 +125,7 @@ def _resolve(topology: Topology, stack: BlockStack, *, preserve: bool) -> Topolo
 def _rewire_native(
     model: LanguageModel, topology: Topology, *, preserve: bool, norm: str | NormSpec | None
 ) -> RewireReport:
-    """Give a Pre-Norm model of this library, in place, another topology, operator, or both, keeping its function.
-
-    Nothing is packed and no class changes: the result is the model that its new configuration describes. Raises
-    UserError, with the model unchanged, where its function cannot be kept, and for `preserve=False`.
-    """
+    """Rewire a Pre-Norm model of this library, whose configuration changes with it, and keep its function."""
     train = f"train one that has it, siamesenorm train --model.topology {topology_name(topology)}"
     if not preserve:
         raise UserError(

@@ -22,11 +22,7 @@ from siamesenorm.topologies import Closing, Connection, Opening, Streams, Topolo
 
 
 class DerivedClass(type):
-    """The metaclass of derived classes: `mixin` comes before `host`, and `recipe` is the call that makes it again.
-
-    Pickle finds a class by its name; a derived class is pickled as its recipe, so that whole models can be sent to
-    another process.
-    """
+    """The metaclass of derived classes, which are pickled as `recipe`, the call that makes them again."""
 
     mixin: type
     host: type
@@ -40,10 +36,7 @@ _MADE: dict[tuple[type, type], DerivedClass] = {}
 def derive(
     mixin: type, host: type, name: str = "", make: Callable[[type], type] | None = None, **members: Any
 ) -> type[Any]:
-    """Return the subclass of a host's class in which `mixin` comes first: one for each pair, made at the first call.
-
-    `make` returns the class for its host, where it has a name and members of its own.
-    """
+    """Return the one subclass of a host in which `mixin` comes first; `make(host)` returns it if it has a name."""
     if (mixin, host) not in _MADE:
         # The usual name keeps the host's: libraries look for it (no-split modules, LoRA's targets, device maps).
         name = name or f"Rewired{original_class(host).__name__}"
@@ -130,10 +123,7 @@ class SequentialBlock(RewiredBlock):
 
 
 class RewiredClosing(nn.Module):
-    """Replaces the host's final norm: closes packed streams [..., streams, dim] into [..., dim].
-
-    `final_norm` is the host's own, where it stays: one whose gain depends on a condition.
-    """
+    """Replaces the host's final norm: closes packed streams; `final_norm` is the host's, if conditioned."""
 
     def __init__(self, topology: Topology, closing: Closing, final_norm: nn.Module | None = None) -> None:
         super().__init__()

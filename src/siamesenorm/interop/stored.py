@@ -51,15 +51,12 @@ def detect(path: str | Path, *, data: Path | None = None) -> StoredModel:
     if not (path / "config.json").is_file():
         others = (text for pattern, text in OTHERS.items() if list(path.glob(pattern)))
         raise UserError(f"{path} {next(others, 'has no config.json: name the directory of a model')}")
-    marks = ", ".join(f"{kind.mark} ({kind.library})" for kind in LIBRARIES if issubclass(kind, LibraryModel))
+    marks = ", ".join(f"{kind.mark} ({kind.library})" for kind in (TransformersModel, DiffusersModel, TimmModel))
     raise UserError(f"{path / 'config.json'} is not of a run, and has none of {marks}: name the directory of a model")
 
 
 def open_native(path: str | Path, *, data: Path | None = None) -> NativeModel:
-    """Return the model of this library in the directory of a run, of a checkpoint of a run, or of an export.
-
-    Raises UserError for anything else; `data` as in `detect`.
-    """
+    """Return the native model in a directory; raises UserError for anything else; `data` as in `detect`."""
     found = detect(path, data=data)
     if isinstance(found, NativeModel):
         return found
@@ -68,10 +65,7 @@ def open_native(path: str | Path, *, data: Path | None = None) -> NativeModel:
             f"{path} holds a {found.name}, which was rewired or had its norms swapped and is in the format of "
             f"{found.library} already: siamesenorm.from_pretrained({str(path)!r}) loads it"
         )
-    raise UserError(
-        f"{path} holds a model of {found.library}, {found.name!r}, and none of siamesenorm: name the directory of a "
-        "run, of one of its checkpoints, or of an export"
-    )
+    raise UserError(f"{path} holds a model of {found.library}, {found.name!r}: name a run, a checkpoint or an export")
 
 
 def from_pretrained(path: str | Path, **options: Any) -> nn.Module:

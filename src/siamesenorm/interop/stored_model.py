@@ -105,10 +105,7 @@ def check_new(out: Path) -> None:
 
 @contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
-    """Yield a directory beside `out` to write into, which becomes `out` at the end; on an error nothing is left.
-
-    Raises UserError as `check_new`.
-    """
+    """Yield a directory beside `out`, which becomes `out` if no error is raised; raises UserError as `check_new`."""
     check_new(out)
     out = out.absolute()
     with disk_errors(out):

@@ -12,13 +12,7 @@ from torch import nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.interop.converted_models import record_step, refuse_unsavable
-from siamesenorm.interop.foreign_norms import (
-    Unreadable,
-    looks_like_norm,
-    norms_of,
-    read_norm,
-    replacement,
-)
+from siamesenorm.interop.foreign_norms import Unreadable, looks_like_norm, norms_of, read_norm, replacement
 from siamesenorm.models.conversion import path_of
 from siamesenorm.models.language import LanguageModel, LanguageModelConfig
 from siamesenorm.models.transformer import inherited_operator
@@ -88,9 +82,7 @@ def swap_norms(model: nn.Module, norm: str | NormSpec, where: Callable[[str], bo
     names = {name: one for name, one in model.named_modules(remove_duplicate=False) if looks_like_norm(one)}
     if isinstance(model, LanguageModel):
         if where is not None:
-            raise UserError(
-                f"where={where!r}: a model of this library has one operator on its residual path: leave it out"
-            )
+            raise UserError(f"where={where!r}: a LanguageModel has one operator on its residual path: leave it out")
         swapped = _swapped_config(model.config, spec)
         inside = {id(norm) for part in path_of(model).parts for norm in norms_of(part).values()}
         new, report = _plan(model, names, spec, lambda name: id(names[name]) in inside)
@@ -162,10 +154,7 @@ def _refuse_place(name: str, parent: nn.Module, names: dict[str, nn.Module]) -> 
 
 
 def _swapped_config(config: LanguageModelConfig, norm: NormSpec) -> LanguageModelConfig:
-    """Return the configuration of a model whose norms on the residual path were replaced, with its weights.
-
-    Raises UserError for an operator with which the configuration would describe another model in other parts as well.
-    """
+    """Return the configuration after a swap; raises UserError where it would describe another model."""
     swapped = dataclasses.replace(config, norm=inherited_operator(config.norm, norm))
     if NORMS[norm.name].scales_embedding != NORMS[config.norm.name].scales_embedding:
         raise UserError(f"norm {norm} comes with another scale of the embedding: build the model with it")

@@ -58,8 +58,7 @@ class TrainedModel(NativeModel):
         """The configuration of the run."""
         if not self.run.config_file.is_file():
             raise UserError(
-                f"{self.path} is a checkpoint, and its run has no {self.run.config_file}: name the directory of a run, "
-                "of one of its checkpoints, or of an export"
+                f"{self.path} is a checkpoint without its run: name a run, a checkpoint in one, or an export"
             )
         config = self.run.read_config()
         if not isinstance(config.task, LanguageTaskConfig):

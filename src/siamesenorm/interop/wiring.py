@@ -6,7 +6,7 @@ loaded into. A step is a JSON object whose "operation" names the conversion: "re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -29,14 +29,7 @@ from siamesenorm.interop.rewired_blocks import (
 from siamesenorm.interop.stored_model import Step
 from siamesenorm.models.transformer import ResidualPath, build_residual_path
 from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec
-from siamesenorm.topologies import (
-    Place,
-    ResidualSpec,
-    Topology,
-    topology_from_json,
-    topology_name,
-    topology_to_json,
-)
+from siamesenorm.topologies import Place, ResidualSpec, Topology, topology_from_json, topology_name
 
 FROM_SCRATCH = "start from scratch (preserve=False or --scratch)"
 
@@ -58,10 +51,7 @@ class HostNorms:
 
 
 def read_norms(stack: BlockStack) -> HostNorms:
-    """Return the functions of the norms on the residual path of a stack.
-
-    Raises UserError, naming the norm, for one whose function is not understood.
-    """
+    """Return the functions of the norms on the residual path; raises UserError for one that is not understood."""
     found = dict[str, tuple[nn.Module, NormFunction]]()
 
     def read(owner: nn.Module, path: str, name: str) -> NormFunction:
@@ -90,23 +80,6 @@ def read_norms(stack: BlockStack) -> HostNorms:
     return HostNorms(
         inputs=inputs, final=None if stack.spec.keeps_final_norm else final, first=first, operator=operator
     )
-
-
-def refuse_other_functions(
-    operator: NormSpec, found: Mapping[str, Iterable[Inexact]], *, chosen: str | NormSpec | None
-) -> None:
-    """Raise UserError, naming the norm, if a new one differs by more than rounding and the eps of a norm of a norm.
-
-    `found` are the differences by the name of the host's norm; `chosen` is the operator that the user chose, if any.
-    """
-    remedy = "make them alike with swap_norms first" if chosen is None else "leave norm out"
-    for name, differences in found.items():
-        for difference in differences:
-            if not difference.kind.only_eps_or_rounding:
-                raise UserError(
-                    f"norm {operator} cannot keep the function of the host's norms ({name}: {difference.detail}): "
-                    f"{remedy}, or {FROM_SCRATCH}"
-                )
 
 
 # --- the parts of a topology: nothing is installed yet
@@ -177,10 +150,7 @@ SCALED_ROLES = (*ATTENTION_ROLES, "attention_output", "mlp_up", "mlp_gate", "mlp
 
 
 class NormedProjection(nn.Module):
-    """A projection, and a norm of each head of its output [..., heads * head_dim].
-
-    Not an `nn.Linear`: what adds to or replaces a linear map (LoRA, quantisation) would skip the norm.
-    """
+    """A projection and a norm of each head of its output; no `nn.Linear`, which LoRA would replace."""
 
     def __init__(self, projection: nn.Module, head_norm: Norm) -> None:
         super().__init__()
@@ -194,15 +164,10 @@ class NormedProjection(nn.Module):
         return normalised
 
 
-def needs_qkv_norm(topology: Topology) -> bool:
-    """Return whether a model that starts from scratch gets the QKV-norm of the topology."""
-    return topology.attention_norm == "qkv-head"
-
-
 def refuse_fused_projections(stack: BlockStack, topology: Topology) -> None:
     """Raise UserError where the topology concerns projections that are no separate maps in the host."""
     known, name = stack.spec.projections, topology_name(topology)
-    if needs_qkv_norm(topology) and not all(role in known for role in ATTENTION_ROLES):
+    if topology.attention_norm == "qkv-head" and not all(role in known for role in ATTENTION_ROLES):
         keep = "" if topology.pre_norm_refusal else ", or keep the function, which adds no norm to the attention"
         raise UserError(
             f"{stack.name}.0.{stack.spec.attention} has no separate projections for queries, keys and values: it "
@@ -210,10 +175,7 @@ def refuse_fused_projections(stack: BlockStack, topology: Topology) -> None:
         )
     for role in SCALED_ROLES:
         if topology.initial_factor(role, len(stack.blocks)) != 1.0 and role not in known:
-            raise UserError(
-                f"{name} scales the initial weights of role {role}, which have no tensor of their own in "
-                f"{stack.name}.0: use post instead, or deepnorm:initial_scaling=false"
-            )
+            raise UserError(f"{name} scales {role}, which has no tensor of its own in {stack.name}.0: use post instead")
 
 
 def _normalise_projections(stack: BlockStack, operator: NormSpec) -> None:
@@ -252,10 +214,7 @@ def scale_drawn_weights(model: nn.Module, keep: Callable[[nn.Parameter], bool] =
 def install(
     stack: BlockStack, path: ResidualPath, topology: Topology, *, attention_norm: NormSpec | None, preserve: bool
 ) -> None:
-    """Replace the host's residual path and add norms to its attention: nothing here can fail.
-
-    Unless a function is to be preserved, weights are multiplied by the topology's factors for their initialisation.
-    """
+    """Replace the host's residual path; from scratch, scale its initial weights; nothing here can fail."""
     spec = stack.spec
     if not preserve:
         _scale_initial_weights(stack, topology)
@@ -281,27 +240,13 @@ def install(
 # --- the record of conversions
 
 
-def rewire_step(topology: Topology, norm: NormSpec, *, attention_norm: NormSpec | None, preserve: bool) -> Step:
-    """Return the step of a rewiring: everything beside the model that determines the structure of the result."""
-    return {
-        "operation": "rewire",
-        "topology": topology_to_json(topology),
-        "norm": norm.to_json(),
-        "attention_norm": attention_norm and attention_norm.to_json(),
-        "preserve": preserve,
-    }
-
-
 def steps_of(model: nn.Module) -> list[Step]:
     """Return the steps recorded on a model."""
     return list(getattr(model, "siamesenorm_steps", ()))
 
 
 def replay_steps(model: nn.Module, steps: Sequence[Step]) -> None:
-    """Repeat recorded steps on a freshly built model, for weights to be loaded into, or to be trained from scratch.
-
-    Raises UserError for a record that is unknown or damaged.
-    """
+    """Repeat recorded steps on a freshly built model; raises UserError for an unknown or damaged record."""
     if not steps or not isinstance(steps, (list, tuple)) or not all(isinstance(step, Mapping) for step in steps):
         raise UserError("siamesenorm in the configuration is no list of conversions: the configuration is damaged")
     operations = {"rewire": _replay, "swap_norms": foreign_norms.replay}

@@ -17,7 +17,15 @@ from siamesenorm.topologies import build_topology, topology_from_json
 FIELDS = tuple(field.name for field in dataclasses.fields(LanguageModelConfig))
 
 
-class SiameseNormConfig(PreTrainedConfig):
+class OwnRemoteCode:
+    """Mixed in before a class of transformers whose saving writes the file of code that config.json names."""
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Do nothing: transformers would copy the file of the class."""
+
+
+class SiameseNormConfig(OwnRemoteCode, PreTrainedConfig):
     """A `LanguageModelConfig` for transformers: its fields, resolved, and those of `PreTrainedConfig`.
 
     `topology` and `norm` are texts ("dhc-2:streams=4"), what their `to_json` gives, or the objects; they are kept as
@@ -75,10 +83,6 @@ class SiameseNormConfig(PreTrainedConfig):
         """Write config.json, and beside it the file of code that it names."""
         Path(json_file_path).with_name(REMOTE_CODE_FILE).write_text(REMOTE_CODE)
         super().to_json_file(json_file_path, use_diff)
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Do nothing: `save_pretrained` writes the file of code, where transformers would copy this one."""
 
 
 def _native(fields: dict[str, Any]) -> LanguageModelConfig:

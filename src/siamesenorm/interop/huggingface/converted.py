@@ -32,6 +32,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from siamesenorm.errors import UserError
 from siamesenorm.interop.block_families import FAMILIES
+from siamesenorm.interop.huggingface.configuration import OwnRemoteCode
 from siamesenorm.interop.huggingface.modeling import is_initialised, mark_initialised, refill_constants
 from siamesenorm.interop.rewired_blocks import RewiredBlock, derive, keep_recording, original_class, without
 from siamesenorm.interop.stored_model import Step
@@ -63,7 +64,7 @@ COMMON = {
 # --- the configuration
 
 
-class ConvertedConfig:
+class ConvertedConfig(OwnRemoteCode):
     """Mixed in before a host's configuration; `siamesenorm` holds the steps."""
 
     siamesenorm: Sequence[Step] = ()
@@ -82,7 +83,8 @@ class ConvertedConfig:
         host = original_class(type(self))
         whole = json.loads(super().to_json_string(use_diff))  # type: ignore[misc]
         record = {name: value for name, value in whole.items() if name in COMMON}
-        record |= {_required_number(host): None} if _required_number(host) else {}
+        if required := _required_number(host):
+            record[required] = None
         # Without "model_type", by which transformers would find the host's configuration in here.
         record[HOST] = {name: value for name, value in whole.items() if name not in COMMON}
         names = {auto.__name__: PREFIX + kind.__name__ for auto, kind in host_classes(host).items()}
@@ -94,10 +96,6 @@ class ConvertedConfig:
         """Write the configuration, and beside it the file of code that it names."""
         Path(json_file_path).with_name(f"{REMOTE_CODE_MODULE}.py").write_text(REMOTE_CODE)
         super().to_json_file(json_file_path, use_diff)  # type: ignore[misc]
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Do nothing: saving writes the file of code, where transformers would copy this one."""
 
 
 def converted_config(host: type) -> type[Any]:
@@ -136,7 +134,7 @@ def _required_number(host: type[Any]) -> str | None:
 # --- the model
 
 
-class ConvertedTransformersModel:
+class ConvertedTransformersModel(OwnRemoteCode):
     """Mixed in before a host's class: a configuration with steps builds the converted model."""
 
     config: Any
@@ -168,10 +166,6 @@ class ConvertedTransformersModel:
                 scale_drawn_weights(model, keep=is_initialised)
             refill_constants(model)
         super()._initialize_weights(module, is_custom_code)  # type: ignore[misc]
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-        """Do nothing: saving writes the file of code, where transformers would copy this one."""
 
 
 def converted_class(host: type) -> type[Any]:
@@ -214,18 +208,14 @@ def register_families() -> None:
 
 
 def adopt(model: nn.Module, steps: Sequence[Step]) -> None:
-    """Give a converted model the class that saves and loads it, and a configuration of its own with the steps.
-
-    The old configuration, which other models may share, stays as it is; `name_or_path` is cleared, since that path
-    holds another model.
-    """
+    """Give a converted model the class that saves it as what it is, and a configuration of its own with the steps."""
     assert isinstance(model, PreTrainedModel)
     register(type(model.config))
     copies: dict[int, Any] = {}
     config = copy.deepcopy(model.config, copies)
     config.__class__ = converted_config(type(config))
     config.siamesenorm = copy.deepcopy(list(steps))
-    config.name_or_path = ""
+    config.name_or_path = ""  # that path holds another model
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, PreTrainedConfig) and id(value) in copies:
@@ -254,11 +244,10 @@ def __getattr__(name: str) -> Any:
     """Return the class of converted models or configurations by its name, for stored models and remote code."""
     ours = name.startswith((PREFIX, REWIRED))
     host: Any = getattr(transformers, name.removeprefix(PREFIX).removeprefix(REWIRED), None) if ours else None
-    if not (isinstance(host, type) and issubclass(host, (PreTrainedConfig, PreTrainedModel))):
+    is_config, is_model = (isinstance(host, type) and issubclass(host, c) for c in (PreTrainedConfig, PreTrainedModel))
+    if not (is_config or is_model):
         raise AttributeError(
-            f"the host of {name} is none of transformers {transformers.__version__}: load it with "
-            "converted_class(host).from_pretrained of siamesenorm.interop.huggingface"
+            f"the host of {name} is none of transformers {transformers.__version__}: use converted_class(host)"
         )
-    is_config = issubclass(host, PreTrainedConfig)
     register(host if is_config else host.config_class)
     return converted_config(host) if is_config else converted_class(host)

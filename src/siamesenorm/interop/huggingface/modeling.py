@@ -143,9 +143,7 @@ class SiameseNormPreTrainedModel(PreTrainedModel):
 
     def _cache(self, given: Cache | None, wanted: bool | None) -> Cache | None:
         if self._recomputes and given is not None:
-            raise UserError(
-                "a cache under gradient checkpointing, which computes its keys twice: leave out one of them"
-            )
+            raise UserError("a cache under gradient checkpointing, which would fill it twice: leave out one of them")
         if self._recomputes:
             return None
         wanted = (self.config.use_cache and not self.training) if wanted is None else wanted
@@ -277,8 +275,7 @@ def attention_mask_for(
         return attention_mask
     if attention_mask is not None and attention_mask.dim() != 2:
         raise UserError(
-            f"attention_mask has {attention_mask.dim()} dimensions: give [batch, tokens], with 0 for padding, or "
-            "[batch, 1, tokens, tokens]"
+            f"attention_mask has {attention_mask.dim()} dimensions: give [batch, tokens], with 0 for padding"
         )
     new = len(steps)
     total = new if cache is None else cache.get_mask_sizes(new, 0)[0]
@@ -304,10 +301,7 @@ def attention_mask_for(
 
 
 def mark_initialised(model: nn.Module) -> None:
-    """Mark a model and all its modules as having their weights: transformers draws nothing again.
-
-    Marks are on modules, where copies keep them, not on parameters.
-    """
+    """Mark a model's modules, whose marks are copied with them, as having their weights: nothing is drawn again."""
     for module in model.modules():
         module._is_hf_initialized = True  # type: ignore[assignment]
 
