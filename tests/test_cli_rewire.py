@@ -448,7 +448,7 @@ def test_a_library_that_is_not_there_is_named(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     line = refusal(capsys, llama_directory, llama_directory.parent / "out", "--topology", "siamese")
-    assert "is a model of transformers" in line and "pip install 'siamesenorm[hf]'" in line
+    assert "needs transformers" in line and "pip install 'siamesenorm[hf]'" in line
 
 
 # --- models of this library ------------------------------------------------------------------------------------------

@@ -41,13 +41,11 @@ def adopt(model: nn.Module, steps: Sequence[Step]) -> None:
 def converted_class(host: type) -> type:
     """Return the class of converted models whose host is of class `host`; one for each."""
     host = original_class(host)
-    name, build = f"{PREFIX}{host.__name__}", _build_of(host)
-    return derive(ConvertedDiffusersModel, host, name, converted_class, __doc__=f"A converted {host.__name__}.",
-                  __init__=build)  # fmt: skip
+    return derive(ConvertedDiffusersModel, host, f"{PREFIX}{host.__name__}", converted_class, __init__=_build_of(host))
 
 
 class ConvertedDiffusersModel:
-    """Mixed in before a host's class: a configuration with the steps builds the converted model."""
+    """A converted model, which a configuration with the steps builds from its host."""
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> Any:

@@ -141,6 +141,4 @@ def open_prompt(stored: StoredModel, prompt: str, *, tokens: int) -> NativePromp
         return NativePrompt(stored, prompt, tokens=tokens)
     if isinstance(stored, TransformersModel):
         return TransformersPrompt(stored, prompt, tokens=tokens)
-    raise UserError(
-        f"{stored.path} holds a {stored.name} of {stored.library}, which generates no text: name a language model"
-    )
+    raise UserError(f"{stored.path} holds a {stored.name}, which generates no text: name a language model")

@@ -77,8 +77,7 @@ class LibraryModel(StoredModel):
             raise UserError(self._remedy_for_weights())
         if self._arguments().get("siamesenorm") and not self.converted:
             raise UserError(
-                f"{self.path} records conversions, but its {self.mark} {self.name} is that of an unconverted model: "
-                "the configuration is damaged, save the model again"
+                f"{self.path} records conversions of an unconverted {self.name}: the configuration is damaged"
             )
         library = self.import_library()
         with library_errors(self.path), _quiet(library):
@@ -108,9 +107,8 @@ class LibraryModel(StoredModel):
         try:
             return importlib.import_module(self.library)
         except ImportError as error:
-            raise UserError(
-                f"{self.path} needs {self.library} ({error}): pip install 'siamesenorm[{self.extra}]'"
-            ) from error
+            install = f"pip install 'siamesenorm[{self.extra}]'"
+            raise UserError(f"{self.path} needs {self.library} ({error}): {install}") from error
 
     def class_of(self, library: Any, name: str) -> Any:
         """Return a model's class of the library by its name; raises UserError if it has none."""
@@ -118,10 +116,7 @@ class LibraryModel(StoredModel):
         if isinstance(found, type) and issubclass(found, nn.Module):
             return found
         remedy = "load it in Python" if "auto_map" in self.record else "install a version that has it"
-        raise UserError(
-            f"{self.path} is a {name}, no model of {self.library} {library.__version__}: {remedy}, or correct the "
-            "name in config.json"
-        )
+        raise UserError(f"{self.path} is a {name}, no model of {self.library} {library.__version__}: {remedy}")
 
     def _arguments(self) -> dict[str, Any]:
         """Return the part of the configuration that holds the conversions."""

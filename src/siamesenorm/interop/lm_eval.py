@@ -1,12 +1,6 @@
 """lm-evaluation-harness on our models: a run, a checkpoint or an exported directory by path, and tasks of local files.
 
-Importing this module registers the model "siamesenorm". A harness that reads entry points imports it; for 0.4.13, which
-does not, the command line is:
-
-    python -c "import siamesenorm.interop.lm_eval; from lm_eval.__main__ import cli_evaluate; cli_evaluate()" \\
-        run --model siamesenorm --model_args pretrained=runs/x --tasks my_task --include_path my_tasks
-
-In Python, and without a network:
+Importing this module registers the model "siamesenorm". Without a network:
 
     task = local_task("arc_easy.jsonl")
     results = evaluate("runs/x", [task])["arc_easy"]["acc,none"]

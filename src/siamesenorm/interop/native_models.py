@@ -213,8 +213,7 @@ def require_finite(directory: Path, weights: Mapping[str, Tensor]) -> None:
     wrong = [name for name, tensor in weights.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
     if wrong:
         raise UserError(
-            f"{directory}: {len(wrong)} of {len(weights)} weights are not finite, such as {wrong[0]}: the training "
-            "diverged or the file is damaged; name an earlier checkpoint"
+            f"{directory}: {len(wrong)} weights are not finite, such as {wrong[0]}: name an earlier checkpoint"
         )
 
 

@@ -75,12 +75,10 @@ def rewire(
                 what = f"norm {operator} cannot keep the function of the host's norms ({name}: {one.detail})"
                 raise UserError(f"{what}: {remedy}, or {FROM_SCRATCH}")
         differences = tuple(dict.fromkeys(chain.from_iterable(found.values())))
-    elif (
-        resolved.attention_norm == "qkv-head"
-    ):  # of the host's operator and eps, whatever the operator of the residual path
-        attention_norm = NormSpec.parse(
-            old.first.statistic, **({} if old.first.eps is None else {"eps": old.first.eps})
-        )
+    elif resolved.attention_norm == "qkv-head":
+        # Of the host's operator and eps, whatever the operator of the residual path.
+        eps = {} if old.first.eps is None else {"eps": old.first.eps}
+        attention_norm = NormSpec.parse(old.first.statistic, **eps)
     before, known = _fates_of_old_norms(model, stack, old, preserve=preserve), norms_of(model)
     # Nothing of the model was changed above, and nothing can fail below.
     install(stack, path, resolved, attention_norm=attention_norm, preserve=preserve)
@@ -101,8 +99,7 @@ def _resolve(topology: Topology, stack: BlockStack, *, preserve: bool) -> Topolo
     spec, what = stack.spec, type(stack.blocks[0]).__name__
     if len(spec.sublayers) == 1 and topology.tells_sublayers_apart:
         raise UserError(
-            f"{topology_name(topology)} has different connections for attention and MLP, but {what} ({stack.name}) "
-            "computes the two in parallel: use siamese-post-pre, or another topology with one kind of connection"
+            f"{topology_name(topology)} on {what}, with attention and MLP in parallel: use siamese-post-pre"
         )
     if spec.keeps_final_norm and topology.modulation_refusal:
         raise UserError(f"{topology_name(topology)} on {what}: {topology.modulation_refusal}")
@@ -128,10 +125,7 @@ def _rewire_native(
     """Rewire a Pre-Norm model of this library, whose configuration changes with it, and keep its function."""
     train = f"train one that has it, siamesenorm train --model.topology {topology_name(topology)}"
     if not preserve:
-        raise UserError(
-            f"a model of this library does not start from scratch here (preserve=False, --scratch): {train}, or build "
-            "it with build_language_model"
-        )
+        raise UserError(f"preserve=False, --scratch: a model of this library is not changed from scratch: {train}")
     if isinstance(model.config.topology, PreNorm) and topology.pre_norm_refusal:
         raise UserError(
             f"{topology.title} cannot keep the function of a Pre-Norm model: {topology.pre_norm_refusal}; {train}, or "

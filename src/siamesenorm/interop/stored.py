@@ -61,10 +61,7 @@ def open_native(path: str | Path, *, data: Path | None = None) -> NativeModel:
     if isinstance(found, NativeModel):
         return found
     if found.converted:
-        raise UserError(
-            f"{path} holds a {found.name}, which was rewired or had its norms swapped and is in the format of "
-            f"{found.library} already: siamesenorm.from_pretrained({str(path)!r}) loads it"
-        )
+        raise UserError(f"{path} is in the format of {found.library} already: load it with siamesenorm.from_pretrained")
     raise UserError(f"{path} holds a model of {found.library}, {found.name!r}: name a run, a checkpoint or an export")
 
 
@@ -79,8 +76,7 @@ def from_pretrained(path: str | Path, **options: Any) -> nn.Module:
     found = detect(path)
     if isinstance(found, LibraryModel) and not found.converted:
         raise UserError(
-            f"{path} holds a {found.name} of {found.library} that was not converted: load it with {found.library}, and "
-            "call siamesenorm.rewire or swap_norms"
+            f"{path} holds an unconverted {found.name}: load it with {found.library}, then call siamesenorm.rewire"
         )
     model = found.load(**options)
     for note in found.notes:

@@ -63,15 +63,41 @@ def save_pretrained(model: nn.Module, directory: str | Path) -> None:
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=target) as written:
-        save_for_hf(
-            model,
-            written,
-            model_config={"pretrained_cfg": {"architecture": architecture}},
-            model_args=arguments,
-            safe_serialization=True,
-        )
+        config = {"pretrained_cfg": {"architecture": architecture}}
+        save_for_hf(model, written, model_config=config, model_args=arguments, safe_serialization=True)
         for name in ("model.safetensors", "config.json"):  # the configuration last: without it nothing loads
             os.replace(Path(written, name), target / name)
+
+
+def _entry_point(host: str, name: str) -> Callable[..., nn.Module]:
+    def create(
+        pretrained: bool = False,
+        topology: str = TOPOLOGY,
+        norm: str | None = None,
+        siamesenorm: list[Step] | None = None,
+        **options: Any,
+    ) -> nn.Module:
+        """Build the host, and rewire it or repeat the steps of a saved model."""
+        if pretrained and not (options.get("pretrained_cfg") or options.get("pretrained_cfg_overlay")):
+            raise UserError(f"{name} has no pretrained weights: create {host} with pretrained=True, and rewire it")
+
+        def build(**arguments: Any) -> nn.Module:
+            model: nn.Module = model_entrypoint(host)(pretrained=False, **arguments)
+            if siamesenorm:
+                replay_steps(model, siamesenorm)
+            else:
+                rewire(model, topology, preserve=False, norm=norm)
+            return model
+
+        features = {"out_indices": 3, "feature_cls": "getter"}
+        built: nn.Module = build_model_with_cfg(
+            build, name, pretrained, feature_cfg=features, pretrained_filter_fn=checkpoint_filter_fn, **options
+        )
+        return built
+
+    create.__name__ = create.__qualname__ = name
+    create.__doc__ = f"Build timm's {host} with the residual path of `topology` and the operator `norm`."
+    return create
 
 
 def siamesenorm_converted(
@@ -80,49 +106,8 @@ def siamesenorm_converted(
     """Build timm's model `host` and repeat the steps on it: the architecture that a saved converted model names."""
     if not host or not siamesenorm:
         raise UserError(f"{CONVERTED} is the architecture of saved models: load one with siamesenorm.from_pretrained")
-    return _create(CONVERTED, host, lambda model: replay_steps(model, siamesenorm), pretrained, options)
+    return _entry_point(host, CONVERTED)(pretrained, siamesenorm=siamesenorm, **options)
 
 
-def _entry_point(host: str) -> Callable[..., nn.Module]:
-    def create(
-        pretrained: bool = False,
-        topology: str = TOPOLOGY,
-        norm: str | None = None,
-        siamesenorm: list[Step] | None = None,
-        **options: Any,
-    ) -> nn.Module:
-        """Build the model; a saved one repeats its steps, whatever the names of topologies mean today."""
-
-        def convert(model: nn.Module) -> None:
-            if siamesenorm:
-                replay_steps(model, siamesenorm)
-            else:
-                rewire(model, topology, preserve=False, norm=norm)
-
-        return _create(create.__name__, host, convert, pretrained, options)
-
-    create.__name__ = create.__qualname__ = f"{PREFIX}{host}"
-    create.__doc__ = f"Build timm's {host} with the residual path of `topology` and the operator `norm`."
-    return create
-
-
-def _create(
-    name: str, host: str, convert: Callable[[nn.Module], None], pretrained: bool, options: dict[str, Any]
-) -> nn.Module:
-    if pretrained and not (options.get("pretrained_cfg") or options.get("pretrained_cfg_overlay")):
-        raise UserError(f"{name} has no pretrained weights: create {host} with pretrained=True, and rewire it")
-
-    def build(**arguments: Any) -> nn.Module:
-        model: nn.Module = model_entrypoint(host)(pretrained=False, **arguments)
-        convert(model)
-        return model
-
-    features = {"out_indices": 3, "feature_cls": "getter"}
-    model: nn.Module = build_model_with_cfg(
-        build, name, pretrained, feature_cfg=features, pretrained_filter_fn=checkpoint_filter_fn, **options
-    )
-    return model
-
-
-for _create_model in (siamesenorm_converted, *map(_entry_point, HOSTS)):
-    register_model(_create_model)
+for _create in (siamesenorm_converted, *(_entry_point(host, f"{PREFIX}{host}") for host in HOSTS)):
+    register_model(_create)

@@ -109,8 +109,7 @@ class TrainedModel(NativeModel):
         manifest = read_manifest(data / MANIFEST_FILE)
         if manifest.digest != self.run_config.task.digest:
             raise UserError(
-                f"{data} holds other data than the run was trained on (digest {manifest.digest[:12]}, not {wanted}): "
-                "name their place with --data"
+                f"{data} holds other data than the run's (digest {manifest.digest[:12]}, not {wanted}): give --data"
             )
         return data, manifest
 

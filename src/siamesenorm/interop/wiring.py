@@ -55,7 +55,7 @@ def read_norms(stack: BlockStack) -> HostNorms:
     found = dict[str, tuple[nn.Module, NormFunction]]()
 
     def read(owner: nn.Module, path: str, name: str) -> NormFunction:
-        """Return the function of the norm at `path` in `owner`; `name` is the qualified one."""
+        """Return the function of the norm at `path` in `owner`, with `name` in errors."""
         try:
             module = owner.get_submodule(path)
             found[name] = module, read_norm(module)
@@ -109,26 +109,22 @@ def init_as_pre_norm(path: ResidualPath, stack: BlockStack, old: HostNorms) -> d
     found[stack.final_norm] = path.closing.init_as_pre_norm(old.final)
     # Where the sublayer keeps its own norm, the connection reports no bound: its eps is that of the other norms.
     twice = Inexact.norm_of_norm(old.first.eps, old.first.eps)
-    return {
-        name: [twice if (one.kind, one.bound) == (twice.kind, None) else one for one in differences]
-        for name, differences in found.items()
-    }
+    for differences in found.values():
+        differences[:] = [twice if (one.kind, one.bound) == (twice.kind, None) else one for one in differences]
+    return found
 
 
 def places_of(spec: BlockSpec, depth: int) -> list[tuple[Place, ...]]:
     """Return the places of every block's sublayers, numbered through the whole stack."""
-    places: list[tuple[Place, ...]] = []
-    previous: Place | None = None
-    for block in range(depth):
-        row: list[Place] = []
-        for slot, sublayer in enumerate(spec.sublayers):
-            previous = Place(
-                index=block * len(spec.sublayers) + slot, block=block, slot=slot, kind=sublayer.kind, depth=depth,
-                previous=previous, normalises_input=bool(sublayer.kept),
-            )  # fmt: skip
-            row.append(previous)
-        places.append(tuple(row))
-    return places
+    places: list[Place] = []
+    count = len(spec.sublayers)
+    for index in range(depth * count):
+        sublayer = spec.sublayers[index % count]
+        places.append(Place(
+            index=index, block=index // count, slot=index % count, kind=sublayer.kind, depth=depth,
+            previous=places[-1] if places else None, normalises_input=bool(sublayer.kept),
+        ))  # fmt: skip
+    return [tuple(places[first : first + count]) for first in range(0, len(places), count)]
 
 
 def like(module: nn.Module, norm: NormFunction | None = None) -> dict[str, Any]:

@@ -20,6 +20,8 @@ FIELDS = tuple(field.name for field in dataclasses.fields(LanguageModelConfig))
 class OwnRemoteCode:
     """Mixed in before a class of transformers whose saving writes the file of code that config.json names."""
 
+    _auto_class = None
+
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
         """Do nothing: transformers would copy the file of the class."""
@@ -51,22 +53,14 @@ class SiameseNormConfig(OwnRemoteCode, PreTrainedConfig):
     pad_token_id: int | None = None
     seed: int = 0
 
-    def __init__(
-        self,
-        *,
-        use_cache: bool = True,
-        bos_token_id: int | None = None,
-        eos_token_id: int | None = None,
-        pad_token_id: int | None = None,
-        seed: int = 0,
-        **fields: Any,
-    ) -> None:
+    def __init__(self, **fields: Any) -> None:
         fields = {self.attribute_map.get(name, name): value for name, value in fields.items()}
         record = _native({name: fields.pop(name) for name in FIELDS if name in fields}).to_json()
+        others = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "seed")
         for name in FIELDS:
             setattr(self, name, record[name])
-        self.use_cache, self.seed = use_cache, seed
-        self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
+        for name in others:
+            setattr(self, name, fields.pop(name, getattr(type(self), name)))
         fields.pop(DIGEST, None)  # of the file that was read; other weights may be saved
         super().__init__(**{**fields, "auto_map": dict(AUTO_MAP)})
 

@@ -1,13 +1,11 @@
 """Converted models of Hugging Face: each gets a class of its own, "SiameseNorm" before its host's name.
 
-The class builds the host and repeats on it the steps that its configuration holds; then weights are loaded into it. So
-saving and loading are the library's own, in safetensors alone. `register` makes the classes known to the Auto classes;
-importing this package does so for the families that `rewire` supports.
+The class builds the host and repeats the steps of its configuration; then transformers loads the weights. `register`
+adds the classes to the Auto classes; importing this package does so for the families that `rewire` supports.
 
 On disk the host's configuration is nested under "host", so that nothing takes the model for its host: the type is
-unknown to plain transformers, and the host's own class, called by name, finds null in place of a number that it needs,
-instead of drawing at random the norms that it misses. `trust_remote_code=True` finds the classes through a short file
-of code beside the weights.
+unknown to plain transformers, and the host's own class finds null in place of a number that it needs. With
+`trust_remote_code=True` a short file of code beside the weights imports the classes.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ COMMON = {
 
 
 class ConvertedConfig(OwnRemoteCode):
-    """Mixed in before a host's configuration; `siamesenorm` holds the steps."""
+    """A host's configuration; `siamesenorm` holds the steps of the conversion."""
 
     siamesenorm: Sequence[Step] = ()
 
@@ -101,15 +99,8 @@ class ConvertedConfig(OwnRemoteCode):
 def converted_config(host: type) -> type[Any]:
     """Return the class of the configurations of converted models whose host has configurations of class `host`."""
     host = original_class(host)
-    return derive(
-        ConvertedConfig,
-        host,
-        f"{PREFIX}{host.__name__}",
-        converted_config,
-        __doc__=f"A {host.__name__} with the conversions of its model.",
-        model_type=f"{TYPE_PREFIX}{host.model_type}",  # type: ignore[attr-defined]
-        _auto_class=None,
-    )
+    name, model_type = f"{PREFIX}{host.__name__}", f"{TYPE_PREFIX}{host.model_type}"  # type: ignore[attr-defined]
+    return derive(ConvertedConfig, host, name, converted_config, model_type=model_type)
 
 
 def host_classes(config: type) -> dict[type[Any], type[Any]]:
@@ -135,7 +126,7 @@ def _required_number(host: type[Any]) -> str | None:
 
 
 class ConvertedTransformersModel(OwnRemoteCode):
-    """Mixed in before a host's class: a configuration with steps builds the converted model."""
+    """A converted model, which a configuration with steps builds from its host."""
 
     config: Any
 
@@ -172,15 +163,8 @@ def converted_class(host: type) -> type[Any]:
     """Return the class of converted models whose host is of class `host`."""
     host = without(ConvertedTransformersModel, host)
     original: Any = original_class(host)
-    return derive(
-        ConvertedTransformersModel,
-        host,
-        f"{PREFIX}{original.__name__}",
-        converted_class,
-        __doc__=f"A converted {original.__name__}.",
-        config_class=converted_config(original.config_class),
-        _auto_class=None,
-    )
+    name, config = f"{PREFIX}{original.__name__}", converted_config(original.config_class)
+    return derive(ConvertedTransformersModel, host, name, converted_class, config_class=config)
 
 
 def register(host: type) -> None:
