@@ -54,7 +54,10 @@ def read_norm(module: nn.Module) -> NormFunction:
     tensors = [name for tensors in (module.named_parameters(), module.named_buffers()) for name, _ in tensors]
     if others := [name for name in tensors if name not in ("weight", "bias")]:
         raise Unreadable(f"no formula explains its {others[0]}")
-    weight, bias = _parameter(module, "weight"), _parameter(module, "bias")
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    for name, value in (("weight", weight), ("bias", bias)):
+        if not (value is None or isinstance(value, nn.Parameter)):
+            raise Unreadable(f"its {name} is not a parameter")
     shape = getattr(module, "normalized_shape", None) if weight is None else weight.shape
     if shape is None:
         raise Unreadable("it has no weight and no normalized_shape: its width is not known")
@@ -83,13 +86,6 @@ def _refuse_attachments(module: nn.Module) -> None:
         raise Unreadable("its forward has no signature") from None
     if len(inputs) != 1:
         raise Unreadable(f"its forward takes {', '.join(inputs)}: a norm takes one tensor")
-
-
-def _parameter(module: nn.Module, name: str) -> Tensor | None:
-    value = getattr(module, name, None)
-    if value is None or isinstance(value, nn.Parameter):
-        return value
-    raise Unreadable(f"its {name} is not a parameter")
 
 
 def _eps_candidates(module: nn.Module, weight: Tensor | None) -> tuple[float, ...]:

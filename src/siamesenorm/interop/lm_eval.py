@@ -1,6 +1,7 @@
 """lm-evaluation-harness on our models: a run, a checkpoint or an exported directory by path, and tasks of local files.
 
-Importing this module registers the model "siamesenorm". Without a network:
+Importing this module registers the model "siamesenorm"; where a harness reads no entry points (0.4.13), run
+`python -c "import siamesenorm.interop.lm_eval; from lm_eval.__main__ import cli_evaluate; cli_evaluate()" run ...`.
 
     task = local_task("arc_easy.jsonl")
     results = evaluate("runs/x", [task])["arc_easy"]["acc,none"]

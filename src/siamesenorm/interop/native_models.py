@@ -60,12 +60,8 @@ class NativeModel(StoredModel):
     library = "siamesenorm"
 
     @abstractmethod
-    def config(self) -> LanguageModelConfig:
-        """Return the configuration, for use."""
-
-    @abstractmethod
-    def weights(self) -> dict[str, Tensor]:
-        """Return the weights by their native names."""
+    def contents(self) -> tuple[LanguageModelConfig, dict[str, Tensor]]:
+        """Return the configuration, for use, and the weights by their native names."""
 
     @abstractmethod
     def tokenizer(self) -> Tokenizer:
@@ -83,8 +79,8 @@ class NativeModel(StoredModel):
         """Return the model in evaluation mode, in at least fp32; raises UserError for wrong or non-finite weights."""
         if options:
             raise UserError(f"{next(iter(options))}: a native model takes no options, leave it out")
-        weights = self.weights()
-        model = build_language_model(self.config(), device="meta").to_empty(device="cpu")
+        config, weights = self.contents()
+        model = build_language_model(config, device="meta").to_empty(device="cpu")
         expected, found = ({name: tuple(t.shape) for name, t in d.items()} for d in (model.state_dict(), weights))
         wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
         if wrong:
@@ -143,16 +139,9 @@ class ExportedModel(NativeModel):
         """Return the export whose configuration has our `model_type`."""
         return cls(path=path, record=record, name=MODEL_TYPE) if record.get("model_type") == MODEL_TYPE else None
 
-    def config(self) -> LanguageModelConfig:
-        """Return the configuration, for use."""
-        names = {field.name for field in dataclasses.fields(LanguageModelConfig)} & self.record.keys()
-        try:
-            return for_use(LanguageModelConfig.from_json({name: self.record[name] for name in names}))
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise UserError(f"{self.path / CONFIG_FILE}: not the configuration of a model: {error}") from error
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the weights by their native names, of one file or several."""
+    def contents(self) -> tuple[LanguageModelConfig, dict[str, Tensor]]:
+        """Return the configuration, for use, and the weights by their native names, of one file or several."""
+        config = self._config()
         files = sorted(self.path.glob("model*.safetensors"))
         if not files:
             raise UserError(f"{self.path}: no {WEIGHTS_FILE}: export the model again")
@@ -165,7 +154,14 @@ class ExportedModel(NativeModel):
             raise UserError(f"{self.path}: the weights cannot be read ({error}): export the model again") from error
         if self.record.get(DIGEST) not in (None, digest(weights)):
             raise UserError(f"{self.path}: the weights have changed since they were written: copy or export them again")
-        return {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
+        return config, {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
+
+    def _config(self) -> LanguageModelConfig:
+        names = {field.name for field in dataclasses.fields(LanguageModelConfig)} & self.record.keys()
+        try:
+            return for_use(LanguageModelConfig.from_json({name: self.record[name] for name in names}))
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise UserError(f"{self.path / CONFIG_FILE}: not the configuration of a model: {error}") from error
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer beside the weights."""
@@ -186,7 +182,7 @@ class ExportedModel(NativeModel):
         """Return the model card; a line where there is none."""
         file = self.path / CARD_FILE
         if not file.is_file():
-            return default_card(self.config())
+            return default_card(self._config())
         try:
             return file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

@@ -228,7 +228,9 @@ class ClosedHiddenStates(nn.Module):
         states = getattr(output, "hidden_states", None)
         if states is not None:
             closing = next(module for module in self.modules() if isinstance(module, RewiredClosing))
-            output["hidden_states"] = tuple(_close(closing, state) for state in states)
+            output["hidden_states"] = tuple(
+                closing(state) if state is not None and state.dim() == 4 else state for state in states
+            )
         names = getattr(self.config, "return_dict", True) if wanted is None else wanted
         return output.to_tuple() if names is False else output
 
@@ -236,11 +238,6 @@ class ClosedHiddenStates(nn.Module):
         """Restore a pickled backbone, whose class this process may not have seen."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         keep_recording(self)
-
-
-def _close(closing: RewiredClosing, state: Tensor | None) -> Tensor | None:
-    """Return a packed state [batch, tokens, streams, dim] closed; others unchanged."""
-    return closing(state) if state is not None and state.dim() == 4 else state
 
 
 def keep_recording(model: nn.Module) -> None:

@@ -94,5 +94,5 @@ def export(source: str | Path, out: Path, *, data: Path | None = None) -> Native
     stored = open_native(source, data=data)
     stored.load()  # weights that are not those of the configuration are refused before anything is written
     with new_directory(out) as directory:
-        stored.write(directory, stored.config(), stored.weights(), stored.card())
+        stored.write(directory, *stored.contents(), stored.card())
     return stored

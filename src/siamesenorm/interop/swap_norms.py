@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -86,7 +86,13 @@ def swap_norms(model: nn.Module, norm: str | NormSpec, where: Callable[[str], bo
             raise UserError(f"{name} cannot be replaced, and the model has one operator: {reason}")
         model.config = swapped
     else:
-        new, report = _plan(model, names, spec, _selection(where, names))
+        if isinstance(where, str):
+            chosen = set(fnmatch.filter(names, where))
+            if not chosen:
+                some = ", ".join([*islice(names, 4), *(["..."] if len(names) > 4 else [])])
+                raise UserError(f"where={where!r} selects no norm: the model has {some or 'none'}")
+            where = chosen.__contains__
+        new, report = _plan(model, names, spec, where or (lambda name: True))
     for name, module in new.items():
         model.set_submodule(name, module)
     if new and not isinstance(model, LanguageModel):
@@ -120,18 +126,6 @@ def _plan(
         was, now = type(module).__name__, type(new[name]).__name__
         replaced.append(Replacement(name=name, was=was, now=now, differences=tuple(differences)))
     return new, SwapReport(replaced=tuple(replaced), kept=tuple(kept), refused=tuple(refused))
-
-
-def _selection(where: Callable[[str], bool] | str | None, names: Collection[str]) -> Callable[[str], bool]:
-    if where is None:
-        return lambda name: True
-    if not isinstance(where, str):
-        return where
-    chosen = set(fnmatch.filter(names, where))
-    if not chosen:
-        some = ", ".join([*islice(names, 4), *(["..."] if len(names) > 4 else [])])
-        raise UserError(f"where={where!r} selects no norm: the model has {some or 'none'}")
-    return chosen.__contains__
 
 
 def _refuse_place(name: str, parent: nn.Module, names: dict[str, nn.Module]) -> None:

@@ -81,13 +81,9 @@ class TrainedModel(NativeModel):
         used = f"the older one of step {self.checkpoint.step} is used"
         return tuple(f"{self.path}: a checkpoint was skipped ({reason}), {used}" for reason in self.checkpoint.skipped)
 
-    def config(self) -> LanguageModelConfig:
-        """Return the configuration, for use."""
-        return for_use(self.run_config.task.model)
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the weights by their native names."""
-        return self.checkpoint.tensors["model"]
+    def contents(self) -> tuple[LanguageModelConfig, dict[str, Tensor]]:
+        """Return the configuration, for use, and the weights by their native names."""
+        return for_use(self.run_config.task.model), self.checkpoint.tensors["model"]
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the data that the run was trained on."""

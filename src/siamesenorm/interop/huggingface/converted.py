@@ -152,8 +152,8 @@ class ConvertedTransformersModel(OwnRemoteCode):
             if not is_initialised(model):
                 for _, parameter, declaration in declared_parameters(model):
                     if not is_initialised(parameter):
-                        like = {"dtype": parameter.dtype, "device": parameter.device}
-                        assign(parameter, torch.tensor(declaration.initial, **like))
+                        dtype, device = parameter.dtype, parameter.device
+                        assign(parameter, torch.tensor(declaration.initial, dtype=dtype, device=device))
                 scale_drawn_weights(model, keep=is_initialised)
             refill_constants(model)
         super()._initialize_weights(module, is_custom_code)  # type: ignore[misc]
