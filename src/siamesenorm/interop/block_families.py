@@ -1,7 +1,4 @@
-"""The families of blocks that `rewire` supports: decoders of transformers, timm's ViT and DeiT, and diffusers' DiT.
-
-Of transformers these are Llama, Qwen3, Mistral, OLMo, OLMoE, Gemma 2 and 3, OLMo 2, GPT-2, GPT-NeoX and Pythia.
-"""
+"""The families of blocks that `rewire` supports: decoders of transformers, timm's ViT and DeiT, and diffusers' DiT."""
 
 from __future__ import annotations
 

@@ -155,12 +155,10 @@ class LibraryModel(StoredModel):
                 raise UserError(f"{self.path} {verb} {weights} ({some}): its files are not those of its config.json")
 
     @abstractmethod
-    def _build(self, library: Any) -> Any:
-        """Return the model with its library's initial weights."""
+    def _build(self, library: Any) -> Any: ...
 
     @abstractmethod
-    def _load(self, library: Any, options: dict[str, Any]) -> Any:
-        """Return the model with its weights."""
+    def _load(self, library: Any, options: dict[str, Any]) -> Any: ...
 
     def _save(self, model: Any, target: Path) -> None:
         model.save_pretrained(target)

@@ -175,10 +175,7 @@ def record_streams(model: nn.Module) -> Iterator[list[StreamsOfBlock]]:
 
 @dataclass(frozen=True, slots=True)
 class NormFate:
-    """The outcome of one norm; `detail` is a text for the user.
-
-    Its parameters moved into a connection, it was kept or dropped, or it is new.
-    """
+    """The outcome of one norm: its parameters moved into a connection, or it was kept, dropped, or made new."""
 
     name: str
     outcome: Literal["moved", "kept", "dropped", "new"]

@@ -1,8 +1,7 @@
 """How a block of another library uses the residual path, and the classes of a rewired block and its backbone.
 
-A rewired block is the host's own block, whose class is exchanged for a subclass with another forward: its attention,
-its MLP, their names, hooks and checkpointing stay. Blocks return one packed tensor [..., streams, dim], so that the
-host's loop over its blocks runs unchanged.
+A rewired block is the host's own block of another class, with another forward: attention, MLP, names, hooks and
+checkpointing stay. It returns one packed tensor [..., streams, dim], and the host's loop over its blocks is unchanged.
 """
 
 from __future__ import annotations
@@ -91,11 +90,7 @@ class RewiredBlock(nn.Module):
 
 
 class SequentialBlock(RewiredBlock):
-    """A block of attention, then MLP, each behind a connection.
-
-    A family's subclass names the modules that compute a sublayer's output, in order; further arguments are the
-    attention's, by name, since their order differs from family to family.
-    """
+    """Attention, then MLP, each behind a connection; a subclass names the modules that compute each sublayer."""
 
     attention_modules: ClassVar[tuple[str, ...]]
     mlp_modules: ClassVar[tuple[str, ...]]

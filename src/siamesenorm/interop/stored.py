@@ -26,10 +26,7 @@ OTHERS = {
 
 
 def detect(path: str | Path, *, data: Path | None = None) -> StoredModel:
-    """Return the model in a directory, not loaded yet: of this library, of transformers, diffusers or timm.
-
-    `data` is the prepared data of a run, where they were moved. Raises UserError for anything else.
-    """
+    """Return the model in a directory, not loaded yet; `data` is a run's prepared data, if moved; raises UserError."""
     path = Path(path)
     if not path.is_dir():
         what = " is a file, not a directory" if path.exists() else ": no such directory"

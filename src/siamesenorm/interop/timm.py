@@ -47,10 +47,7 @@ __all__ = ["save_pretrained"]
 
 
 def save_pretrained(model: nn.Module, directory: str | Path) -> None:
-    """Save a converted model of timm: model.safetensors, and config.json in timm's format with the steps.
-
-    Raises UserError for a model that was not converted, or that timm.create_model did not make.
-    """
+    """Save a converted model in timm's format with its steps; raises UserError for one that timm cannot build again."""
     steps = steps_of(model)
     if not steps:
         raise UserError(f"{type(model).__name__} was not converted: call siamesenorm.rewire first, or save_for_hf")

@@ -128,10 +128,7 @@ def places_of(spec: BlockSpec, depth: int) -> list[tuple[Place, ...]]:
 
 
 def like(module: nn.Module, norm: NormFunction | None = None) -> dict[str, Any]:
-    """Return the device and dtype of a norm's gain; without one those of a module's parameters, quantised ones apart.
-
-    Norms may be wider than their surroundings: a gain in fp32 is not rounded to the bf16 of the projections.
-    """
+    """Return the device and dtype of a norm's gain, else of a module's first parameter that is not quantised."""
     gains = () if norm is None or norm.gain is None else (norm.gain,)
     for parameter in (*gains, *module.parameters()):
         if parameter.is_floating_point() and parameter.dtype.itemsize >= 2:
