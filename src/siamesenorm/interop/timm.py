@@ -2,7 +2,7 @@
 
 Importing this module registers "siamesenorm_vit_tiny_patch16_224" and the like: timm's model of the rest of that name,
 to train from scratch, with `topology` and `norm` as further arguments of `timm.create_model`. What is saved names
-"siamesenorm_converted", or its registered name, as its architecture, which timm without this import does not know.
+"siamesenorm_converted", or its registered name, as its architecture, which timm has only after this import.
 """
 
 from __future__ import annotations

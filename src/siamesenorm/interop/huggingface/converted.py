@@ -104,7 +104,7 @@ def converted_config(host: type) -> type[Any]:
 
 
 def host_classes(config: type) -> dict[type[Any], type[Any]]:
-    """Return the host's class for each Auto class that knows the host's class of configurations."""
+    """Return the host's class for each Auto class with the host's class of configurations."""
     found: dict[type[Any], type[Any]] = {}
     for auto in vars(modeling_auto).values():
         if isinstance(auto, type) and issubclass(auto, _BaseAutoModelClass) and auto._model_mapping is not None:
@@ -168,7 +168,7 @@ def converted_class(host: type) -> type[Any]:
 
 
 def register(host: type) -> None:
-    """Make converted models known to the Auto classes that know configurations of class `host`."""
+    """Add converted models to the Auto classes that have configurations of class `host`."""
     config, original = converted_config(host), original_class(host)
     AutoConfig.register(config.model_type, config, exist_ok=True)
     host_type = original.model_type  # type: ignore[attr-defined]
