@@ -268,8 +268,8 @@ def attention_mask_for(
     """Return the boolean mask [batch or 1, 1, tokens, all tokens], or None for plain causal attention.
 
     `attention_mask` [batch, all tokens] is 0 for padding; one of four dimensions is used unchanged.
-    `packed_positions` [batch or 1, tokens] start again with every document of a packed sequence. A padding token attends to
-    itself, since a row without any key has no softmax. Raises UserError for a mask of other dimensions.
+    `packed_positions` [batch or 1, tokens] start again with every document of a packed sequence. A padding token has
+    itself as its key, since a row without any has no softmax. Raises UserError for a mask of other dimensions.
     """
     if attention_mask is not None and attention_mask.dim() == 4:
         return attention_mask
