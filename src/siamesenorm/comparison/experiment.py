@@ -40,6 +40,8 @@ from siamesenorm.training.verdict import Verdict
 
 POLL_SECONDS = 0.2
 LOCK_FILE = "lock"
+UNPLANNED = {LOCK_FILE, f".{PLAN_FILE}.tmp"}
+"""Files that a process leaves that was killed before it wrote the plan."""
 
 Planned = tuple[PlannedRun, RunConfig]
 
@@ -160,22 +162,11 @@ class Experiment:
         """
         with ExitStack() as held:
             with disk_errors(self.directory):
-                self._require_experiment()
                 self._require_same()
                 self.directory.mkdir(parents=True, exist_ok=True)
                 held.enter_context(exclusive(self.directory / LOCK_FILE))
                 self._require_same()  # another process may have come first
             yield
-
-    def _require_experiment(self) -> None:
-        """Refuse a directory of other things; a plan that a killed process did not finish writing is none."""
-        if not self.directory.exists() or (self.directory / PLAN_FILE).is_file():
-            return
-        unplanned = {LOCK_FILE, f".{PLAN_FILE}.tmp"}
-        if not self.directory.is_dir() or {each.name for each in self.directory.iterdir()} - unplanned:
-            raise UserError(
-                f"{self.directory} exists and is not the directory of an experiment: choose another directory"
-            )
 
     def _require_same(self) -> None:
         plan = read_plan(self.directory)
@@ -184,6 +175,14 @@ class Experiment:
             raise UserError(
                 f"{self.directory} holds an experiment with {name} {there}, not {here}: choose another --out"
             )
+        if plan is None and self.directory.exists() and not self._is_fresh():
+            raise UserError(
+                f"{self.directory} exists and is not the directory of an experiment: choose another directory"
+            )
+
+    def _is_fresh(self) -> bool:
+        """Whether the directory is empty, or a process was killed before it wrote the plan."""
+        return self.directory.is_dir() and {each.name for each in self.directory.iterdir()} <= UNPLANNED
 
     def _train(self, runs: Sequence[Planned]) -> None:
         known = {job.directory for job in self.trained}
@@ -229,33 +228,32 @@ class Experiment:
                     f"{self.directory} has {planned.name} as a run of {planned.part}, not of {job.planned.part}: "
                     "choose another --out, or the same seeds"
                 )
-        gpus = len(shared_gpus(self.template.execution.device)) or 1
+        together = 0
+        if any(job.verdict is None for job in jobs):
+            together = -(-min(self.jobs, len(jobs)) // max(1, len(shared_gpus(self.template.execution.device))))
         plan = ExperimentPlan(
             command=self.command,
             template=self.record,
             data=self.template.task.describe_data(),
             runs=runs,
             comparisons=tuple(dict.fromkeys([*before.comparisons, *self.comparisons])),
-            jobs=max(before.jobs, -(-min(self.jobs, len(jobs)) // gpus) if self._unfinished(jobs) else before.jobs),
+            jobs=max(before.jobs, together),
         )
         write_plan(self.directory, plan)
         for job in jobs:
             RunDirectory(job.directory).prepare(job.config)
 
-    def _unfinished(self, jobs: Sequence[Job]) -> bool:
-        return any(job.verdict is None for job in jobs)
-
 
 def train_jobs(jobs: Sequence[Job], at_once: int, observer: ExperimentObserver) -> dict[str, str]:
     """Train the jobs that are not finished, each in a process of its own; return the errors of those that failed.
 
-    The configurations of the jobs are in their directories already.
+    The configurations of the jobs are in their directories already. All processes end with this one.
     """
     waiting = iter([job for job in jobs if job.verdict is None])
     running: dict[Job, subprocess.Popen[bytes]] = {}
     places: dict[Job, int] = {}
     failures: dict[str, str] = {}
-    with _all_ended(running):
+    try:
         while True:
             for job in itertools.islice(waiting, at_once - len(running)):
                 places[job] = min(set(range(at_once)) - {places[other] for other in running})
@@ -269,6 +267,12 @@ def train_jobs(jobs: Sequence[Job], at_once: int, observer: ExperimentObserver) 
                     failures[job.name] = error
                 observer.ended(job, error)
             observer.progressed(list(running))
+    finally:
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            with process:
+                process.wait()
 
 
 def shared_gpus(device: str) -> list[str]:
@@ -320,16 +324,3 @@ def _start(job: Job, place: int) -> subprocess.Popen[bytes]:
             stderr=log,
             env=environment,
         )
-
-
-@contextmanager
-def _all_ended(running: dict[Job, subprocess.Popen[bytes]]) -> Iterator[None]:
-    """End all workers, however the block ends."""
-    try:
-        yield
-    finally:
-        for process in running.values():
-            process.terminate()
-        for process in running.values():
-            with process:
-                process.wait()
