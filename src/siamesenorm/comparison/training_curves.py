@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
+from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import blended_transform_factory
 
 from siamesenorm.comparison import formatting
@@ -167,7 +168,7 @@ def draw_streams(run: RunResult, theme: Theme) -> Drawing:
     above.set_xlim(0, run.steps)
     below.set_xlim(1, max(map(len, last.values())))
     below.set_xlabel("sublayer")
-    below.xaxis.get_major_locator().set_params(integer=True)
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes, at_ends in labels.items():
         _label_height(axes, "RMS")
         label_ends(axes, at_ends)
