@@ -37,8 +37,7 @@ from siamesenorm.recipes.continued import (
 from siamesenorm.topologies import build_topology
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.curves import read_loss_curve
-from siamesenorm.training.instruments import Instrument
-from siamesenorm.training.loop import TrainingLoop, train
+from siamesenorm.training.loop import Instrument, TrainingLoop, train
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.verdict import judge
 from siamesenorm.training.warm_start import continue_run, start_defaults

@@ -27,8 +27,7 @@ from monitored_training import (
 )
 from siamesenorm import LanguageModel, StreamMonitor
 from siamesenorm.analysis import observe_streams
-from siamesenorm.analysis.blocks import plan_probes
-from siamesenorm.analysis.probes import Measurements
+from siamesenorm.analysis.probes import Measurements, plan_probes
 from siamesenorm.errors import UserError
 from siamesenorm.models.transformer import split_losses
 from siamesenorm.sublayers.attention import rotation

@@ -24,8 +24,8 @@ from siamesenorm.tasks.task import Losses
 from siamesenorm.training import worker
 from siamesenorm.training.config import Execution, RunConfig, presets
 from siamesenorm.training.execution import Choices, choose, operators_in_use, require_compiler
-from siamesenorm.training.instruments import Instrument, build_trackers
-from siamesenorm.training.loop import TrainingLoop, train
+from siamesenorm.training.instruments import build_trackers
+from siamesenorm.training.loop import Instrument, TrainingLoop, train
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.verdict import Verdict
 from training_runs import (
@@ -417,7 +417,7 @@ def test_every_environment_of_a_run_is_kept_and_a_change_is_told(
             {"device": "cuda", "torch": "2.9", "commit": "aaa", "cores": 4},
         ]
     )
-    monkeypatch.setattr("siamesenorm.training.loop.describe_environment", lambda device: next(environments))
+    monkeypatch.setattr("siamesenorm.training.execution.describe_environment", lambda device: next(environments))
     told = []
     for interrupt_at in (3, 5, 7, None):
         listener = Listener(interrupt_at)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
+from siamesenorm.training import execution
 from siamesenorm.training.checkpoint import (
     Checkpoint,
     Stage,
@@ -29,16 +30,6 @@ from siamesenorm.training.checkpoint import (
     save_checkpoint,
 )
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.execution import (
-    checkpoint_blocks,
-    choose,
-    compile_blocks,
-    describe_environment,
-    find_device,
-    operators_in_use,
-    require_memory,
-)
-from siamesenorm.training.instruments import Instrument
 from siamesenorm.training.metrics import MetricsLog, read_metrics
 from siamesenorm.training.optimizer import build_optimizer, optimizer_tensors, restore_optimizer, set_learning_rate
 from siamesenorm.training.run_directory import RunDirectory
@@ -46,6 +37,31 @@ from siamesenorm.training.verdict import StabilityMonitor, Verdict
 from siamesenorm.training.warm_start import load_start, require_start
 
 Record = dict[str, Any]
+
+
+class Instrument:
+    """What watches a run: it reads what it needs from the loop; every method does nothing by default."""
+
+    def on_start(self, loop: TrainingLoop, step: int) -> None:
+        """Training starts, or resumes after `step`."""
+
+    def on_record(self, loop: TrainingLoop, record: Record) -> None:
+        """A record of any kind was written."""
+
+    def on_step(self, loop: TrainingLoop, record: Record) -> None:
+        """An optimizer step was recorded."""
+
+    def on_validation(self, loop: TrainingLoop, record: Record) -> None:
+        """An evaluation was recorded."""
+
+    def on_note(self, loop: TrainingLoop, line: str) -> None:
+        """A line for people was recorded."""
+
+    def on_end(self, loop: TrainingLoop, verdict: Verdict) -> None:
+        """The run is finished."""
+
+    def close(self) -> None:
+        """The run has ended, or failed."""
 
 
 def train(
@@ -81,20 +97,20 @@ class TrainingLoop:
         self.config, self.run_directory, self.instruments, self.at_stage = config, run, instruments, at_stage
         if not run.checkpoints.exists():
             require_start(config)
-        self.device = find_device(config.execution.device)
+        self.device = execution.find_device(config.execution.device)
         torch.manual_seed(config.seed)
         self.task = config.task.build(config.seed)
         blueprint = self.task.build_model(torch.device("meta"))
-        require_memory(blueprint, self.device)
+        execution.require_memory(blueprint, self.device)
         self.description = self.task.describe(blueprint)
         operations = self.description["flops_per_sample"] * config.batch * config.steps
         earlier = next(iter(run.read_environments()), None) if run.checkpoints.exists() else None
-        self.choices = choose(config.execution, operations, earlier)
+        self.choices = execution.choose(config.execution, operations, earlier)
         self.model: nn.Module = self.task.build_model(self.device, self.choices.kernels)
         if config.checkpoint_activations:
-            checkpoint_blocks(self.model)
+            execution.checkpoint_blocks(self.model)
         if self.choices.compiled:
-            compile_blocks(self.model)
+            execution.compile_blocks(self.model)
         self.optimizer: torch.optim.Optimizer = build_optimizer(self.model, config.optimizer)
         self.schedule = config.optimizer.schedule(config.steps)
         self.monitor = StabilityMonitor(
@@ -113,9 +129,9 @@ class TrainingLoop:
             step = checkpoint.step if checkpoint else 0
             self.clock = time.perf_counter() - (checkpoint.state["seconds"] if checkpoint else 0.0)
             changes = self.run_directory.record_environment(
-                describe_environment(config.execution.device)
+                execution.describe_environment(config.execution.device)
                 | dataclasses.asdict(self.choices)
-                | {"operators": operators_in_use(self.model, self.device)}
+                | {"operators": execution.operators_in_use(self.model, self.device)}
             )
             for instrument in self.instruments:
                 instrument.on_start(self, step)

@@ -11,7 +11,6 @@ import os
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from siamesenorm.errors import UserError
@@ -70,9 +69,7 @@ class MetricsLog:
         """Return the log itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close the file."""
         self.close()
 
