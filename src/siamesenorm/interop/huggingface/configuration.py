@@ -20,7 +20,7 @@ FIELDS = tuple(field.name for field in dataclasses.fields(LanguageModelConfig))
 class OwnRemoteCode:
     """Mixed in before a class of transformers whose saving writes the file of code that config.json names."""
 
-    _auto_class: str | None = None
+    _auto_class: ClassVar[str | None] = None
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
