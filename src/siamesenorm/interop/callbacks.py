@@ -1,8 +1,4 @@
-"""`StreamMonitor` in the Trainer of Hugging Face and in Lightning.
-
-`StreamMonitorCallback` and `LightningStreamMonitor` are made of their library's base class at their first use, so that
-neither library is needed for the other's.
-"""
+"""`StreamMonitor` in Hugging Face's Trainer and in Lightning, each imported at the first use of its callback."""
 
 from __future__ import annotations
 

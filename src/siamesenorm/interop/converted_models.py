@@ -28,11 +28,7 @@ def record_step(model: nn.Module, step: Step) -> None:
 
 
 def refuse_unsavable(model: nn.Module, verb: str) -> None:
-    """Raise UserError for a model that would not save a conversion; `verb` names it in the remedy.
-
-    That is a model of a library inside another module, since it saves and loads by itself; one that holds adapters of
-    PEFT, which are saved without it; and what is no module.
-    """
+    """Raise UserError for what would not save a conversion: no module, a wrapped model, adapters of PEFT."""
     if not isinstance(model, nn.Module):
         raise UserError(f"{model!r:.80} is a {type(model).__name__}, not a model: {verb} the loaded torch.nn.Module")
     adopt = _adopt(model)  # an import that fails must fail here, before anything is changed

@@ -30,10 +30,6 @@ from siamesenorm.norms import Inexact, Norm, NormFunction, NormSpec
 from siamesenorm.topologies import Topology, build_topology, topology_name, topology_to_json
 from siamesenorm.topologies.pre_norm_family import PreNorm
 
-__all__ = ["NormFate", "RewireReport", "record_streams", "rewire"]
-
-StreamsOfBlock = dict[str, Tensor]
-
 
 def rewire(
     model: nn.Module, topology: str | Topology = "siamese", *, preserve: bool = True, norm: str | NormSpec | None = None
@@ -146,7 +142,7 @@ def _rewire_native(
 
 
 @contextmanager
-def record_streams(model: nn.Module) -> Iterator[list[StreamsOfBlock]]:
+def record_streams(model: nn.Module) -> Iterator[list[dict[str, Tensor]]]:
     """Collect, for every block that runs inside the context, its streams by name, [batch, tokens, dim] each.
 
     Hyper-Connections have one entry, "streams", [batch, tokens, streams, dim]. Raises UserError for a model that
@@ -155,7 +151,7 @@ def record_streams(model: nn.Module) -> Iterator[list[StreamsOfBlock]]:
     blocks = [module for module in model.modules() if isinstance(module, RewiredBlock)]
     if not blocks:
         raise UserError(f"{type(model).__name__} has no rewired blocks: call siamesenorm.rewire first")
-    found: list[StreamsOfBlock] = []
+    found: list[dict[str, Tensor]] = []
 
     def keep(block: nn.Module, _: object, packed: Tensor) -> None:
         assert isinstance(block, RewiredBlock)
