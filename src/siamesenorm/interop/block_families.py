@@ -211,7 +211,9 @@ class ClosedIntermediates(nn.Module):
 def _check_vit(backbone: nn.Module) -> None:
     """Raise UserError for a model that has no norm of each last token."""
     if isinstance(backbone.norm, nn.Identity):
-        raise UserError("norm of the VisionTransformer is an Identity: create it with final_norm=True, fc_norm=False")
+        raise UserError(
+            "norm of the VisionTransformer is an Identity: create it with final_norm=True, fc_norm=False, no features_only"
+        )
 
 
 VIT = BlockSpec(
