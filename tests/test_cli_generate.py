@@ -114,7 +114,7 @@ def test_what_cannot_be_continued_is_refused(llama: Any, tmp_path: Path, capsys:
     long = ["--prompt", "w1 " * 18, "--tokens", "1"]
     assert "the model reads 16, and the prompt has 18: shorten the prompt" in refusal(capsys, bare, *long)
     (bare / "config.json").write_text(json.dumps({"_class_name": "DiTTransformer2DModel"}))
-    assert "bare holds a DiTTransformer2DModel of diffusers, which generates no text" in refusal(capsys, bare)
+    assert "bare holds a DiTTransformer2DModel, which generates no text" in refusal(capsys, bare)
     llama.model.save_pretrained(bare)
     assert "bare holds a LlamaModel, which generates no text" in refusal(capsys, bare, "--prompt", "w1")
 

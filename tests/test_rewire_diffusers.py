@@ -202,7 +202,7 @@ def test_what_was_not_saved_here_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no config.json"):
         siamesenorm.from_pretrained(tmp_path)
     build_host().save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="DiTTransformer2DModel of diffusers"):
+    with pytest.raises(UserError, match="DiTTransformer2DModel: load it with diffusers"):
         siamesenorm.from_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "_class_name": "SiameseNormNoModel"}))
