@@ -24,7 +24,7 @@ largest values; 16-bit ones would not, and are refused.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -33,142 +33,109 @@ from torch import Tensor
 
 from siamesenorm.errors import UserError
 from siamesenorm.kernels import boundary_plain
-from siamesenorm.kernels.boundary_plain import Backward, Constants, Forward, Gains, Recompute, shares_gradient, widest
+from siamesenorm.kernels.boundary_plain import (
+    Backward,
+    Forward,
+    Gains,
+    Grads,
+    Kept,
+    Parts,
+    Recompute,
+    empty_backward,
+    empty_forward,
+    shares_gradient,
+)
 from siamesenorm.kernels.launch import can_launch_on
 
+Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 LONGEST_ROW = 16_384
 """The longest row that the Triton kernels take."""
 
 
-@torch.library.custom_op("siamesenorm::boundary", mutates_args=())
-def boundary(
-    bounded: Tensor,
-    output: Tensor,
-    identity: Tensor | None,
-    skip: Tensor | None,
-    scale: Tensor | None,
-    identity_scale: Tensor | None,
-    post_norm_gain: Tensor | None,
-    gate: Tensor | None,
-    identity_gain: Tensor | None,
-    input_gain: Tensor | None,
-    post_norm_bias: Tensor | None,
-    identity_bias: Tensor | None,
-    input_bias: Tensor | None,
-    eps: float,
-    centred: bool,
-    next_scale: Tensor | None = None,
-    handle: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+PARTS = (
+    "Tensor? skip, Tensor? scale, Tensor? identity_scale, Tensor? post_norm_gain, Tensor? gate, Tensor? identity_gain, "
+    "Tensor? input_gain, Tensor? post_norm_bias, Tensor? identity_bias, Tensor? input_bias, float eps, bool centred"
+)
+"""The fields of `Constants`, `Gains` and `Parts` as arguments of the operators."""
+
+
+@torch.library.custom_op(
+    "siamesenorm::boundary",
+    mutates_args=(),
+    schema=f"(Tensor bounded, Tensor output, Tensor? identity, {PARTS}, Tensor? next_scale=None, Tensor? handle=None) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def boundary(bounded: Tensor, output: Tensor, identity: Tensor | None, *rest: Any) -> Results:
     """Return (X', Y', H, U, statistics, handle): streams, the next sublayer's input, and what the backward pass needs.
 
     `bounded`, `output` and `identity` are [..., dim]; X', Y' and U have the streams' dtype, H that of `output`. The
-    constants are 0-d, gains and biases [dim]; None is an absent part, and a norm is present if its gain is. `centred`
-    makes all norms LayerNorms. Y' is empty without an identity stream, U without a post-norm. U and the statistics,
-    [norms, tokens] of 1 / deviation (each followed by the mean, if centred), carry no gradient.
+    other arguments are the fields of `Constants` (0-d), of `Gains` ([dim]; a norm is present if its gain is), eps and
+    `centred`, and optionally `next_scale` and `handle`. Y' is empty without an identity stream, U without a post-norm.
+    U and the statistics, [norms, tokens] of 1 / deviation (each followed by the mean, if centred), carry no gradient.
 
     With `next_scale`, the scale of the next write, Y' is recomputed in the backward pass; `handle` is the previous
-    boundary's, None for the first. Else the handle is empty. Raises ValueError for shapes and dtypes that do not fit
-    together.
+    boundary's, None for the first. Else the handle is empty. Raises ValueError for shapes and dtypes that do not fit.
     """
-    gains = Gains(post_norm_gain, gate, identity_gain, input_gain, post_norm_bias, identity_bias, input_bias)
-    check(bounded, output, identity, gains)
-    constants = Constants(skip, scale, identity_scale)
+    parts, next_scale = Parts.of(rest), _optional(rest, 12)
+    check(bounded, output, identity, parts.gains)
     if next_scale is not None:
-        check_recomputation(bounded, constants, gains)
-    result: Forward = implementation(bounded).forward(bounded, output, identity, constants, gains, eps, centred)
+        check_recomputation(bounded, parts)
+    result: Forward = implementation(bounded).forward(bounded, output, identity, parts)
     return *result, _new_handle(bounded, next_scale)
 
 
 @boundary.register_fake
-def _(
-    bounded: Tensor, output: Tensor, identity: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    gains, centred, next_scale = Gains(*rest[3:10]), rest[11], rest[12] if len(rest) > 12 else None
-    check(bounded, output, identity, gains)
-    nothing = bounded.new_empty(0)
-    tokens = math.prod(bounded.shape[:-1])
-    return (
-        bounded.new_empty(bounded.shape),
-        nothing if identity is None else bounded.new_empty(bounded.shape),
-        output.new_empty(bounded.shape),
-        bounded.new_empty(0 if gains.post_norm_gain is None else bounded.shape),
-        bounded.new_empty((gains.norms * (2 if centred else 1), tokens), dtype=widest(bounded)),
-        _new_handle(bounded, next_scale),
-    )
+def _(bounded: Tensor, output: Tensor, identity: Tensor | None, *rest: Any) -> Results:
+    parts = Parts.of(rest)
+    check(bounded, output, identity, parts.gains)
+    return *empty_forward(bounded, output, identity, parts), _new_handle(bounded, _optional(rest, 12))
 
 
-@torch.library.custom_op("siamesenorm::boundary_backward", mutates_args=())
-def boundary_backward(
-    grad_bounded_next: Tensor | None,
-    grad_identity: Tensor | None,
-    grad_h: Tensor,
-    kept: Tensor,
-    identity: Tensor | None,
-    statistics: Tensor,
-    skip: Tensor | None,
-    scale: Tensor | None,
-    identity_scale: Tensor | None,
-    post_norm_gain: Tensor | None,
-    gate: Tensor | None,
-    identity_gain: Tensor | None,
-    input_gain: Tensor | None,
-    post_norm_bias: Tensor | None,
-    identity_bias: Tensor | None,
-    input_bias: Tensor | None,
-    eps: float,
-    centred: bool,
-    next_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "siamesenorm::boundary_backward",
+    mutates_args=(),
+    schema="(Tensor? grad_bounded_next, Tensor? grad_identity, Tensor grad_h, Tensor kept, Tensor? identity, "
+    f"Tensor statistics, {PARTS}, Tensor? next_scale=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def boundary_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of (X, Y, O), [parts, dim] of the gains and biases present, and the stream difference.
 
-    `kept` is U where there is a post-norm and X' where there is none; `identity` is Y', needed where it is normalised,
-    and with `next_scale` the stream difference of this boundary. The gradient of Y is empty where Y' is not normalised
-    (it is then that of Y'), that of O where it is that of X, the difference of the previous boundary without
-    `next_scale`.
+    The arguments are the gradients of (X', Y', H), and what was kept: U where there is a post-norm and X' where there
+    is none; Y' where it is normalised, with `next_scale` the stream difference of this boundary; the statistics. The
+    rest is as for `boundary`. See `Backward` for which results are empty.
     """
-    constants = Constants(skip, scale, identity_scale)
-    gains = Gains(post_norm_gain, gate, identity_gain, input_gain, post_norm_bias, identity_bias, input_bias)
-    second: Tensor | Recompute | None = identity
-    if next_scale is not None and identity is not None:
-        second = Recompute(identity, next_scale, eps)
-    result: Backward = implementation(kept).backward(
-        grad_bounded_next, grad_identity, grad_h, kept, second, statistics, constants, gains, centred
-    )
+    grads, kept, parts = _backward_arguments(arguments)
+    result: Backward = implementation(kept.bounded).backward(grads, kept, parts)
     return result
 
 
 @boundary_backward.register_fake
-def _(
-    grad_bounded_next: Tensor | None,
-    grad_identity: Tensor | None,
-    grad_h: Tensor,
-    kept: Tensor,
-    identity: Tensor | None,
-    statistics: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    constants, gains, next_scale = Constants(*rest[:3]), Gains(*rest[3:10]), rest[12] if len(rest) > 12 else None
-    shared = shares_gradient(grad_identity, grad_h, kept, constants, gains)
-    return (
-        kept.new_empty(kept.shape),
-        kept.new_empty(0 if gains.identity_gain is None else kept.shape),
-        grad_h.new_empty(0 if shared else kept.shape),
-        kept.new_empty((len(gains.present), kept.shape[-1]), dtype=widest(kept)),
-        kept.new_empty(0 if next_scale is None else kept.shape),
-    )
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return empty_backward(*_backward_arguments(arguments))
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _backward_arguments(arguments: tuple[Any, ...]) -> tuple[Grads, Kept, Parts]:
+    """Return the arguments of `boundary_backward` with their names."""
+    stream, identity, statistics, *rest = arguments[3:]
+    next_scale = _optional(rest, 12)
+    second = Recompute(identity, next_scale) if next_scale is not None and identity is not None else identity
+    return Grads(*arguments[:3]), Kept(stream, second, statistics), Parts.of(rest)
+
+
+def _optional(values: Sequence[Any], index: int) -> Any:
+    """Return an optional argument, which the dispatcher leaves out where it has its default, None."""
+    return values[index] if index < len(values) else None
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     bounded_next, identity, h, updated, statistics, handle = output
-    constants, gains, next_scale = Constants(*inputs[3:6]), Gains(*inputs[6:13]), inputs[15]
+    constants, gains, eps, centred = Parts.of(inputs[3:])
+    next_scale = inputs[15]
     if any(constant is not None and constant.requires_grad for constant in (*constants, next_scale)):
         raise ValueError("a scale of the fused boundary is a constant: a learned scale needs kernels='plain'")
     kept = bounded_next if gains.post_norm_gain is None else updated
     keeps_identity = gains.identity_gain is not None and next_scale is None
-    ctx.save_for_backward(
-        kept, identity if keeps_identity else None, statistics, next_scale, *constants, *gains
-    )  # fmt: skip
+    ctx.save_for_backward(kept, identity if keeps_identity else None, statistics, next_scale, *constants, *gains)
     without_gradient = [updated, statistics]
     if inputs[2] is None:
         without_gradient.append(identity)
@@ -176,7 +143,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
         without_gradient.append(handle)
     ctx.mark_non_differentiable(*without_gradient)
     ctx.set_materialize_grads(False)
-    ctx.eps, ctx.centred, ctx.h_dtype, ctx.takes_handle = *inputs[13:15], h.dtype, inputs[16] is not None
+    ctx.fixed, ctx.h_dtype, ctx.takes_handle = (eps, centred), h.dtype, inputs[16] is not None
 
 
 def _backward(
@@ -188,30 +155,28 @@ def _backward(
     __: None,
     difference: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    kept, identity, statistics, next_scale, *parts = ctx.saved_tensors
+    stream, identity, statistics, next_scale, *learned = ctx.saved_tensors
     if next_scale is not None and difference is None:
         raise RuntimeError(
             "kernels='lean' recomputes the streams from the last ones, and this loss does not depend on the model's "
             "closing: use kernels='fused' for losses on streams alone"
         )
-    constants, gains = Constants(*parts[:3]), Gains(*parts[3:])
     if grad_h is None:
-        grad_h = kept.new_zeros(kept.shape, dtype=ctx.h_dtype)
-    bounded, through_norm, output, sums, previous = boundary_backward(
-        grad_bounded_next, grad_identity, grad_h, kept, identity if next_scale is None else difference,
-        statistics, *constants, *gains, ctx.eps, ctx.centred, next_scale,
+        grad_h = stream.new_zeros(stream.shape, dtype=ctx.h_dtype)
+    arguments = (
+        grad_bounded_next, grad_identity, grad_h, stream, identity if next_scale is None else difference, statistics,
+        *learned, *ctx.fixed, next_scale,
     )  # fmt: skip
-    shared = shares_gradient(grad_identity, grad_h, kept, constants, gains)
+    bounded, through_norm, output, sums, previous = boundary_backward(*arguments)
+    grads, kept, parts = _backward_arguments(arguments)
     row = iter(sums.unbind())
     return (
         bounded,
-        bounded if shared else output,
-        grad_identity if gains.identity_gain is None else through_norm,
-        *(None for _ in constants),
-        *(None if gain is None else next(row).to(gain.dtype) for gain in gains),
-        None,
-        None,
-        None,
+        bounded if shares_gradient(grads, kept, parts) else output,
+        grad_identity if parts.gains.identity_gain is None else through_norm,
+        *(None for _ in parts.constants),
+        *(None if gain is None else next(row).to(gain.dtype) for gain in parts.gains),
+        *(None, None, None),  # eps, centred, next_scale
         previous if ctx.takes_handle else None,
     )
 
@@ -277,13 +242,14 @@ def check(bounded: Tensor, output: Tensor, identity: Tensor | None, gains: Gains
         raise ValueError("a norm of the identity stream without an identity stream: leave out its gain")
 
 
-def check_recomputation(bounded: Tensor, constants: Constants, gains: Gains) -> None:
+def check_recomputation(bounded: Tensor, parts: Parts) -> None:
     """Raise an error where Y' cannot be recomputed from the stream difference."""
     if bounded.dtype not in (torch.float32, torch.float64):
         raise UserError(
             f"kernels='lean' recomputes streams, which {bounded.dtype} is too coarse for: use residual_dtype float32"
         )
-    if gains.identity_gain is None or constants.skip is not None or constants.identity_scale is not None:
+    constants = parts.constants
+    if parts.gains.identity_gain is None or constants.skip is not None or constants.identity_scale is not None:
         raise ValueError("Y' is recomputed only where it is normalised and the write is X + s O, Y + O")
 
 

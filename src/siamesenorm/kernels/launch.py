@@ -61,6 +61,10 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+SHORTEST_TILE = 1024
+"""Channels that a program of 4 warps holds; shorter rows fill it together."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """A kernel, the number of its programs in each dimension, its arguments by name, and warps a program."""
@@ -79,6 +83,35 @@ class Launch:
         with torch.cuda.device(device):
             # Said aloud, for Triton's default for fusing multiplications with additions is about to change.
             self.kernel[self.grid](**self.arguments, num_warps=self.warps, enable_fp_fusion=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The part of a tensor that a program holds at a time, in `warps` warps.
+
+    It has `rows` rows of `heads` x `width` channels, both powers of two.
+    """
+
+    rows: int
+    heads: int
+    width: int
+    warps: int
+
+    @classmethod
+    def of(cls, dim: int, heads: int = 1, *, channels_of_a_thread: int = 8) -> Tile:
+        """Return the tile for rows, or parts of rows, of `dim` channels; short rows fill a program of 4 warps."""
+        heads, width = power_of_two(heads), power_of_two(dim // heads)
+        warps = min(32, max(4, heads * width // (32 * channels_of_a_thread)))
+        return cls(max(1, SHORTEST_TILE // (heads * width)), heads, width, warps)
+
+    def part(self, length: int) -> Tile:
+        """Return the tile for at most `length` channels of one row: whole heads, or a part of one."""
+        return Tile(1, max(1, length // self.width), min(self.width, length), max(4, length // (32 * 8)))
+
+    @property
+    def length(self) -> int:
+        """The channels of a row."""
+        return self.heads * self.width
 
 
 @dataclass(frozen=True, slots=True)

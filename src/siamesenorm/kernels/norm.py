@@ -1,114 +1,143 @@
-"""A norm of every row as one functional custom operator: RMSNorm, LayerNorm, and SeeDNorm with one head or more.
+"""A norm of every row, RMSNorm, LayerNorm and SeeDNorm with one head or more, as one functional custom operator.
 
-It must equal the formulas of `norms.rms_norm`, `norms.layer_norm` and `norms.seed_norm`; `norm_plain` has them in one,
-with the backward pass. Forward reads x and writes y; backward reads x and dy and writes dx; between them are kept x,
-one number a token (two for LayerNorm) and one a head.
+With r = 1 / sqrt(mean(c^2) + eps), c = x (or x - mean(x), if it is centred), x^ = r c and, of every head,
+t = dot_scale (x . beta), s = sigma(t) (spread over the head's channels), the result is y = m x^ + bias with
+m = gain + offset + s alpha. Backward, with q = dy x^ and w = dy m:
+    d_gain = sum q;  d_bias = sum dy;  d_alpha = sum q s;  dt = dot_scale sigma'(t) (sum over the head of q alpha)
+    d_beta = sum dt x;  dx = r (w - x^ mean(w x^) [- mean(w)]) + dt beta
+where sums are over tokens, and dt is spread as s is. What is absent is left out; alpha is then 1.
 
-On CUDA the Triton kernels do the work; elsewhere, in fp64 and in rows too long for them, the plain formulas. The
-operator is opaque to the compiler and mutates nothing. Its gradient can be differentiated again, at the cost of the
-plain formulas; `torch.func` cannot see through operators like it.
+These are the formulas of `norms.rms_norm`, `norms.layer_norm` and `norms.seed_norm`. The Triton kernels compute them on
+CUDA; elsewhere, in fp64 and in rows too long for the kernels, plain PyTorch does. The forward pass reads x and writes
+y; kept for the backward pass are x, one number a token (two for LayerNorm) and one a head. The operator is opaque to
+the compiler and mutates nothing. Its gradient can be differentiated again, at the cost of the plain formulas;
+`torch.func` cannot transform it.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from siamesenorm.kernels import norm_plain
 from siamesenorm.kernels.launch import can_launch_on, power_of_two
-from siamesenorm.kernels.norm_plain import ACTIVATIONS, Form, Weights, widest
 
 LONGEST_TILE = 16_384
 """The longest row that the Triton kernels take, once heads and channels of a head are rounded up to powers of two."""
 
 
-@torch.library.custom_op("siamesenorm::normalise", mutates_args=())
-def normalise(
-    x: Tensor,
-    alpha: Tensor | None = None,
-    beta: Tensor | None = None,
-    gain: Tensor | None = None,
-    bias: Tensor | None = None,
-    offset: float = 0.0,
-    heads: int = 1,
-    dot_scale: float = 1.0,
-    activation: str = "tanh",
-    eps: float = 1e-5,
-    centred: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y = (gain + offset + sigma(dot_scale x . beta) alpha) x^ + bias, and what the backward pass needs.
+class Weights(NamedTuple):
+    """The learned weights, each [dim] or absent: SeeDNorm has alpha and beta, RMSNorm gain alone, LayerNorm a bias."""
 
-    x is [..., dim]; x^ is x / sqrt(mean(x^2) + eps), of x - mean(x) if it is `centred`. The weights are [dim] or None;
-    x and beta are cut into `heads` parts, and part h of the row sees its own dot product. y has the dtype of x; the
-    arithmetic is in at least fp32. The statistics and dot products that follow it carry no gradient. Raises ValueError
-    for shapes that do not fit together.
+    alpha: Tensor | None = None
+    beta: Tensor | None = None
+    gain: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the present ones, in order."""
+        return [name for name, weight in self._asdict().items() if weight is not None]
+
+
+class Form(NamedTuple):
+    """The constants of a norm: heads of x . beta, sigma, numbers of the formula, and whether the mean is subtracted.
+
+    With as many heads as channels, sigma acts on every channel by itself, and no dot product is kept.
     """
-    weights, form = Weights(alpha, beta, gain, bias), Form(offset, heads, dot_scale, activation, eps, centred)
-    _check(x, weights, form)
-    if has_kernel(x, heads):
-        from siamesenorm.kernels import norm_launch
 
-        return norm_launch.forward(x, weights, form)
-    return norm_plain.forward(x, weights, form)
+    offset: float = 0.0
+    heads: int = 1
+    dot_scale: float = 1.0
+    activation: str = "tanh"
+    eps: float = 1e-5
+    centred: bool = False
+
+
+class Activation(NamedTuple):
+    """A function and its derivative."""
+
+    value: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor], Tensor]
+
+
+def _slope_of_gelu(t: Tensor) -> Tensor:
+    return 0.5 * (1 + torch.erf(t / math.sqrt(2))) + t * torch.exp(-0.5 * t * t) / math.sqrt(2 * math.pi)
+
+
+ACTIVATIONS = {
+    "tanh": Activation(torch.tanh, lambda t: 1 - torch.tanh(t).square()),
+    "sigmoid": Activation(torch.sigmoid, lambda t: torch.sigmoid(t) * torch.sigmoid(-t)),
+    "hardtanh": Activation(F.hardtanh, lambda t: (t.abs() < 1).to(t.dtype)),
+    "gelu": Activation(F.gelu, _slope_of_gelu),
+    "silu": Activation(F.silu, lambda t: torch.sigmoid(t) * (1 + t * torch.sigmoid(-t))),
+}
+
+
+# --- the operator
+
+
+PARTS = (
+    "Tensor? alpha, Tensor? beta, Tensor? gain, Tensor? bias, "
+    "float offset, int heads, float dot_scale, str activation, float eps, bool centred"
+)
+"""The fields of `Weights` and `Form` as arguments of the operators."""
+
+
+@torch.library.custom_op(
+    "siamesenorm::normalise", mutates_args=(), schema=f"(Tensor x, {PARTS}) -> (Tensor, Tensor, Tensor)"
+)
+def normalise(x: Tensor, *parts: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y = (gain + offset + sigma(dot_scale x . beta) alpha) x^ + bias, the statistics, and the dot products.
+
+    x is [..., dim]; the other arguments are the fields of `Weights` and `Form`. x and beta are cut into `heads` parts,
+    and part h of the row has its own dot product. y has the dtype of x; the arithmetic is in at least fp32. Statistics
+    and dot products are for the backward pass and carry no gradient. Raises ValueError for shapes that do not fit.
+    """
+    weights, form = Weights(*parts[:4]), Form(*parts[4:])
+    _check(x, weights, form)
+    if has_kernel(x, form.heads):
+        from siamesenorm.kernels import norm_triton
+
+        return norm_triton.forward(x, weights, form)
+    return forward(x, weights, form)
 
 
 @normalise.register_fake
-def _(
-    x: Tensor,
-    alpha: Tensor | None = None,
-    beta: Tensor | None = None,
-    gain: Tensor | None = None,
-    bias: Tensor | None = None,
-    offset: float = 0.0,
-    heads: int = 1,
-    dot_scale: float = 1.0,
-    activation: str = "tanh",
-    eps: float = 1e-5,
-    centred: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    weights, form = Weights(alpha, beta, gain, bias), Form(offset, heads, dot_scale, activation, eps, centred)
+def empty_results(x: Tensor, *parts: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return memory for the results of `normalise`."""
+    weights, form = Weights(*parts[:4]), Form(*parts[4:])
     _check(x, weights, form)
     tokens = math.prod(x.shape[:-1])
-    keeps_dots = weights.beta is not None and form.heads != x.shape[-1]
     return (
         x.new_empty(x.shape),
         x.new_empty((2 if form.centred else 1, tokens), dtype=widest(x)),
-        x.new_empty((tokens, form.heads) if keeps_dots else 0, dtype=widest(x)),
+        x.new_empty((tokens, form.heads) if keeps_dots(x, weights, form) else 0, dtype=widest(x)),
     )
 
 
-@torch.library.custom_op("siamesenorm::normalise_backward", mutates_args=())
-def normalise_backward(
-    grad: Tensor,
-    x: Tensor,
-    statistics: Tensor,
-    dots: Tensor,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    gain: Tensor | None,
-    bias: Tensor | None,
-    offset: float,
-    heads: int,
-    dot_scale: float,
-    activation: str,
-    eps: float,
-    centred: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradient of x, and [parts, dim] of those weights that are there, in order, in at least fp32."""
-    weights, form = Weights(alpha, beta, gain, bias), Form(offset, heads, dot_scale, activation, eps, centred)
-    if has_kernel(x, heads):
-        from siamesenorm.kernels import norm_launch
+@torch.library.custom_op(
+    "siamesenorm::normalise_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor x, Tensor statistics, Tensor dots, {PARTS}) -> (Tensor, Tensor)",
+)
+def normalise_backward(grad: Tensor, x: Tensor, statistics: Tensor, dots: Tensor, *parts: Any) -> tuple[Tensor, Tensor]:
+    """Return the gradient of x, and [parts, dim] of the present weights, in order, in at least fp32."""
+    weights, form = Weights(*parts[:4]), Form(*parts[4:])
+    if has_kernel(x, form.heads):
+        from siamesenorm.kernels import norm_triton
 
-        return norm_launch.backward(grad, x, statistics, dots, weights, form)
-    return norm_plain.backward(grad, x, weights, form)
+        return norm_triton.backward(grad, x, statistics, dots, weights, form)
+    return backward(grad, x, weights, form)
 
 
 @normalise_backward.register_fake
-def _(grad: Tensor, x: Tensor, statistics: Tensor, dots: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    weights = Weights(*rest[:4])
+def _(grad: Tensor, x: Tensor, statistics: Tensor, dots: Tensor, *parts: Any) -> tuple[Tensor, Tensor]:
+    weights = Weights(*parts[:4])
     return x.new_empty(x.shape), x.new_empty((len(weights.names), x.shape[-1]), dtype=widest(x))
 
 
@@ -126,13 +155,24 @@ def _backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, .
     if grad is None:
         return (None,) * (1 + len(weights)) + fixed
     if torch.is_grad_enabled():  # the gradient will be differentiated, and an operator of its own would stop that
-        grad_x, sums = norm_plain.backward(grad, x, weights, ctx.form)
+        grad_x, sums = backward(grad, x, weights, ctx.form)
     else:
         grad_x, sums = normalise_backward(grad, x, statistics, dots, *weights, *ctx.form)
-    return grad_x, *norm_plain.by_weight(sums, weights), *fixed
+    return grad_x, *_by_weight(sums, weights), *fixed
 
 
 normalise.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+def _by_weight(sums: Tensor, weights: Weights) -> list[Tensor | None]:
+    """Return the rows of `sums` [parts, dim] as gradients of the weights; None for an absent weight."""
+    row = iter(sums.unbind())
+    return [None if weight is None else next(row).to(weight.dtype) for weight in weights]
+
+
+def keeps_dots(x: Tensor, weights: Weights, form: Form) -> bool:
+    """Return whether there are dot products to keep: not where every channel is a head of its own."""
+    return weights.beta is not None and form.heads != x.shape[-1]
 
 
 def has_kernel(x: Tensor, heads: int = 1) -> bool:
@@ -147,13 +187,116 @@ def tile_length(dim: int, heads: int) -> int:
 
 
 def _check(x: Tensor, weights: Weights, form: Form) -> None:
-    """Raise ValueError where a kernel would read what is not there."""
+    """Raise ValueError where a kernel would read beyond its tensors."""
     for name, weight in weights._asdict().items():
         if weight is not None and weight.shape != x.shape[-1:]:
             raise ValueError(f"{name} is {list(weight.shape)}: it must be [{x.shape[-1]}]")
     if weights.alpha is not None and weights.beta is None:
-        raise ValueError("alpha without beta: it has nothing to scale")
+        raise ValueError("alpha without beta: give both, or leave alpha out")
     if form.heads < 1 or x.shape[-1] % form.heads:
         raise ValueError(f"{form.heads} heads do not divide rows of {x.shape[-1]}: choose a divisor")
     if form.activation not in ACTIVATIONS:
         raise ValueError(f"activation {form.activation!r}: choose from {', '.join(ACTIVATIONS)}")
+
+
+# --- the formulas in plain PyTorch
+
+
+class NarrowNorm(torch.autograd.Function):
+    """A norm of rows below fp32 that saves x in its own dtype for the backward pass.
+
+    Autograd would save the rows and the normalised rows in fp32: for RMSNorm in bf16, four times the bytes of x.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, formula: Callable[[Tensor], Tensor], form: Form, *weights: Tensor | None
+    ) -> Tensor:
+        """Return the formula's value, computed in fp32, in the dtype of x."""
+        ctx.save_for_backward(x, *weights)
+        ctx.form = form
+        return formula(x.to(widest(x))).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x and of the weights; they can be differentiated again."""
+        x, *parts = ctx.saved_tensors
+        weights = Weights(*parts)
+        grad_x, sums = backward(grads[0], x, weights, ctx.form)
+        return grad_x, None, None, *_by_weight(sums, weights)
+
+
+def widest(x: Tensor) -> torch.dtype:
+    """Return the dtype in which x is computed: at least fp32."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def forward(x: Tensor, weights: Weights, form: Form) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y, the statistics [1 (2 if centred), tokens]: r and the mean, and t [tokens, heads], or nothing."""
+    wide = x.to(widest(x))
+    normalised, statistics = normalise_rows(wide, form.eps, form.centred)
+    dots = _dot_products(wide, weights, form)
+    y = normalised * _coefficient(wide, dots, weights, form)
+    if weights.bias is not None:
+        y = y + weights.bias.to(y.dtype)
+    kept = dots.reshape(-1, form.heads) if dots is not None and keeps_dots(x, weights, form) else wide.new_empty(0)
+    return y.to(x.dtype).contiguous(), torch.stack([part.flatten() for part in statistics]), kept
+
+
+def backward(grad: Tensor, x: Tensor, weights: Weights, form: Form) -> tuple[Tensor, Tensor]:
+    """Return the gradient of x, and [parts, dim] of the present weights; both can be differentiated."""
+    wide, grad = x.to(widest(x)), grad.to(widest(x))
+    normalised, (inverse, *_) = normalise_rows(wide, form.eps, form.centred)
+    along = grad * normalised
+    dots = _dot_products(wide, weights, form)
+    coefficient = _coefficient(wide, dots, weights, form)
+
+    dx = grad * coefficient - normalised * (along * coefficient).mean(-1, keepdim=True)
+    if form.centred:
+        dx = dx - (grad * coefficient).mean(-1, keepdim=True)
+    dx = dx * inverse
+    sums: dict[str, Tensor] = {"gain": along, "bias": grad}
+    if dots is not None and weights.beta is not None:
+        activation = ACTIVATIONS[form.activation]
+        sums["alpha"] = along * _spread(activation.value(dots), wide)
+        of_head = _heads(along if weights.alpha is None else along * weights.alpha.to(wide.dtype), form).sum(-1)
+        grad_dots = _spread(of_head * activation.slope(dots) * form.dot_scale, wide)
+        sums["beta"] = grad_dots * wide
+        dx = dx + grad_dots * weights.beta.to(wide.dtype)
+    of_weights = [sums[name].reshape(-1, x.shape[-1]).sum(0) for name in weights.names]
+    return dx.to(x.dtype).contiguous(), torch.stack(of_weights) if of_weights else wide.new_empty((0, x.shape[-1]))
+
+
+def normalise_rows(x: Tensor, eps: float, centred: bool) -> tuple[Tensor, list[Tensor]]:
+    """Return x^ and the row statistics: 1 / deviation, and the mean if it is centred."""
+    means = [x.mean(-1, keepdim=True)] if centred else []
+    for mean in means:
+        x = x - mean
+    inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x * inverse, [inverse, *means]
+
+
+def _heads(x: Tensor, form: Form) -> Tensor:
+    """Cut [..., dim] into [..., heads, channels of a head]."""
+    return x.reshape(*x.shape[:-1], form.heads, x.shape[-1] // form.heads)
+
+
+def _spread(of_head: Tensor, x: Tensor) -> Tensor:
+    """Repeat the value of a head for its channels: [..., heads] -> [..., dim]."""
+    wide = of_head.unsqueeze(-1)
+    return wide.expand(*of_head.shape, x.shape[-1] // of_head.shape[-1]).flatten(-2)
+
+
+def _dot_products(x: Tensor, weights: Weights, form: Form) -> Tensor | None:
+    if weights.beta is None:
+        return None
+    return _heads(x * weights.beta.to(x.dtype), form).sum(-1) * form.dot_scale
+
+
+def _coefficient(x: Tensor, dots: Tensor | None, weights: Weights, form: Form) -> Tensor | float:
+    """Return m = gain + offset + s alpha."""
+    still = form.offset if weights.gain is None else weights.gain.to(x.dtype) + form.offset
+    if dots is None:
+        return still
+    dynamic = _spread(ACTIVATIONS[form.activation].value(dots), x)
+    return (dynamic if weights.alpha is None else dynamic * weights.alpha.to(x.dtype)) + still

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from siamesenorm.kernels.norm_plain import Form, Weights
+from siamesenorm.kernels.norm import Form, Weights
 from siamesenorm.norms.norm import Norm, check_eps
 
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.kernels.launch import is_plain, refuse_transformations, suits_operator
-from siamesenorm.kernels.norm import has_kernel, normalise
-from siamesenorm.kernels.norm_plain import Form, NarrowNorm, Weights, widest
+from siamesenorm.kernels.norm import Form, NarrowNorm, Weights, has_kernel, normalise, widest
 from siamesenorm.norms.function import Inexact, NormFunction, compare_statistic, copy_bias_from, copy_gain_from
 from siamesenorm.norms.parameters import DeclaredModule
 from siamesenorm.options import Scalar

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from siamesenorm.kernels.norm_plain import Form, Weights
+from siamesenorm.kernels.norm import Form, Weights
 from siamesenorm.norms.norm import Norm, check_eps, check_finite
 
 

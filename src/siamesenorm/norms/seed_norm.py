@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.kernels.norm_plain import Form, Weights
+from siamesenorm.kernels.norm import Form, Weights
 from siamesenorm.norms.function import (
     Inexact,
     InexactKind,
