@@ -249,8 +249,7 @@ def test_a_row_that_cannot_be_recomputed(case: Case, centred: bool, part: int, m
     difference = identity - bounded / next_scale
     difference[3] += 0.1
     kept = bounded if inputs.gains.post_norm_gain is None else updated
-    kept_parts = Kept(kept, boundary_plain.Recompute(difference, next_scale), statistics)
-    arguments = (Grads(bounded, identity, h), kept_parts, inputs.parts)
+    arguments = (Grads(bounded, identity, h), Kept(kept, difference, statistics, next_scale), inputs.parts)
     found, expected = boundary_launch.backward(*arguments), boundary_plain.backward(*arguments)
     assert expected.identity[3].isnan().all() and expected.gains.isnan().any()
     assert expected.bounded[3].isnan().all() == (inputs.gains.input_gain is not None)

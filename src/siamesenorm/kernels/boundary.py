@@ -40,7 +40,6 @@ from siamesenorm.kernels.boundary_plain import (
     Grads,
     Kept,
     Parts,
-    Recompute,
     empty_backward,
     empty_forward,
     shares_gradient,
@@ -117,9 +116,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 def _backward_arguments(arguments: tuple[Any, ...]) -> tuple[Grads, Kept, Parts]:
     """Return the arguments of `boundary_backward` with their names."""
     stream, identity, statistics, *rest = arguments[3:]
-    next_scale = _optional(rest, 12)
-    second = Recompute(identity, next_scale) if next_scale is not None and identity is not None else identity
-    return Grads(*arguments[:3]), Kept(stream, second, statistics), Parts.of(rest)
+    return Grads(*arguments[:3]), Kept(stream, identity, statistics, _optional(rest, 12)), Parts.of(rest)
 
 
 def _optional(values: Sequence[Any], index: int) -> Any:

@@ -19,7 +19,6 @@ from siamesenorm.kernels.boundary_plain import (
     Grads,
     Kept,
     Parts,
-    Recompute,
     empty_backward,
     empty_forward,
     shares_gradient,
@@ -84,11 +83,10 @@ def plan_backward(grads: Grads, kept: Kept, parts: Parts, processor: Processor) 
     """
     stream, gains = kept.bounded, parts.gains
     rows, columns, sums = stream.shape[:-1].numel(), stream.shape[-1], len(gains.present)
-    recompute = kept.identity if isinstance(kept.identity, Recompute) else None
-    second = kept.identity.difference if isinstance(kept.identity, Recompute) else kept.identity
+    identity, recomputes = _contiguous(kept.identity), kept.next_scale is not None
     tile = Tile.of(columns if columns <= LONGEST_WHOLE_ROW else PART_OF_A_ROW)
     pieces, holds_gains = triton.cdiv(columns, tile.width), sums * tile.width <= MOST_SUMS
-    read = [part for part in (*grads, stream, second) if part is not None]
+    read = [part for part in (*grads, stream, identity) if part is not None]
     walk = Walk.over(
         triton.cdiv(rows, tile.rows),
         tile_bytes=sum(part.itemsize for part in read) * tile.rows * tile.width,
@@ -104,14 +102,14 @@ def plan_backward(grads: Grads, kept: Kept, parts: Parts, processor: Processor) 
         "grad_bounded_next": _contiguous(grads.bounded_next),
         "grad_h": grads.h.contiguous(),
         "kept": stream.contiguous(),
-        "identity": None if recompute else _contiguous(second),
-        "difference": _contiguous(second) if recompute else None,
-        "next_scale": recompute.next_scale if recompute else None,
+        "identity": None if recomputes else identity,
+        "difference": identity if recomputes else None,
+        "next_scale": kept.next_scale,
         "statistics": kept.statistics,
         "projections": torch.empty_like(kept.statistics) if pieces > 1 else None,
         **_dense(gains),
         "rows": rows,
-        "eps": parts.eps if recompute else 0.0,
+        "eps": parts.eps if recomputes else 0.0,
         "DIM": columns,
         "BLOCK": tile.width,
         "CENTRED": parts.centred,
@@ -120,7 +118,7 @@ def plan_backward(grads: Grads, kept: Kept, parts: Parts, processor: Processor) 
         "grad_bounded": result.bounded,
         "grad_identity": None if gains.identity_gain is None else result.identity,
         "grad_output": None if shares_gradient(grads, kept, parts) else result.output,
-        "difference_next": result.difference if recompute else None,
+        "difference_next": result.difference if recomputes else None,
         "partials": result.gains,
     }
     others = {"grad_identity_next": _contiguous(grads.identity), **parts.constants._asdict(), **results}

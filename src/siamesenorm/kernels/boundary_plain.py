@@ -92,36 +92,17 @@ class Grads(NamedTuple):
     h: Tensor
 
 
-class Recompute(NamedTuple):
-    """What the backward pass recomputes Y' from, where it was not kept (see `boundary`).
-
-    `difference` is Y' - X' / `next_scale`, the latter being the scale of the next write to X.
-    """
-
-    difference: Tensor
-    next_scale: Tensor
-
-    def identity(self, bounded: Tensor) -> Tensor:
-        """Return Y' from X'."""
-        return self.difference.to(bounded.dtype) + bounded / self.next_scale.to(bounded.dtype)
-
-    @staticmethod
-    def verify(normalised: Tensor, inverse: Tensor, eps: float) -> Tensor:
-        """Return y^, with NaN in every row whose Y' is not the one that the forward pass normalised."""
-        one = normalised.square().mean(-1, keepdim=True) + eps * inverse.square()
-        return normalised.masked_fill((one - 1).abs() > 1e-3, float("nan"))
-
-
 class Kept(NamedTuple):
     """What the backward pass needs of the forward pass.
 
-    `bounded` is U where there is a post-norm, else X'. `identity` is Y' or what recomputes it, None where Y' is not
-    normalised.
+    `bounded` is U where there is a post-norm, else X'. `identity` is Y', None where it is not normalised; with
+    `next_scale`, the scale of the next write to X, it is Y' - X' / `next_scale`, from which Y' is recomputed.
     """
 
     bounded: Tensor
-    identity: Tensor | Recompute | None
+    identity: Tensor | None
     statistics: Tensor
+    next_scale: Tensor | None = None
 
 
 class Backward(NamedTuple):
@@ -158,7 +139,7 @@ def empty_backward(grads: Grads, kept: Kept, parts: Parts) -> Backward:
         stream.new_empty(0 if gains.identity_gain is None else stream.shape),
         grads.h.new_empty(0 if shares_gradient(grads, kept, parts) else stream.shape),
         stream.new_empty((len(gains.present), stream.shape[-1]), dtype=widest(stream)),
-        stream.new_empty(stream.shape if isinstance(kept.identity, Recompute) else 0),
+        stream.new_empty(0 if kept.next_scale is None else stream.shape),
     )
 
 
@@ -235,10 +216,16 @@ class _Statistics:
         return inverse * (result - v.mean(-1, keepdim=True) if self.centred else result)
 
 
+def _verify(normalised: Tensor, inverse: Tensor, eps: float) -> Tensor:
+    """Return y^, with NaN in every row whose recomputed Y' is not the one that the forward pass normalised."""
+    one = normalised.square().mean(-1, keepdim=True) + eps * inverse.square()
+    return normalised.masked_fill((one - 1).abs() > 1e-3, float("nan"))
+
+
 def backward(grads: Grads, kept: Kept, parts: Parts) -> Backward:
     """Return the gradients from those of the results and what the forward pass kept."""
     constants, gains, eps, centred = parts
-    stream, identity, statistics = kept
+    stream, identity, statistics, next_scale = kept
     wide, row = widest(stream), _Statistics(statistics, stream.shape, centred)
     sums: dict[str, Tensor] = {}
     bounded_next, difference = stream.to(wide), stream.new_empty(0)
@@ -246,15 +233,15 @@ def backward(grads: Grads, kept: Kept, parts: Parts) -> Backward:
         x_hat, x_inverse = row.normalise(bounded_next)
         bounded_next = affine(x_hat, gains.post_norm_gain, gains.post_norm_bias)
     total = times(bounded_next, gains.gate)
-    if isinstance(identity, Recompute):
-        y = identity.identity(bounded_next)
-        updated = stream.to(wide)
-        difference = y - (updated if constants.scale is None else updated / constants.scale.to(wide))
+    if gains.identity_gain is not None and identity is not None:
+        y = identity.to(wide)
+        if next_scale is not None:
+            y = y + bounded_next / next_scale.to(wide)
+            updated = stream.to(wide)
+            difference = y - (updated if constants.scale is None else updated / constants.scale.to(wide))
         y_hat, y_inverse = row.normalise(y)
-        y_hat = identity.verify(y_hat, y_inverse, eps)
-    elif gains.identity_gain is not None and identity is not None:
-        y_hat, y_inverse = row.normalise(identity.to(wide))
-    if gains.identity_gain is not None:
+        if next_scale is not None:
+            y_hat = _verify(y_hat, y_inverse, eps)
         total = total + affine(y_hat, gains.identity_gain, gains.identity_bias)
 
     d_total = grads.h.contiguous().to(wide)
