@@ -20,7 +20,7 @@ from siamesenorm.benchmark.boundary import Boundary, BoundarySettings, Forward, 
 from siamesenorm.benchmark.measurement import resolve_device
 from siamesenorm.benchmark.results import Results
 from siamesenorm.errors import UserError
-from siamesenorm.norms.rms_norm import RMSNorm
+from siamesenorm.norms import RMSNorm
 
 AddedNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """Takes output O, stream Y, gain and eps, and returns the next sublayer's input H = RMSNorm(Y + O) and Y + O."""

@@ -34,7 +34,7 @@ from siamesenorm.sublayers.attention import Attention, AttentionShape, rotation
 from siamesenorm.sublayers.mlp import build_mlp
 from siamesenorm.sublayers.sublayer import Context, Rotation
 from siamesenorm.topologies import ResidualSpec, build_topology, transformer_places
-from siamesenorm.training.parallel import compile_blocks
+from siamesenorm.training.execution import compile_blocks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 
 from siamesenorm.cli.report import build_report
-from siamesenorm.comparison.figures import render
-from siamesenorm.comparison.tables import for_markdown
-from siamesenorm.comparison.theme import LIGHT
+from siamesenorm.comparison.figure_style import LIGHT, render
+from siamesenorm.comparison.report_writer import table_in_markdown
 
 TABLE = re.compile(r"(<!-- report (\S+): (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 FIGURE = re.compile(r"<!-- figure (\S+): (\S+) (\S+) -->")
@@ -26,7 +25,7 @@ def fill_tables(page: str, directory: Path) -> str:
 
     def filled(match: re.Match[str]) -> str:
         tables = {table.title: table for table in build_report(directory / match[2]).tables}
-        return f"{match[1]}{for_markdown(tables[match[3]])}{match[4]}"
+        return f"{match[1]}{table_in_markdown(tables[match[3]])}{match[4]}"
 
     return TABLE.sub(filled, page)
 

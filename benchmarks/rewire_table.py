@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import siamesenorm
 from siamesenorm.errors import UserError
 from siamesenorm.norms import Norm
-from siamesenorm.training.environment import describe_environment
+from siamesenorm.training.execution import describe_environment
 
 TOPOLOGIES = ("siamese-post-pre:normalized_input=false", "siamese-post-pre", "siamese")
 COMPILED = "siamese-post-pre"

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from boundary_cases import CASES, Case, Inputs, draw_inputs, reference, weighted
 from siamesenorm import build_language_model
-from siamesenorm.kernels import boundary as operator
 from siamesenorm.kernels import boundary_launch, boundary_plain
+from siamesenorm.kernels import operators as operator
 from siamesenorm.kernels.boundary_plain import Grads, Kept
 from siamesenorm.kernels.launch import Launch
 

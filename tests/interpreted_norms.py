@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from norm_operator_cases import CASES, gradients, tokens, trained
-from siamesenorm.kernels import norm as operator
 from siamesenorm.kernels import norm_triton
+from siamesenorm.kernels import operators as operator
 from siamesenorm.kernels.launch import Launch
 
 EACH = pytest.mark.parametrize("case", CASES)
@@ -21,7 +21,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Send every norm below fp64 to the kernels, and collect the names of those that run."""
     names: list[str] = []
     run = Launch.run
-    monkeypatch.setattr(operator, "has_kernel", lambda x, *_: x.dtype != torch.float64)
+    monkeypatch.setattr(operator, "has_norm_kernels", lambda x, *_: x.dtype != torch.float64)
     monkeypatch.setattr(Launch, "run", lambda launch: (names.append(launch.kernel.fn.__name__), run(launch)))
     return names
 

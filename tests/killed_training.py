@@ -20,11 +20,10 @@ import torch
 import torch._dynamo  # AdamW imports it, in every child if not here
 
 from siamesenorm.tasks.language import LanguageTask
-from siamesenorm.training import run_directory
+from siamesenorm.training import execution, run_directory
 from siamesenorm.training.checkpoint import STAGES
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.instruments import Instrument
-from siamesenorm.training.loop import TrainingLoop, train
+from siamesenorm.training.loop import Instrument, TrainingLoop, train
 from siamesenorm.training.metrics import MetricsLog
 from training_runs import tiny_run
 
@@ -123,7 +122,7 @@ LIVES: dict[str, dict[str, Any]] = {
     "between the directory and its configuration": setup(
         run_directory, "write_atomically", after=False, when=config_written
     ),
-    "before the environment is written": setup(run_directory, "describe_environment", after=False),
+    "before the environment is written": setup(execution, "describe_environment", after=False),
     "before the first record": {"moment": {"kind": "start"}},
     "after the first record": {"moment": {"kind": "model"}},
     "after the record of step 1": {"moment": {"kind": "train", "step": 1}},

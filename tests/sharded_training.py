@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 from siamesenorm import LanguageModel, build_language_model
-from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks, shard
+from siamesenorm.training.execution import checkpoint_blocks, compile_blocks, shard
 
 STEPS, BATCH, TOKENS, VOCABULARY = 20, 4, 16, 31
 DEPTH = 3

@@ -33,10 +33,9 @@ from siamesenorm.benchmark.measurement import (
 from siamesenorm.benchmark.results import Results, markdown, measuring
 from siamesenorm.cli import main
 from siamesenorm.errors import UserError
-from siamesenorm.kernels import boundary as boundary_operator
 from siamesenorm.kernels import boundary_plain
-from siamesenorm.norms import NormSpec
-from siamesenorm.norms.rms_norm import RMSNorm
+from siamesenorm.kernels import operators as boundary_operator
+from siamesenorm.norms import NormSpec, RMSNorm
 from siamesenorm.topologies import ResidualSpec, available_topologies, build_topology
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from siamesenorm.norms import NormSpec, available_norms
 from siamesenorm.sublayers.sublayer import Context
 from siamesenorm.topologies import boundary as family
 from siamesenorm.topologies import transformer_places
-from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks
+from siamesenorm.training.execution import checkpoint_blocks, compile_blocks
 
 FUSED = [name for name in available_topologies() if build_topology(name).has_fused_kernels]
 VARIANTS = [
@@ -114,7 +114,7 @@ def test_auto_is_plain_on_a_cpu_to_the_last_bit(topology: str, norm: str) -> Non
 
 def pretend_kernels(monkeypatch: pytest.MonkeyPatch, smallest: int = 0) -> None:
     """Let there be kernels for every tensor of so many bytes."""
-    monkeypatch.setattr(family, "has_kernels_for", lambda x: True)
+    monkeypatch.setattr(family, "has_boundary_kernels", lambda x: True)
     monkeypatch.setattr(launch, "SMALLEST_FUSED_BYTES", smallest)
 
 
@@ -133,7 +133,7 @@ class OperatorCalls(TorchDispatchMode):
 def test_plain_calls_no_operator_on_a_gpu(topology: str, norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for boundaries, norms outside of them, or the attention's norms; all other kernels do."""
     pretend_kernels(monkeypatch)
-    monkeypatch.setattr("siamesenorm.norms.norm.has_kernel", lambda x: True)
+    monkeypatch.setattr("siamesenorm.norms.norm.has_norm_kernels", lambda x: True)
     calls = {}
     for kernels in ("plain", "auto", *(["fused"] if topology in FUSED and norm in ("rmsnorm", "layernorm") else [])):
         with OperatorCalls() as counted:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from siamesenorm import LanguageModel, build_language_model
 from siamesenorm.errors import UserError
-from siamesenorm.kernels.boundary import boundary
+from siamesenorm.kernels.operators import boundary
 from siamesenorm.sublayers.sublayer import Context
-from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks
+from siamesenorm.training.execution import checkpoint_blocks, compile_blocks
 
 TOPOLOGIES = (
     "siamese",

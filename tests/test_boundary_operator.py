@@ -10,7 +10,7 @@ from torch import Tensor
 
 from boundary_cases import CASES, Case, Inputs, draw_inputs, reference, weighted
 from siamesenorm.benchmark.measurement import traffic_of
-from siamesenorm.kernels.boundary import boundary
+from siamesenorm.kernels.operators import boundary
 
 CENTRED = pytest.mark.parametrize("centred", [False, True], ids=["rmsnorm", "layernorm"])
 EACH = pytest.mark.parametrize("case", CASES, ids=str)

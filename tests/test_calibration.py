@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -130,7 +129,6 @@ def test_what_the_thresholds_do_not_see_is_not_detected():
 def test_without_the_floor_there_are_no_plateaus():
     found = rates(calibrate({"run": curve(0, floor=None)}, grid=SMALL))
     assert found[Fault.PLATEAU, 0.05, None] == found[Fault.SHORT, None, None] == (0, 0)
-    assert math.isnan(Detection(fault=Fault.SHORT, trials=0, detected=0, noticed=0).rate)
 
 
 @pytest.mark.parametrize("scale", [0.1, 30.0])

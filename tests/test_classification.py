@@ -17,13 +17,11 @@ from torch.nn import functional as F
 from siamesenorm.cli import main
 from siamesenorm.errors import UserError
 from siamesenorm.models.vision import build_vision_transformer
+from siamesenorm.tasks import available_tasks, task_from_json
 from siamesenorm.tasks.classification import HELD_OUT, ClassificationTask
-from siamesenorm.tasks.registry import available_tasks, task_from_json
-from siamesenorm.training.config import Execution, RunConfig
-from siamesenorm.training.instruments import Instrument
-from siamesenorm.training.loop import train
+from siamesenorm.training.config import Execution, RunConfig, presets
+from siamesenorm.training.loop import Instrument, train
 from siamesenorm.training.optimizer import OptimizerConfig
-from siamesenorm.training.presets import presets
 from siamesenorm.training.run_directory import RunDirectory
 from training_runs import losses, records, with_model
 

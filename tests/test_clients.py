@@ -30,7 +30,7 @@ from siamesenorm.norms import NormSpec
 from siamesenorm.sublayers.mlp import GatedMLP
 from siamesenorm.sublayers.sublayer import Context, Modulated, Rotation
 from siamesenorm.topologies import Closing, Connection, Opening, transformer_places
-from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks
+from siamesenorm.training.execution import checkpoint_blocks, compile_blocks
 
 TOPOLOGIES = available_topologies()
 

@@ -11,13 +11,13 @@ import pytest
 
 from siamesenorm.cli.parsing import parse
 from siamesenorm.cli.sweep import Arguments, SweepArguments, template_of
-from siamesenorm.comparison.comparison_report import comparison_tables
+from siamesenorm.comparison.comparison_tables import comparison_tables
 from siamesenorm.comparison.experiment import Experiment
 from siamesenorm.comparison.findings import find
 from siamesenorm.comparison.plan import Part, read_plan
+from siamesenorm.comparison.report_writer import table_in_markdown
 from siamesenorm.comparison.results import read_experiment
-from siamesenorm.comparison.sweep import configured
-from siamesenorm.comparison.tables import for_markdown
+from siamesenorm.comparison.sweep import comparisons_of, configured
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.curves import read_loss_curve
 from siamesenorm.training.run_directory import RunDirectory
@@ -41,7 +41,7 @@ def test_a_committed_run_keeps_its_identity(run: Path) -> None:
 def test_the_tables_of_the_comparison_are_those_of_its_runs() -> None:
     page = (ROOT / "docs/comparison.md").read_text()
     for table in comparison_tables(find(read_experiment(BOOKS))):
-        assert for_markdown(table) in page
+        assert table_in_markdown(table) in page
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_the_printed_command_finds_every_run_finished(printed: SweepArguments, m
         runs = [RunDirectory(BOOKS / "runs" / name) for name, run in plan.runs.items() if run.part is part]
         assert {run.read_config().identity for run in runs} == identities
         assert all(run.read_verdict() for run in runs)
-    assert set(printed.grid.comparisons(template)) == set(plan.comparisons)
+    assert set(comparisons_of(printed.grid.all_methods, template)) == set(plan.comparisons)
 
 
 def resolved_without_data(run: RunConfig) -> RunConfig:

@@ -13,12 +13,30 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 
 from comparison_sweeps import METHODS, PRE, SyntheticMethod, SyntheticRun, runs_of, write_sweep
-from siamesenorm.comparison.figures import Figure, curve_figures, rate_figures, render
+from siamesenorm.comparison.figure_style import (
+    DARK,
+    HUES,
+    LIGHT,
+    THEMES,
+    Figure,
+    Theme,
+    applied,
+    render,
+    shortened,
+    spread,
+    styles_of,
+)
 from siamesenorm.comparison.findings import Findings, find
-from siamesenorm.comparison.rate_figures import noise_band
+from siamesenorm.comparison.rate_figures import noise_band, rate_figures
 from siamesenorm.comparison.results import Curve, read_experiment
-from siamesenorm.comparison.theme import DARK, HUES, LIGHT, THEMES, Theme, applied, shortened, spread, styles_of
-from siamesenorm.comparison.training_curves import MOST_POINTS, difference, finite_part, smoothed, thinned
+from siamesenorm.comparison.training_curves import (
+    MOST_POINTS,
+    curve_figures,
+    difference,
+    finite_part,
+    smoothed,
+    thinned,
+)
 
 # Machado, Oliveira and Fernandes (2009), severity 1: what a person without one kind of cone sees, in linear RGB.
 VISION = {

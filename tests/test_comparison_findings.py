@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.special import stdtrit
 
 from comparison_sweeps import template
+from siamesenorm.comparison.comparison_report import conclusions, definitions
 from siamesenorm.comparison.findings import Conclusion, Edge, Findings, find
 from siamesenorm.comparison.plan import ComparisonKind, ExperimentPlan, Part, PlannedComparison, PlannedRun
 from siamesenorm.comparison.results import Curve, ExperimentResults, RunResult
-from siamesenorm.comparison.statistics import student_t_quantile
-from siamesenorm.comparison.summary import conclusions, definitions
 from siamesenorm.comparison.sweep import comparisons_of
 from siamesenorm.tasks.language import LanguageTask
 from siamesenorm.training.verdict import judge
@@ -84,9 +84,9 @@ def test_the_rate_is_chosen_on_the_selection_seed_and_reported_on_the_others() -
     choice = found.choices[PRE]
     assert (choice.learning_rate, choice.edge, choice.on_selection_seed) == (2e-3, None, False)
     assert choice.losses == {1: 1.60, 2: 1.64}
-    assert choice.outcome.held_out_loss is not None
-    assert choice.outcome.held_out_loss.mean == pytest.approx(1.62)
-    assert choice.outcome.held_out_loss.half_width == pytest.approx(12.706 * 0.02, rel=1e-4)
+    assert choice.held_out_loss is not None
+    assert choice.held_out_loss.mean == pytest.approx(1.62)
+    assert choice.held_out_loss.half_width == pytest.approx(12.706 * 0.02, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,13 @@ def test_pairing_removes_what_seeds_have_in_common() -> None:
         {PRE: {1e-3: seeds}, SIAMESE: {1e-3: [seed - 0.01 - 0.001 * (i % 2) for i, seed in enumerate(seeds)]}}
     )
     assert found.comparisons[0].conclusion == Conclusion.CONFIRMED_LOWER
-    spread = found.choices[SIAMESE].outcome.held_out_loss
+    spread = found.choices[SIAMESE].held_out_loss
     assert spread is not None and spread.half_width is not None and spread.half_width > 0.5
+
+
+def quantile(confidence: float) -> float:
+    """Return the factor of a two-sided interval over three seeds."""
+    return float(stdtrit(2, (1 + confidence) / 2))
 
 
 def test_the_corrected_interval_is_wider_with_more_tests() -> None:
@@ -155,9 +160,9 @@ def test_the_corrected_interval_is_wider_with_more_tests() -> None:
         assert comparison is not None and comparison.corrected is not None and comparison.interval is not None
         widths.append(comparison.corrected.half_width)
         assert comparison.interval.half_width == pytest.approx(
-            student_t_quantile(0.95, 2) * np.std(list(comparison.difference.by_seed.values()), ddof=1) / math.sqrt(3)
+            quantile(0.95) * np.std(list(comparison.difference.by_seed.values()), ddof=1) / math.sqrt(3)
         ), "the printed 95 % interval is the t interval, whatever the number of tests"
-    assert widths[1] / widths[0] == pytest.approx(student_t_quantile(0.99, 2) / student_t_quantile(0.95, 2))
+    assert widths[1] / widths[0] == pytest.approx(quantile(0.99) / quantile(0.95))
 
 
 def test_one_seed_gives_a_difference_without_an_interval() -> None:

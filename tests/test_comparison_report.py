@@ -13,9 +13,9 @@ import pytest
 
 from comparison_sweeps import METHODS, runs_of, write_run, write_sweep
 from siamesenorm.cli.report import ReportArguments, build_report, run
-from siamesenorm.comparison import page
-from siamesenorm.comparison.report import ReportPaths, write_report
-from siamesenorm.comparison.theme import DARK, LIGHT
+from siamesenorm.comparison import report_writer
+from siamesenorm.comparison.figure_style import DARK, LIGHT
+from siamesenorm.comparison.report_writer import ReportPaths, write_report
 from siamesenorm.errors import UserError
 
 VOID = {"meta", "img", "source", "br"}
@@ -123,7 +123,7 @@ def variables(stylesheet: str) -> dict[str, str]:
 
 
 def test_figures_lie_on_cards_of_their_own_colour_and_pills_can_be_read() -> None:
-    stylesheet = Path(page.__file__).with_name("page.css").read_text()
+    stylesheet = Path(report_writer.__file__).with_name("page.css").read_text()
     light, dark = stylesheet.split("@media (prefers-color-scheme: dark)")
     for colors, theme in ((variables(light), LIGHT), (variables(dark.split("@media")[0]), DARK)):
         assert (colors["surface"], colors["ink"], colors["muted"]) == (theme.surface, theme.ink, theme.muted)
@@ -148,8 +148,8 @@ def test_a_failure_leaves_the_old_report_whole(report: ReportPaths, monkeypatch:
     def fail(*_: object) -> str:
         raise RuntimeError("no page")
 
-    monkeypatch.setattr("siamesenorm.comparison.report.render", lambda *parts: b"")
-    monkeypatch.setattr("siamesenorm.comparison.report.render_page", fail)
+    monkeypatch.setattr("siamesenorm.comparison.report_writer.render", lambda *parts: b"")
+    monkeypatch.setattr("siamesenorm.comparison.report_writer.report_in_html", fail)
     with pytest.raises(RuntimeError):
         write_report(build_report(report.page.parent.parent / "sweep"), report.page.parent)
     assert {path: path.read_bytes() for path in report.page.parent.rglob("*") if path.is_file()} == before
@@ -158,7 +158,7 @@ def test_a_failure_leaves_the_old_report_whole(report: ReportPaths, monkeypatch:
 def test_what_cannot_be_read_or_written_is_refused(
     tmp_path: Path, report: ReportPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("siamesenorm.comparison.report.render", lambda *parts: b"")
+    monkeypatch.setattr("siamesenorm.comparison.report_writer.render", lambda *parts: b"")
     with pytest.raises(UserError):
         run(ReportArguments(directory=tmp_path, out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()

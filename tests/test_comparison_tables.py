@@ -11,14 +11,22 @@ import pytest
 from rich.console import Console
 
 from comparison_sweeps import METHODS, PRE, SyntheticMethod, runs_of, write_sweep
-from siamesenorm.comparison import quantities
-from siamesenorm.comparison.comparison_report import comparison_tables, comparisons_csv, runs_csv
+from siamesenorm.comparison import formatting
+from siamesenorm.comparison.comparison_report import definitions, method_notes, subject
+from siamesenorm.comparison.comparison_tables import (
+    against_baselines,
+    at_chosen_rates,
+    by_kind,
+    by_learning_rate,
+    comparison_tables,
+    comparisons_csv,
+    runs_csv,
+)
 from siamesenorm.comparison.findings import Findings, find
-from siamesenorm.comparison.result_tables import against_baselines, at_chosen_rates, by_kind, by_learning_rate
+from siamesenorm.comparison.report_parts import Entry, Table
+from siamesenorm.comparison.report_writer import table_in_markdown, table_on_terminal
 from siamesenorm.comparison.results import read_experiment
 from siamesenorm.comparison.statistics import Estimate
-from siamesenorm.comparison.summary import definitions, method_notes, subject
-from siamesenorm.comparison.tables import Entry, Table, for_markdown, for_terminal
 
 PICKED = [method for method in METHODS if method.label in ("pre", "pre + qkv", "post", "residual", "siamese")]
 
@@ -121,11 +129,11 @@ def test_differences_have_both_intervals_and_are_grouped_by_kind(findings: Findi
     comparison = findings.comparison("siamese", "pre")
     assert comparison is not None and comparison.interval is not None and comparison.corrected is not None
     row = cells(table, table.groups[0].title)["siamese"]
-    assert row["Baseline"].text == "pre" and row["Difference (nats)"].text == quantities.signed(
+    assert row["Baseline"].text == "pre" and row["Difference (nats)"].text == formatting.signed(
         comparison.interval.mean
     )
-    assert row["95 % t interval"].text == quantities.interval(comparison.interval)
-    assert row["Holm interval"].text == quantities.interval(comparison.corrected) != row["95 % t interval"].text
+    assert row["95 % t interval"].text == formatting.interval(comparison.interval)
+    assert row["Holm interval"].text == formatting.interval(comparison.corrected) != row["95 % t interval"].text
     assert row["Conclusion"].pill is not None and row["Conclusion"].pill.text == comparison.conclusion
     assert str(cells(at_chosen_rates(findings))["post"]["Chosen rate"].pill) == "! low edge"
 
@@ -168,7 +176,7 @@ def test_a_method_that_diverged_everywhere_says_so(tmp_path: Path) -> None:
 def test_the_terminal_shows_every_cell(findings: Findings) -> None:
     console = Console(width=220, file=io.StringIO(), color_system=None)
     for table in comparison_tables(findings):
-        console.print(for_terminal(table, 220))
+        console.print(table_on_terminal(table, 220))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     for table in comparison_tables(findings):
         for entry in (entry for group in table.groups for row in group.rows for entry in row):
@@ -179,7 +187,7 @@ def test_the_terminal_shows_every_cell(findings: Findings) -> None:
 def test_a_narrow_terminal_loses_whole_columns_and_says_which(findings: Findings) -> None:
     table = by_learning_rate(findings)
     console = Console(width=80, file=io.StringIO(), color_system=None)
-    console.print(for_terminal(table, 80))
+    console.print(table_on_terminal(table, 80))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert max(map(len, shown.splitlines())) <= 80 and "…" not in shown
     assert table.columns[1].title in shown and "Memory" in shown
@@ -187,10 +195,10 @@ def test_a_narrow_terminal_loses_whole_columns_and_says_which(findings: Findings
 
 def test_markdown_rows_have_one_cell_a_column(findings: Findings) -> None:
     for table in comparison_tables(findings):
-        lines = for_markdown(table).splitlines()
+        lines = table_in_markdown(table).splitlines()
         assert {line.count("|") for line in lines} == {len(table.columns) + 1}
-    assert "| *diverge* |" in for_markdown(by_learning_rate(findings))
-    assert "\\* |" in for_markdown(by_learning_rate(findings))
+    assert "| *diverge* |" in table_in_markdown(by_learning_rate(findings))
+    assert "\\* |" in table_in_markdown(by_learning_rate(findings))
 
 
 def test_the_csv_has_every_run_with_numbers_that_round_trip(findings: Findings) -> None:
@@ -215,24 +223,24 @@ def test_the_csv_of_comparisons_has_both_intervals(findings: Findings) -> None:
 
 
 def test_quantities_are_written_for_people() -> None:
-    assert [quantities.rate(value) for value in (0.002, 3e-4, 0.0125, 1.0, 1e-10)] == [
+    assert [formatting.rate(value) for value in (0.002, 3e-4, 0.0125, 1.0, 1e-10)] == [
         "2e-3", "3e-4", "1.25e-2", "1e0", "1e-10",
     ]  # fmt: skip
-    assert [quantities.significant(value) for value in (4.5678, 12.606, 123.44, 12345.6, 1e9)] == [
+    assert [formatting.significant(value) for value in (4.5678, 12.606, 123.44, 12345.6, 1e9)] == [
         "4.568", "12.61", "123.4", "12346", "1.00e+09",
     ]  # fmt: skip
-    assert [quantities.count(value) for value in (999, 999_999, 1_284_096, 9.9e9)] == [
+    assert [formatting.count(value) for value in (999, 999_999, 1_284_096, 9.9e9)] == [
         "999",
         "1.00 M",
         "1.28 M",
         "9.90 G",
     ]
-    assert [quantities.percent(ratio) for ratio in (0.0, 0.00023, -0.0123, 0.5)] == [
+    assert [formatting.percent(ratio) for ratio in (0.0, 0.00023, -0.0123, 0.5)] == [
         "+0 %",
         "+0.023 %",
         "−1.23 %",
         "+50 %",
     ]
-    assert [quantities.seconds(value) for value in (0.0416, 0.9999, 12.5)] == ["41.6 ms", "1.00 s", "12.5 s"]
-    assert quantities.interval(Estimate(mean=-0.02, half_width=0.03, count=4)) == "[−0.0500, +0.0100]"
-    assert quantities.listed(["a"]) == "a" and quantities.listed(["a", "b", "c"]) == "a, b and c"
+    assert [formatting.seconds(value) for value in (0.0416, 0.9999, 12.5)] == ["41.6 ms", "1.00 s", "12.5 s"]
+    assert formatting.interval(Estimate(mean=-0.02, half_width=0.03, count=4)) == "[−0.0500, +0.0100]"
+    assert formatting.listed(["a"]) == "a" and formatting.listed(["a", "b", "c"]) == "a, b and c"

@@ -19,15 +19,16 @@ from siamesenorm.comparison import experiment as experiment_module
 from siamesenorm.comparison.experiment import Experiment
 from siamesenorm.comparison.findings import Conclusion
 from siamesenorm.comparison.plan import ExperimentPlan, Part, PlannedRun, read_plan
+from siamesenorm.comparison.report_writer import table_in_markdown
 from siamesenorm.comparison.results import ExperimentResults, read_experiment, read_run
-from siamesenorm.comparison.tables import for_markdown
 from siamesenorm.data import PreparedData, TokenSamples
 from siamesenorm.errors import UserError
 from siamesenorm.models.language import LanguageModel
 from siamesenorm.norms import NormSpec
-from siamesenorm.recipes.continued import ContinuedPlan, Variant
-from siamesenorm.recipes.continued_report import (
+from siamesenorm.recipes.continued import (
     ContinuedFindings,
+    ContinuedPlan,
+    Variant,
     conclusions,
     continuations_table,
     continued_report,
@@ -36,8 +37,7 @@ from siamesenorm.recipes.continued_report import (
 from siamesenorm.topologies import build_topology
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.curves import read_loss_curve
-from siamesenorm.training.instruments import Instrument
-from siamesenorm.training.loop import TrainingLoop, train
+from siamesenorm.training.loop import Instrument, TrainingLoop, train
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.verdict import judge
 from siamesenorm.training.warm_start import continue_run, start_defaults
@@ -371,7 +371,7 @@ def test_the_command_reports_what_was_trained(experiment: Any, capsys: pytest.Ca
         assert main(words) == 0
         assert "Against the baselines" in capsys.readouterr().out
         report = (out / "report" / "report.md").read_text()
-        assert for_markdown(continuations_table(find_continued(read_experiment(out)))) in report
+        assert table_in_markdown(continuations_table(find_continued(read_experiment(out)))) in report
         assert len((out / "report" / "runs.csv").read_text().splitlines()) == 1 + 12
     assert main(["reproduce", "continued", "--out", str(out / "runs")]) == 2
 
@@ -450,7 +450,7 @@ def test_the_page_says_what_the_committed_runs_say() -> None:
     findings = find_continued(read_experiment(EVIDENCE))
     page = (ROOT / "docs/continued.md").read_text()
     for table in continued_report(findings).tables:
-        assert for_markdown(table) in page
+        assert table_in_markdown(table) in page
     assert not findings.results.unfinished and not findings.results.missing
     assert {len(each.outcome.complete) for each in findings.continuations} == {5}
 

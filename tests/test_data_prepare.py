@@ -22,7 +22,7 @@ from siamesenorm.data import (
     load_tokenizer,
     preparation,
     prepare,
-    shards,
+    storage,
 )
 from siamesenorm.data.holdout import hash_document
 from siamesenorm.data.sources import open_source
@@ -192,7 +192,7 @@ def test_a_restart_that_was_stopped_goes_on_beside_the_finished_data(
 ) -> None:
     data = prepare(config(source))
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 1500)
-    monkeypatch.setattr(shards, "SHARD_BYTES", 2000)
+    monkeypatch.setattr(storage, "SHARD_BYTES", 2000)
 
     def stop(progress: PrepareProgress) -> None:
         if progress.documents > 100:
@@ -317,7 +317,7 @@ def test_a_cut_text_resumes_with_the_same_bytes(tmp_path: Path, monkeypatch: pyt
     path = write_lines(tmp_path / "few.jsonl", [f"Document {i} " * 500 for i in range(8)])
     options = {"validation_fraction": 1e-9}
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 1500)
-    monkeypatch.setattr(shards, "SHARD_BYTES", 2000)
+    monkeypatch.setattr(storage, "SHARD_BYTES", 2000)
     whole = contents(prepare(config(path, out="whole", **options)).path)
 
     def stop(progress: PrepareProgress) -> None:
@@ -419,7 +419,7 @@ def test_digests_are_those_of_committed_runs(
 ) -> None:
     """The digest is part of a run's identity: it depends on the tokens alone, not on how they are stored."""
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 1500)
-    monkeypatch.setattr(shards, "SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr(storage, "SHARD_BYTES", shard_bytes)
     data = prepare(config(source, **options))
     assert (len(data.split("train").shards) > 5) == (shard_bytes == 1000)
     assert verified(data.path).digest == digest
@@ -465,7 +465,7 @@ def test_at_most_so_many_documents(source: Path) -> None:
 def test_full_disk_is_one_line_and_goes_on(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is full at each moment at which data is made durable, one after another."""
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 6000)
-    monkeypatch.setattr(shards, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(storage, "SHARD_BYTES", 20_000)
     expected = contents(prepare(config(source, out="expected")).path)
     failures = 0
     while True:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import io
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from rich.text import Text
 
-from siamesenorm.data import PrepareProgress, show_progress
+from siamesenorm.cli import prepare as prepare_command
+from siamesenorm.data import PrepareConfig, PrepareProgress
 from siamesenorm.progress import ProgressDisplay, format_duration
+
+Report = Callable[[PrepareProgress], None]
 
 
 class Clock:
@@ -84,17 +89,22 @@ def test_unknown_totals_have_no_time_left(clock: Clock, capsys: pytest.CaptureFi
     assert capsys.readouterr().err == "some, 5 tokens/s\n"
 
 
+def report_to_command(monkeypatch: pytest.MonkeyPatch, work: Callable[[Report], None]) -> None:
+    """Run the command with a preparation that only reports."""
+    monkeypatch.setattr(prepare_command, "prepare", lambda config, report: work(report))
+    prepare_command.prepare_with_progress(PrepareConfig(source="builtin", out=Path("nowhere")))
+
+
 def test_a_stage_of_a_preparation_has_a_line_and_a_clock_of_its_own(
-    clock: Clock, capsys: pytest.CaptureFixture[str]
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with show_progress() as report:
+    def work(report: Report) -> None:
         report(PrepareProgress(stage="training the tokenizer"))
-        clock.now += 1
-        report(progress(1_000_000))
-        clock.now += 4
-        report(progress(1_200_000))
-        clock.now += 2
-        report(progress(1_500_000))
+        for seconds, position in ((1, 1_000_000), (4, 1_200_000), (2, 1_500_000)):
+            clock.now += seconds
+            report(progress(position))
+
+    report_to_command(monkeypatch, work)
     assert capsys.readouterr().err.splitlines() == [
         "training the tokenizer",
         "tokens: 50% of 2.0 MB, 1,234 documents, 5,678,901 tokens",
@@ -104,9 +114,12 @@ def test_a_stage_of_a_preparation_has_a_line_and_a_clock_of_its_own(
 
 def test_a_terminal_has_a_bar_and_lines_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = open_terminal(monkeypatch)
-    with show_progress() as report:
+
+    def work(report: Report) -> None:
         report(progress(500_000))
         report(PrepareProgress(stage="tokens", documents=5))
+
+    report_to_command(monkeypatch, work)
     assert "5 documents" in terminal.getvalue()
     assert "\x1b[" in terminal.getvalue()
     display = ProgressDisplay(10, above=lambda: Text("a table"), keep=True)

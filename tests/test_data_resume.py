@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from siamesenorm.data import PrepareConfig, PreparedData, PrepareProgress, StoppedError, preparation, prepare, shards
+from siamesenorm.data import PrepareConfig, PreparedData, PrepareProgress, StoppedError, preparation, prepare, storage
 from siamesenorm.errors import UserError
 
 # Python 3.12 warns of a fork in a process with threads; the children here need none of them.
@@ -30,7 +30,7 @@ SHARD_BYTES = 20_000
 KILLED_WITH_WORKERS = f"""
 import os, signal, sys
 from pathlib import Path
-from siamesenorm.data import PrepareConfig, preparation, prepare, shards
+from siamesenorm.data import PrepareConfig, preparation, prepare, storage
 
 def killed_after_some_chunks(progress):
     if progress.stage == "tokens" and progress.documents > 60:
@@ -38,7 +38,7 @@ def killed_after_some_chunks(progress):
 
 if __name__ == "__main__":
     preparation.CHUNK_CHARACTERS = {CHUNK_CHARACTERS}
-    shards.SHARD_BYTES = {SHARD_BYTES // 4}
+    storage.SHARD_BYTES = {SHARD_BYTES // 4}
     out = Path(sys.argv[2])
     config = PrepareConfig(source=sys.argv[1], out=out, tokenizer="bpe:300", validation_fraction=0.1, workers=2)
     prepare(config, killed_after_some_chunks)
@@ -48,7 +48,7 @@ if __name__ == "__main__":
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", CHUNK_CHARACTERS)
-    monkeypatch.setattr(shards, "SHARD_BYTES", SHARD_BYTES)
+    monkeypatch.setattr(storage, "SHARD_BYTES", SHARD_BYTES)
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_killed_with_its_workers(source: Path, tmp_path: Path, monkeypatch: pyte
     with pytest.raises(UserError, match="tokenizer.*--restart"):
         prepare(config(source, out))
 
-    monkeypatch.setattr(shards, "SHARD_BYTES", SHARD_BYTES // 4)
+    monkeypatch.setattr(storage, "SHARD_BYTES", SHARD_BYTES // 4)
     whole = prepare(config(source, tmp_path / "whole", tokenizer="bpe:300"))
     monkeypatch.setattr(preparation, "train_bpe", None)  # it was trained before the kill
     reports: list[PrepareProgress] = []

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import tokenizers
 
-from siamesenorm.data import ByteTokenizer, LibraryTokenizer, load_tokenizer
-from siamesenorm.data.tokenizer import bpe_size, train_bpe
+from siamesenorm.data import ByteTokenizer, LibraryTokenizer, TokenizerEntry, load_tokenizer
+from siamesenorm.data.tokenizer import bpe_size, tokenizer_entry, train_bpe
 from siamesenorm.errors import UserError
 
 TEXTS = ["the cat sat on the mat", "  two  blanks\n\nand “quotes”, naïve", "日本語 🙂", "the the the"]
@@ -33,7 +33,7 @@ def test_bytes_are_utf8() -> None:
     assert ids.tolist() == [97, 0xC3, 0xA9]
     assert tokenizer.decode([*ids, 256, 98]) == "aéb"
     assert tokenizer.decode([0xC3]) == "�"
-    assert (tokenizer.vocabulary, tokenizer.end_of_text, tokenizer.to_json()) == (257, 256, None)
+    assert (tokenizer.vocabulary, tokenizer.end_of_text, tokenizer.content) == (257, 256, None)
 
 
 def test_trained_bpe_gives_every_text_back() -> None:
@@ -44,7 +44,7 @@ def test_trained_bpe_gives_every_text_back() -> None:
         assert len(ids) == 0 or ids.max() < tokenizer.vocabulary
     # "the" was the commonest word: it became one token, where bytes need three.
     assert len(tokenizer.encode_batch(["the the the"])[0]) == 3
-    assert train_bpe(TEXTS * 5, 300).to_json() == tokenizer.to_json()
+    assert train_bpe(TEXTS * 5, 300).content == tokenizer.content
 
 
 def test_text_cannot_forge_the_end_of_text() -> None:
@@ -89,8 +89,8 @@ def test_pickle_keeps_a_chosen_end_of_text(tmp_path: Path) -> None:
 
 
 def test_manifest_entries() -> None:
-    expected = {"kind": "bytes", "name": "bytes", "vocabulary": 257, "end_of_text": 256}
-    assert ByteTokenizer().to_manifest() == expected
+    expected = TokenizerEntry(kind="bytes", name="bytes", vocabulary=257, end_of_text=256, sha256=None)
+    assert tokenizer_entry(ByteTokenizer()) == expected
 
 
 @pytest.mark.parametrize(("spec", "size"), [("bpe:4096", 4096), ("bpe:257", 257), ("bytes", None), ("a/b", None)])

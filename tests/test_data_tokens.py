@@ -18,7 +18,7 @@ from siamesenorm.data import (
     document_ids,
     preparation,
     prepare,
-    shards,
+    storage,
 )
 from siamesenorm.errors import UserError
 
@@ -155,7 +155,7 @@ def test_shards_are_read_as_one_sequence(lengths: list[int]) -> None:
 def test_samples_across_the_edges_of_shards_are_exact(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = PreparedData.open(path)
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 30)
-    monkeypatch.setattr(shards, "SHARD_BYTES", 50)
+    monkeypatch.setattr(storage, "SHARD_BYTES", 50)
     pieces = prepare(PrepareConfig(**sources(path.parent), out=path.parent / "pieces"))
     assert len(pieces.split("train").shards) > 10
     assert pieces.digest == whole.digest

@@ -12,8 +12,9 @@ from torch.autograd import forward_ad
 from norm_operator_cases import CASES, gradients, tokens, trained
 from siamesenorm.errors import UserError
 from siamesenorm.kernels import launch
-from siamesenorm.kernels import norm as operator
-from siamesenorm.kernels.norm import ACTIVATIONS, Form, Weights, normalise, normalise_backward
+from siamesenorm.kernels import operators as operator
+from siamesenorm.kernels.norm_plain import ACTIVATIONS, Form, Weights
+from siamesenorm.kernels.operators import normalise, normalise_backward
 from siamesenorm.norms import norm as norms_norm
 from siamesenorm.norms import seed_norm
 
@@ -188,7 +189,7 @@ def test_auto_is_the_formula_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pretend_kernels(monkeypatch: pytest.MonkeyPatch, smallest: int = 0) -> None:
     """Let there be kernels for every tensor of so many bytes."""
-    monkeypatch.setattr(norms_norm, "has_kernel", lambda _: True)
+    monkeypatch.setattr(norms_norm, "has_norm_kernels", lambda _: True)
     monkeypatch.setattr(launch, "SMALLEST_FUSED_BYTES", smallest)
 
 
@@ -263,6 +264,6 @@ def test_the_operator_in_vain_is_refused() -> None:
 
 
 def test_kernels_are_for_gpus_and_rows_that_fit() -> None:
-    assert not operator.has_kernel(torch.empty(2, 8))
+    assert not operator.has_norm_kernels(torch.empty(2, 8))
     assert operator.tile_length(768, 16) == 1024 and operator.tile_length(768, 768) == 1024
-    assert operator.tile_length(8192, 16) == 8192 and operator.tile_length(10_000, 1) == operator.LONGEST_TILE
+    assert operator.tile_length(8192, 16) == 8192 and operator.tile_length(10_000, 1) == operator.LONGEST_ROW

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from registers import Inspection, inspect
 from siamesenorm.kernels.launch import H200, Launch
-from siamesenorm.kernels.norm import Form, Weights
+from siamesenorm.kernels.norm_plain import Form, Weights
 
 pytest.importorskip("triton")
 

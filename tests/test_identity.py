@@ -17,10 +17,18 @@ import pytest
 from siamesenorm.models.language import LanguageModelConfig
 from siamesenorm.models.vision import VisionTransformerConfig
 from siamesenorm.norms import NORMS, NormSpec
-from siamesenorm.tasks.registry import TASKS
+from siamesenorm.tasks import TASKS
 from siamesenorm.topologies import TOPOLOGIES, build_topology
-from siamesenorm.training.config import Execution, RunConfig, WarmStart
-from siamesenorm.training.identity import FROZEN_NAMES, FROZEN_TAGS, default_of, described, identity
+from siamesenorm.training.config import (
+    FROZEN_NAMES,
+    FROZEN_TAGS,
+    Execution,
+    RunConfig,
+    WarmStart,
+    default_of,
+    described,
+    identity,
+)
 from siamesenorm.training.optimizer import OptimizerConfig
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.verdict import Thresholds

@@ -9,7 +9,7 @@ import torch
 
 from registers import BOUNDARIES, Inspection, boundary_launches, inspect
 from siamesenorm.kernels.launch import H200, Launch
-from siamesenorm.kernels.norm import Form, Weights
+from siamesenorm.kernels.norm_plain import Form, Weights
 
 triton = pytest.importorskip("triton")
 RECENT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)

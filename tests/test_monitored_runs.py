@@ -17,7 +17,7 @@ from monitored_training import VOCABULARY, Block, PlainModel, batches, cross_ent
 from siamesenorm import StreamMonitor
 from siamesenorm.errors import UserError
 from siamesenorm.training.curves import LossCurve, read_loss_curve
-from siamesenorm.training.parallel import compile_blocks
+from siamesenorm.training.execution import compile_blocks
 from siamesenorm.training.verdict import Reason, Unchecked, judge
 
 # --- training is untouched

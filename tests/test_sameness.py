@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from siamesenorm import LanguageModel, available_norms, available_topologies, build_language_model
 from siamesenorm.models.transformer import Block
-from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks
+from siamesenorm.training.execution import checkpoint_blocks, compile_blocks
 
 DEEP = 12
 COMBINATIONS = [

@@ -27,14 +27,13 @@ from monitored_training import (
 )
 from siamesenorm import LanguageModel, StreamMonitor
 from siamesenorm.analysis import observe_streams
-from siamesenorm.analysis.blocks import plan_probes
-from siamesenorm.analysis.probes import Measurements
+from siamesenorm.analysis.probes import Measurements, plan_probes
 from siamesenorm.errors import UserError
 from siamesenorm.models.transformer import split_losses
 from siamesenorm.sublayers.attention import rotation
 from siamesenorm.sublayers.sublayer import Context
 from siamesenorm.topologies import ResidualSpec, available_topologies, build_topology, transformer_places
-from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks
+from siamesenorm.training.execution import checkpoint_blocks, compile_blocks
 
 # --- the streams
 

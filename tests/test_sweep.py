@@ -23,12 +23,12 @@ import torch
 from siamesenorm import build_language_model
 from siamesenorm.cli import main
 from siamesenorm.comparison import experiment as experiment_module
-from siamesenorm.comparison.console import ExperimentConsole
 from siamesenorm.comparison.experiment import Experiment, ExperimentObserver, Job, shared_gpus
+from siamesenorm.comparison.experiment_console import ExperimentConsole
 from siamesenorm.comparison.findings import find
 from siamesenorm.comparison.plan import ExperimentPlan, Part, PlannedRun, read_plan
 from siamesenorm.comparison.results import read_experiment
-from siamesenorm.comparison.sweep import SweepGrid, configured
+from siamesenorm.comparison.sweep import SweepGrid, comparisons_of, configured
 from siamesenorm.errors import UserError
 from siamesenorm.files import StoppedError, exclusive
 from siamesenorm.models.language import language_model_config
@@ -37,7 +37,7 @@ from siamesenorm.sublayers.sublayer import Projection
 from siamesenorm.tasks.language import LanguageTask
 from siamesenorm.topologies import build_topology
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.environment import Choices
+from siamesenorm.training.execution import Choices, describe_environment
 from siamesenorm.training.metrics import MetricsLog
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.verdict import judge
@@ -263,7 +263,7 @@ def write_finished(job: Job, held_out: float) -> None:
         for record in records:
             log.append(record)
         choices = Choices(kernels=config.execution.kernels, compiled=config.execution.compile == "on")
-        run.record_environment("cpu", choices)
+        run.record_environment(describe_environment("cpu") | dataclasses.asdict(choices) | {"operators": []})
         run.write_verdict(judge(records))
 
 
@@ -318,7 +318,7 @@ def plan_of(directory: Path) -> ExperimentPlan:
 
 def sweep(directory: Path, template: RunConfig, *, jobs: int = 2, mixed: bool = False, **grid: Any) -> Sweep:
     made = SweepGrid(**{"methods": ("pre", "post"), "learning_rates": RATES, **grid})
-    comparisons = made.comparisons(template)
+    comparisons = comparisons_of(made.all_methods, template)
     experiment = Experiment(
         directory=directory, template=template, jobs=jobs, observer=Listener(), comparisons=comparisons, mixed=mixed
     )
@@ -374,7 +374,7 @@ def test_a_rate_is_chosen_by_the_selection_seed_even_where_others_disagree(
     experiment = Experiment(directory=tmp_path / "sweep", template=template, jobs=1)
     experiment.train(lambda _: iter([[(other, extra)]]))
     choice = find(read_experiment(tmp_path / "sweep")).choices["pre"]
-    assert (choice.learning_rate, [run.seed for run in choice.reported]) == (2e-3, [1])
+    assert (choice.learning_rate, [run.seed for run in choice.runs]) == (2e-3, [1])
 
 
 def test_a_run_keeps_its_part(tmp_path: Path, template: RunConfig, workers: Workers) -> None:

@@ -21,12 +21,11 @@ from siamesenorm.files import StoppedError, decode_json, exclusive
 from siamesenorm.models.transformer import count_flops, count_parameters
 from siamesenorm.tasks.language import LanguageTask
 from siamesenorm.tasks.task import Losses
-from siamesenorm.training import run_directory, worker
-from siamesenorm.training.config import Execution, RunConfig
-from siamesenorm.training.environment import Choices, choose, require_compiler
-from siamesenorm.training.instruments import Instrument, build_trackers
-from siamesenorm.training.loop import TrainingLoop, train
-from siamesenorm.training.presets import presets
+from siamesenorm.training import worker
+from siamesenorm.training.config import Execution, RunConfig, presets
+from siamesenorm.training.execution import Choices, choose, operators_in_use, require_compiler
+from siamesenorm.training.instruments import build_trackers
+from siamesenorm.training.loop import Instrument, TrainingLoop, train
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.verdict import Verdict
 from training_runs import (
@@ -418,7 +417,7 @@ def test_every_environment_of_a_run_is_kept_and_a_change_is_told(
             {"device": "cuda", "torch": "2.9", "commit": "aaa", "cores": 4},
         ]
     )
-    monkeypatch.setattr(run_directory, "describe_environment", lambda device, choices: next(environments))
+    monkeypatch.setattr("siamesenorm.training.execution.describe_environment", lambda device: next(environments))
     told = []
     for interrupt_at in (3, 5, 7, None):
         listener = Listener(interrupt_at)
@@ -431,7 +430,8 @@ def test_every_environment_of_a_run_is_kept_and_a_change_is_told(
     assert told == [[], [], [], [line]]
     kept = json.loads((run / "environment.json").read_text())
     earlier = kept.pop("earlier")
-    assert kept == {"device": "cuda", "torch": "2.9", "commit": "aaa", "cores": 4}
+    chosen = {"kernels": "plain", "compiled": False, "operators": []}
+    assert kept == {"device": "cuda", "torch": "2.9", "commit": "aaa", "cores": 4, **chosen}
     assert [each["cores"] for each in earlier] == [4, 2]
     assert all("earlier" not in each for each in earlier)
 
@@ -583,26 +583,47 @@ def chosen(operations: float = 0.0, started_with: dict[str, Any] | None = None, 
 
 
 def test_long_runs_on_a_cpu_are_compiled_and_short_ones_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("siamesenorm.training.environment.compiler_for_cpu", lambda: "c++")
+    monkeypatch.setattr("siamesenorm.training.execution.compiler_for_cpu", lambda: "c++")
     assert not chosen(1e12).compiled and chosen(1e16).compiled
     assert chosen(1e12, compile="on").compiled and not chosen(1e16, compile="off").compiled
     assert not chosen(1e16, device="cuda").compiled
-    monkeypatch.setattr("siamesenorm.training.environment.compiler_for_cpu", lambda: None)
+    monkeypatch.setattr("siamesenorm.training.execution.compiler_for_cpu", lambda: None)
     assert not chosen(1e16).compiled
 
 
-def test_kernels_are_chosen_by_the_device() -> None:
-    assert (chosen().kernels, chosen(device="cuda").kernels) == ("plain", "auto")
+def test_kernels_are_chosen_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_triton, kernels in ((True, "auto"), (False, "plain")):
+        monkeypatch.setattr("siamesenorm.training.execution.HAS_TRITON", has_triton)
+        assert (chosen().kernels, chosen(device="cuda").kernels) == ("plain", kernels)
     assert chosen(kernels="lean").kernels == "lean"
+
+
+@pytest.mark.parametrize(
+    ("kernels", "topology", "device", "operators"),
+    [
+        ("plain", "siamese", "cuda", []),
+        ("auto", "siamese", "cpu", []),
+        ("auto", "siamese", "cuda", ["boundary", "norm"]),
+        ("auto", "dhc-2", "cuda", ["norm"]),
+        ("fused", "siamese", "cpu", ["boundary"]),
+    ],
+)
+def test_the_operators_in_use_are_known(
+    kernels: str, topology: str, device: str, operators: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("siamesenorm.training.execution.HAS_TRITON", True)
+    config = language_model_config("nano", topology=topology, depth=2, dim=16, hidden=16, vocabulary=17)
+    model = build_language_model(config, seed=0, kernels=kernels)
+    assert operators_in_use(model, torch.device(device)) == operators
 
 
 def test_a_resumed_run_keeps_its_choices_or_says_why_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     earlier = {"kernels": "fused", "compiled": True}
-    monkeypatch.setattr("siamesenorm.training.environment.compiler_for_cpu", lambda: "c++")
+    monkeypatch.setattr("siamesenorm.training.execution.compiler_for_cpu", lambda: "c++")
     assert chosen(started_with=earlier) == Choices(kernels="fused", compiled=True)
     assert chosen(1e16, {"kernels": "plain", "compiled": False}) == Choices(kernels="plain", compiled=False)
     assert not chosen(started_with=earlier, compile="off").compiled
-    monkeypatch.setattr("siamesenorm.training.environment.compiler_for_cpu", lambda: None)
+    monkeypatch.setattr("siamesenorm.training.execution.compiler_for_cpu", lambda: None)
     with pytest.raises(UserError, match="compiler"):
         chosen(started_with=earlier)
 

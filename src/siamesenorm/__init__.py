@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     )
     from siamesenorm.sublayers.attention import Attention
     from siamesenorm.sublayers.sublayer import Context, Modulated
-    from siamesenorm.tasks.registry import available_tasks
+    from siamesenorm.tasks import available_tasks
     from siamesenorm.topologies import (
         BoundaryCost,
         Closing,
@@ -110,7 +110,7 @@ _MODULES = (
     "interop.swap_norms",
     "training.verdict",
     "analysis",
-    "tasks.registry",
+    "tasks",
 )
 """Where the public names are, in the order in which they are searched: the last ones load the most."""
 

@@ -16,3 +16,8 @@ def unknown(what: str, value: str, known: Iterable[str]) -> UserError:
     nearest = difflib.get_close_matches(value, names, n=3, cutoff=0.5)
     remedy = f"did you mean {' or '.join(nearest)}?" if nearest else f"choose from {', '.join(names)}"
     return UserError(f"unknown {what} {value!r}: {remedy}")
+
+
+def reason(error: Exception) -> str:
+    """Return the first line of an exception's message, or the name of its type where there is none."""
+    return (str(error).strip() or type(error).__name__).partition("\n")[0]

@@ -39,7 +39,7 @@ class WeightProbe:
         for name, parameters in self._groups():
             norm = joint_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
             if norm is not None:
-                into.add(("block", name, "gradient_norm"), norm)
+                into.add(("blocks", name, "gradient_norm"), norm)
 
     @torch.no_grad()
     def remember_weights(self) -> None:
@@ -53,8 +53,8 @@ class WeightProbe:
             weight = joint_norm([before for _, before in pairs])
             update = joint_norm([before.sub_(parameter) for parameter, before in pairs])
             if weight is not None and update is not None:
-                into.add(("block", name, "weight_norm"), weight)
-                into.add(("block", name, "update_norm"), update)
+                into.add(("blocks", name, "weight_norm"), weight)
+                into.add(("blocks", name, "update_norm"), update)
         self.forget_weights()
 
     def forget_weights(self) -> None:

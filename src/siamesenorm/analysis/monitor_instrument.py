@@ -7,12 +7,12 @@ from typing import Any
 
 from siamesenorm.analysis.stream_monitor import StreamMonitor
 from siamesenorm.errors import UserError
-from siamesenorm.training.instruments import Instrument, Loop
+from siamesenorm.training.loop import Instrument, TrainingLoop
 
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorOptions:
-    """What to measure beside the loss; it changes no number of the run, and is no part of its identity."""
+    """What to measure beside the loss; it is no part of the identity, for an eager run is the same without it."""
 
     every: int = 0
     """Measure streams, gradients and updates at step 1 and every so many steps; 0 for never."""
@@ -30,15 +30,14 @@ class MonitorOptions:
 class MonitorInstrument(Instrument):
     """Writes lines of kind "streams" into the record of a run; see `StreamMonitor` for their fields.
 
-    They are cut back with the record, so that a resumed run has the lines of one never interrupted. A compiled model
-    runs uncompiled in a measured step, whose numbers may then differ by rounding.
+    They are cut back with the record, so that a resumed run has the lines of one never interrupted.
     """
 
     def __init__(self, every: int) -> None:
         self.every = every
         self.monitor: StreamMonitor | None = None
 
-    def on_start(self, loop: Loop, step: int) -> None:
+    def on_start(self, loop: TrainingLoop, step: int) -> None:
         """Attach the monitor to model and optimizer."""
 
         def write(line: dict[str, Any]) -> None:
@@ -48,7 +47,7 @@ class MonitorInstrument(Instrument):
         self.monitor = StreamMonitor(loop.model, loop.optimizer, every=self.every, write=write)
         self.monitor.attach(loop.optimizer, after=step)
 
-    def on_step(self, loop: Loop, record: dict[str, Any]) -> None:
+    def on_step(self, loop: TrainingLoop, record: dict[str, Any]) -> None:
         """Record what was measured in this step, if anything was."""
         if self.monitor is not None:
             self.monitor.step(step=record["step"])

@@ -1,4 +1,4 @@
-"""Probes of the streams of a model: in its connections, or else at the edges of its blocks.
+"""Probes of the streams of a model, in its connections or else at the edges of its blocks, and where to attach them.
 
 The streams of a connection are measured between read and write, together with the output of the sublayer. Writes are
 observed only while their block runs, and hooks are registered on the blocks only while a step is measured, so that a
@@ -8,18 +8,23 @@ copy of the model never carries a probe. What a backward pass recomputes is not 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from siamesenorm.topologies import Closing, Connection, Streams
+from siamesenorm.errors import UserError
+from siamesenorm.topologies import Closing, Connection, Streams, Topology
 
+Blocks = str | Sequence[nn.Module] | None
+"""The path of a list of blocks, or blocks; None to find them."""
 Key = tuple[str, ...]
-"""What is measured; the last part names the quantity."""
+"""The path of a quantity in the line of a measured step."""
 
 
 class Measurements:
@@ -33,20 +38,23 @@ class Measurements:
         """Add a tensor of one element."""
         self._values.setdefault(key, []).append(value.detach())
 
+    def add_stream(self, key: Key, x: Tensor) -> None:
+        """Add the magnitude of a stream [..., dim]: its RMS, averaged over tokens, and its largest entry."""
+        self.add((*key, "rms"), mean_rms(x))
+        self.add((*key, "max"), torch.linalg.vector_norm(x, ord=math.inf))
+
     def fetch(self) -> dict[Key, float]:
-        """Return every key's value: the largest of several "max", the mean of several others."""
-        numbers = iter(fetch([value for values in self._values.values() for value in values]))
-        return {key: _together(key, [next(numbers) for _ in values]) for key, values in self._values.items()}
+        """Return every key's value: the largest of several "max", the mean of several others.
 
-
-def fetch(values: Sequence[Tensor]) -> list[float]:
-    """Return the numbers in tensors of one element, on any devices, with one synchronisation for all."""
-    if not values:
-        return []
-    device = next((value.device for value in values if value.device.type != "cpu"), values[0].device)
-    # torch.cat promotes the dtypes: what is in fp64 stays exact, and devices without fp64 need none.
-    numbers: list[float] = torch.cat([whole(value).reshape(1).to(device) for value in values]).tolist()
-    return numbers
+        All numbers are fetched together, with one synchronisation of their devices.
+        """
+        values = [value for several in self._values.values() for value in several]
+        if not values:
+            return {}
+        device = next((value.device for value in values if value.device.type != "cpu"), values[0].device)
+        # torch.cat promotes the dtypes: what is in fp64 stays exact, and devices without fp64 need none.
+        numbers = iter(torch.cat([whole(value).reshape(1).to(device) for value in values]).tolist())
+        return {key: _together(key, [next(numbers) for _ in several]) for key, several in self._values.items()}
 
 
 def _together(key: Key, values: list[float]) -> float:
@@ -59,12 +67,6 @@ def mean_rms(x: Tensor) -> Tensor:
     """Return the mean over tokens of sqrt(mean_d x^2), for x [..., dim]; at least in fp32."""
     norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=wide(x))
     return norms.mean() / math.sqrt(x.shape[-1])
-
-
-def largest(x: Tensor) -> Tensor:
-    """Return max |x|."""
-    norm: Tensor = torch.linalg.vector_norm(x, ord=math.inf)
-    return norm
 
 
 def joint_norm(tensors: Iterable[Tensor]) -> Tensor | None:
@@ -89,6 +91,9 @@ def whole(x: Tensor) -> Tensor:
 def wide(x: Tensor) -> torch.dtype:
     """Return the dtype to measure x in."""
     return torch.promote_types(x.dtype, torch.float32)
+
+
+# --- probes
 
 
 class Hook:
@@ -174,13 +179,13 @@ class ConnectionProbe(Probe):
 
     @torch.no_grad()
     def _measure(self, into: Measurements, name: str, streams: Streams, output: Tensor, written: Streams) -> None:
-        into.add(("sublayer", name, "output"), mean_rms(output))
+        into.add(("sublayers", name, "output"), mean_rms(output))
         # A pending write has changed nothing yet: the next read adds the output.
         changed = name_streams(written, self.names, output) if len(written) <= len(streams) else {}
         for stream, x in name_streams(streams, self.names, output).items():
-            measure_stream(into, ("stream", name, stream), x)
+            into.add_stream(("sublayers", name, "streams", stream), x)
             if stream in changed:
-                into.add(("stream", name, stream, "change"), mean_rms(changed[stream] - x))
+                into.add(("sublayers", name, "streams", stream, "change"), mean_rms(changed[stream] - x))
 
 
 class ClosingProbe(Probe):
@@ -196,7 +201,7 @@ class ClosingProbe(Probe):
             return
         with torch.no_grad():
             for stream, x in name_streams(arguments[0], self.names, result).items():
-                measure_stream(into, ("end", stream), x)
+                into.add_stream(("end", stream), x)
 
 
 class BlockProbe(Probe):
@@ -217,7 +222,7 @@ class BlockProbe(Probe):
         self._entered.append(None if stream is None else (stream, stream._version))
         if stream is not None:
             with torch.no_grad():
-                measure_stream(into, ("stream", self.name, "residual"), stream)
+                into.add_stream(("sublayers", self.name, "streams", "residual"), stream)
 
     def leave(self, into: Measurements, arguments: tuple[Any, ...], result: Any) -> None:
         """Measure what the block added, and the stream after the last block."""
@@ -229,16 +234,10 @@ class BlockProbe(Probe):
         with torch.no_grad():
             if before._version == version and before.shape == after.shape:
                 added = mean_rms(after - before)
-                into.add(("sublayer", self.name, "output"), added)
-                into.add(("stream", self.name, "residual", "change"), added)
+                into.add(("sublayers", self.name, "output"), added)
+                into.add(("sublayers", self.name, "streams", "residual", "change"), added)
             if self.last:
-                measure_stream(into, ("end", "residual"), after)
-
-
-def measure_stream(into: Measurements, key: Key, x: Tensor) -> None:
-    """Measure the magnitude of a stream [..., dim]: its RMS, averaged over tokens, and its largest entry."""
-    into.add((*key, "rms"), mean_rms(x))
-    into.add((*key, "max"), largest(x))
+                into.add_stream(("end", "residual"), after)
 
 
 def name_streams(state: Streams, names: tuple[str, ...], like: Tensor) -> dict[str, Tensor]:
@@ -267,3 +266,112 @@ def first_tensor(value: Any) -> Tensor | None:
     if not isinstance(value, tuple | list):
         return None
     return next((found for found in map(first_tensor, value) if found is not None), None)
+
+
+# --- where to attach them
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+"""Parts of a path that come from torch: compilation, activation checkpointing, sharding."""
+ADAPTED = re.compile(r"\.modules_to_save\.[^.]+")
+"""Where PEFT keeps the trained copy of a module, beside the frozen `original_module`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbePlan:
+    """The blocks of a model by name, the names of its streams, and the probes that measure them."""
+
+    blocks: Mapping[str, nn.Module]
+    streams: tuple[str, ...]
+    probes: tuple[Probe, ...]
+
+
+def plan_probes(model: nn.Module, blocks: Blocks = None) -> ProbePlan:
+    """Return where to measure the streams of a model.
+
+    In its connections, if it has any and no blocks are given; else at the edges of the blocks given, or of its longest
+    list of modules of one class. Raises UserError, with the candidates, where there is not exactly one such list.
+    """
+    connections = _connections(model)
+    if connections and blocks is None:
+        return _plan_for_connections(model, connections)
+    found = _given_blocks(model, blocks) if blocks is not None else _longest_list(model)
+    last = len(found) - 1
+    probes = tuple(BlockProbe(name, block, last=i == last) for i, (name, block) in enumerate(found.items()))
+    return ProbePlan(blocks=found, streams=("residual",), probes=probes)
+
+
+def _connections(model: nn.Module) -> dict[str, Connection]:
+    """Return the connections that run, by name."""
+    return {
+        clean(name): module
+        for name, module in model.named_modules()
+        if isinstance(module, Connection) and not name.endswith(".original_module")
+    }
+
+
+def _plan_for_connections(model: nn.Module, connections: Mapping[str, Connection]) -> ProbePlan:
+    modules = {clean(name): module for name, module in model.named_modules()}
+    inside: dict[str, dict[str, Connection]] = {}
+    for name, connection in connections.items():
+        owner = name.rpartition(".")[0]
+        while owner and isinstance(modules[owner], CONTAINERS):
+            owner = owner.rpartition(".")[0]
+        inside.setdefault(owner, {})[name.removesuffix("_connection")] = connection
+    blocks = {name: modules[name] for name in inside}
+    names = _stream_names(model)
+    closings = [ClosingProbe(module, names) for module in model.modules() if isinstance(module, Closing) and names]
+    probes = (*(ConnectionProbe(blocks[name], own, names) for name, own in inside.items()), *closings)
+    return ProbePlan(blocks=blocks, streams=names, probes=probes)
+
+
+def _stream_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the streams in the topology of the model; none where the model has no topology."""
+    for module in model.modules():
+        for holder in (module, getattr(module, "config", None)):
+            topology = getattr(holder, "topology", None)
+            if isinstance(topology, Topology):
+                return topology.stream_names
+    return ()
+
+
+def _given_blocks(model: nn.Module, blocks: str | Sequence[nn.Module]) -> dict[str, nn.Module]:
+    names = {module: clean(name) for name, module in model.named_modules()}
+    if isinstance(blocks, str):
+        found = [module for module, name in names.items() if name == clean(blocks)]
+        chosen: list[nn.Module] = list(found[0].children()) if found else []
+    else:
+        chosen = list(blocks)
+    if not chosen:
+        raise UserError(f"{type(model).__name__} has no blocks at {blocks!r}: give the path of a list of blocks")
+    for block in chosen:
+        if block not in names:
+            raise UserError(f"a {type(block).__name__} is not part of {type(model).__name__}: give blocks of the model")
+    return {names[block]: block for block in chosen}
+
+
+def _longest_list(model: nn.Module) -> dict[str, nn.Module]:
+    lists = dict(_outermost_lists(model, ""))
+    longest = max(map(len, lists.values()), default=0)
+    candidates = [name for name, blocks in lists.items() if len(blocks) == longest]
+    if len(candidates) != 1:
+        found = f"several lists of blocks, {', '.join(candidates)}" if candidates else "no list of blocks of one class"
+        raise UserError(f"{type(model).__name__} has {found}: choose one by blocks='path.of.the.list'")
+    (name,) = candidates
+    return {clean(f"{name}.{key}"): block for key, block in lists[name].items()}
+
+
+def _outermost_lists(module: nn.Module, name: str) -> Iterator[tuple[str, dict[str, nn.Module]]]:
+    """Yield the lists of two or more modules of one class, but none inside another: experts are inside layers."""
+    children = dict(module.named_children())
+    alike = len(children) > 1 and len({type(child) for child in children.values()}) == 1
+    if isinstance(module, nn.ModuleList | nn.Sequential) and alike:
+        yield name, children
+        return
+    for key, child in children.items():
+        yield from _outermost_lists(child, f"{name}.{key}" if name else key)
+
+
+def clean(name: str) -> str:
+    """Return a module's path without the wrappers in it."""
+    return ".".join(part for part in ADAPTED.sub("", name).split(".") if part not in WRAPPERS)

@@ -153,36 +153,29 @@ class LossHistory:
 
 def streams_line(step: int, values: Mapping[Key, float]) -> Line:
     """Return the line of a measured step; see `StreamMonitor` for its fields."""
-    sublayers: dict[str, dict[str, Any]] = {}
-    end: dict[str, dict[str, float]] = {}
-    blocks: dict[str, dict[str, float]] = {}
-    for (part, *names, quantity), value in values.items():
-        if part == "sublayer":
-            sublayers.setdefault(names[0], {"streams": {}})[quantity] = value
-        elif part == "stream":
-            entry = sublayers.setdefault(names[0], {"streams": {}})
-            entry["streams"].setdefault(names[1], {})[quantity] = value
-        elif part == "end":
-            end.setdefault(names[0], {})[quantity] = value
-        elif part == "block":
-            blocks.setdefault(names[0], {})[quantity] = value
-    for sublayer in sublayers.values():
-        for stream in sublayer["streams"].values():
+    line: Line = {"kind": "streams", "step": step, "sublayers": {}, "end": {}, "blocks": {}}
+    for (*path, quantity), value in values.items():
+        entry = line
+        for name in path:
+            entry = entry.setdefault(name, {})
+        entry[quantity] = value
+    line.pop("train", None)
+    for sublayer in line["sublayers"].values():
+        for stream in sublayer.setdefault("streams", {}).values():
             if "output" in sublayer:
                 stream["ratio"] = quotient(sublayer["output"], stream["rms"])
             if "change" in stream:
                 stream["change"] = quotient(stream["change"], stream["rms"])
-    for block in blocks.values():
+    for block in line["blocks"].values():
         if "update_norm" in block:
             block["update_ratio"] = quotient(block["update_norm"], block["weight_norm"])
-    line: Line = {"kind": "streams", "step": step, "sublayers": sublayers, "end": end, "blocks": blocks}
     norm = gradient_norm(values)
     return line if norm is None else {**line, "gradient_norm": norm}
 
 
 def gradient_norm(values: Mapping[Key, float]) -> float | None:
     """Return the norm of the whole gradient from those of its blocks, if they were measured."""
-    norms = [value for (part, *_, quantity), value in values.items() if (part, quantity) == ("block", "gradient_norm")]
+    norms = [value for key, value in values.items() if (key[0], key[-1]) == ("blocks", "gradient_norm")]
     return math.hypot(*norms) if norms else None
 
 

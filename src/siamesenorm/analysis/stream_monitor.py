@@ -1,16 +1,10 @@
-"""Measure the residual streams of any model while any loop trains it, and judge the run.
-
-Every so many steps the monitor attaches its probes, and removes them when the step is measured: in between the model is
-unchanged. It only reads, so training is bit for bit what it is without. A compiled model runs uncompiled in a measured
-step, which may differ from the compiled one by rounding.
-"""
+"""Measure the residual streams of any model while any loop trains it, and judge the run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 from weakref import finalize
 
@@ -18,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from siamesenorm.analysis.blocks import Blocks, plan_probes
 from siamesenorm.analysis.measured_step import MeasuredStep, WeightProbe, listen, unwrapped
-from siamesenorm.analysis.probes import Key, Measurements
+from siamesenorm.analysis.probes import Blocks, Key, Measurements, plan_probes
 from siamesenorm.analysis.record import Line, LossHistory, Record, gradient_norm, streams_line, summary
 from siamesenorm.errors import UserError
 from siamesenorm.training.verdict import DEFAULT_THRESHOLDS, Thresholds, Verdict
@@ -39,6 +32,10 @@ class StreamMonitor:
                 monitor.step(loss)
                 optimizer.zero_grad()
         print(monitor.verdict().sentence())
+
+    Probes are attached for a measured step only, and only read: an eager model is trained bit for bit as without them.
+    A compiled model runs uncompiled in a measured step, forward and backward, because probes are no part of a compiled
+    graph: its loss and gradients, and so the weights after it, may differ by rounding from those without a monitor.
 
     Streams are measured in a model's connections (a model of this package, or a rewired one), or else at the edges of
     its blocks: `blocks` is the path of their list or the blocks, None finds the longest list of modules of one class.
@@ -232,9 +229,7 @@ class StreamMonitor:
         """Return the monitor."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close the monitor."""
         self.close()
 
@@ -271,7 +266,7 @@ class StreamMonitor:
         self._measured = None
         self._abandon.detach()
         values = self._flush(measured.finish(), step)
-        self._has_measured = self._has_measured or any(key[0] == "stream" for key in values)
+        self._has_measured = self._has_measured or any(key[0] == "sublayers" for key in values)
         if not self._has_measured:
             raise UserError(
                 f"no block of {type(self.model).__name__} ran in step {step}: monitor the model that is trained, not "

@@ -18,7 +18,7 @@ import torch
 
 from siamesenorm.errors import UserError
 from siamesenorm.files import disk_errors, write_atomically
-from siamesenorm.training.environment import describe_environment, version_of
+from siamesenorm.training.execution import describe_environment, version_of
 
 Row = dict[str, Any]
 COLUMNS = {

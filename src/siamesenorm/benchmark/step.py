@@ -27,8 +27,7 @@ from siamesenorm.benchmark.results import Progress, Results, Row, measuring
 from siamesenorm.models.language import LanguageModel, build_language_model
 from siamesenorm.models.transformer import count_parameters
 from siamesenorm.topologies import build_topology
-from siamesenorm.training.environment import require_compiler
-from siamesenorm.training.parallel import compile_blocks
+from siamesenorm.training.execution import compile_blocks, require_compiler
 
 REFERENCE = "pre"
 

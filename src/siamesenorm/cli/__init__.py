@@ -31,7 +31,7 @@ COMMANDS = {
     "sizes": "count parameters and FLOPs of every size",
 }
 PRESET_COMMANDS = ("train", "sweep")
-LABORATORY = {"numpy", "tyro", "rich", "matplotlib", "tokenizers", "safetensors"}
+LABORATORY = {"numpy", "tyro", "rich", "matplotlib", "tokenizers", "safetensors", "scipy"}
 BROKEN_PIPE = 141  # as shells report it: 128 and the number of SIGPIPE
 
 

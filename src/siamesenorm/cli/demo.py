@@ -6,9 +6,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from siamesenorm.cli.prepare import prepare_with_progress
 from siamesenorm.cli.sweep import run_sweep, sweep_experiment
 from siamesenorm.comparison.sweep import SweepGrid
-from siamesenorm.data import PrepareConfig, prepare, show_progress
+from siamesenorm.data import PrepareConfig
 from siamesenorm.models.language import language_model_config
 from siamesenorm.tasks.language import LanguageTaskConfig
 from siamesenorm.training.config import Execution, RunConfig
@@ -48,8 +49,7 @@ def run(arguments: DemoArguments) -> None:
         flush=True,
     )
     data = arguments.out / "data"
-    with show_progress() as report:
-        prepare(PrepareConfig(source="builtin", out=data), report)
+    prepare_with_progress(PrepareConfig(source="builtin", out=data))
     experiment = sweep_experiment(
         GRID, demo_run(data), arguments.out / "sweep", arguments.jobs, command="siamesenorm demo"
     )

@@ -13,11 +13,10 @@ from rich.console import Console
 from siamesenorm.comparison.comparison_report import comparison_report, run_report
 from siamesenorm.comparison.findings import find
 from siamesenorm.comparison.plan import Part, read_plan
-from siamesenorm.comparison.report import write_report
+from siamesenorm.comparison.report_parts import Report
+from siamesenorm.comparison.report_writer import table_on_terminal, write_report
 from siamesenorm.comparison.results import read_experiment, read_single_run
-from siamesenorm.comparison.sections import Report
-from siamesenorm.comparison.tables import for_terminal
-from siamesenorm.recipes.continued_report import continued_report, find_continued
+from siamesenorm.recipes.continued import continued_report, find_continued
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,5 +58,5 @@ def show_report(report: Report, out: Path) -> None:
     paths = write_report(report, out)
     console = Console() if sys.stdout.isatty() else Console(width=140)
     for table in report.tables:
-        console.print(for_terminal(table, console.width))
+        console.print(table_on_terminal(table, console.width))
     print(f"report: {paths.page}")

@@ -21,7 +21,6 @@ from siamesenorm.tasks.language import LanguageTaskConfig
 from siamesenorm.training.config import Execution, RunConfig
 from siamesenorm.training.optimizer import OptimizerConfig
 
-PLAN = ContinuedPlan()
 MODEL = language_model_config("mini", dim=64, hidden=176, topology="pre", vocabulary=0)
 
 
@@ -38,16 +37,8 @@ class ReproduceArguments:
     """Directory of prepared data; without it nothing is trained."""
     model: LanguageModelConfig = MODEL
     """The model, whatever its residual path."""
-    seeds: tuple[int, ...] = PLAN.seeds
-    """Seeds, each of a base and of everything that continues it."""
-    learning_rates: tuple[float, ...] = PLAN.learning_rates
-    """Peak learning rates of the continuation, the main one first."""
-    base_learning_rate: float = PLAN.base_learning_rate
-    """Peak learning rate of the bases."""
-    base_steps: int = PLAN.base_steps
-    """Steps of a base."""
-    steps: int = PLAN.steps
-    """Steps of a continuation."""
+    plan: Annotated[ContinuedPlan, tyro.conf.arg(name="")] = ContinuedPlan()
+    """Seeds, rates and steps."""
     batch: int = 16
     """Samples of an optimizer step."""
     jobs: int = 0
@@ -58,17 +49,6 @@ class ReproduceArguments:
     """Directory of the experiment."""
     execution: Execution = Execution(threads=1, keep_checkpoints=1)
     """How the runs are carried out."""
-
-    @property
-    def plan(self) -> ContinuedPlan:
-        """The variants, seeds, rates and steps."""
-        return ContinuedPlan(
-            seeds=self.seeds,
-            learning_rates=self.learning_rates,
-            base_learning_rate=self.base_learning_rate,
-            base_steps=self.base_steps,
-            steps=self.steps,
-        )
 
 
 Arguments = ReproduceArguments
@@ -105,6 +85,6 @@ def base_template(arguments: ReproduceArguments, data: Path) -> RunConfig:
         task=LanguageTaskConfig(data=data, model=arguments.model),
         optimizer=OptimizerConfig(),  # the recipe sets rate and warm-up
         batch=arguments.batch,
-        steps=arguments.base_steps,
+        steps=arguments.plan.base_steps,
         execution=execution,
     ).resolved()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 import sys
@@ -11,11 +12,11 @@ from typing import Annotated
 
 from typing_extensions import Doc
 
-from siamesenorm.cli.recipes import RunArguments, RunCommand
 from siamesenorm.cli.report import build_report, show_report
-from siamesenorm.comparison.console import ExperimentConsole
+from siamesenorm.cli.train import RunArguments, RunCommand
 from siamesenorm.comparison.experiment import Experiment, Stages, usual_jobs
-from siamesenorm.comparison.sweep import SweepGrid
+from siamesenorm.comparison.experiment_console import ExperimentConsole
+from siamesenorm.comparison.sweep import SweepGrid, comparisons_of
 from siamesenorm.errors import UserError
 from siamesenorm.topologies import available_topologies, build_topology, topology_name
 from siamesenorm.training.config import RunConfig
@@ -82,7 +83,7 @@ def sweep_experiment(grid: SweepGrid, run: RunConfig, out: Path, jobs: int, comm
         directory=out,
         template=template,
         jobs=chosen_jobs(jobs, template),
-        comparisons=grid.comparisons(template),
+        comparisons=comparisons_of(grid.all_methods, template),
         command=command,
         notes=tuple(
             f"{control} is added as a control: Pre-Norm with the QKV-norm of other methods (--no-control)"
@@ -101,7 +102,7 @@ def run_sweep(grid: SweepGrid, experiment: Experiment, *, report: Path, title: s
 
 def train_experiment(experiment: Experiment, stages: Stages) -> None:
     """Train an experiment, with its progress on the console."""
-    with ExperimentConsole(experiment.directory) as experiment.observer:
+    with contextlib.closing(ExperimentConsole(experiment.directory)) as experiment.observer:
         experiment.train(stages)
 
 

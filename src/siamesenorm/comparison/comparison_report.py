@@ -1,32 +1,41 @@
-"""The report of an experiment that chooses learning rates, and that of a single run, as lists of sections."""
+"""The report of an experiment that chooses learning rates, and that of a single run: their sections and sentences."""
 
 from __future__ import annotations
 
-import csv
-import io
+import re
 from collections.abc import Sequence
+from typing import Any
 
-from siamesenorm.comparison import quantities, summary
-from siamesenorm.comparison.figures import curve_figures, rate_figures
-from siamesenorm.comparison.findings import Comparison, Findings, find
-from siamesenorm.comparison.result_tables import against_baselines, at_chosen_rates, by_kind, by_learning_rate
-from siamesenorm.comparison.results import ExperimentResults, RunResult
-from siamesenorm.comparison.sections import Code, Gallery, Report, ReportSection, Statement, Statements
-from siamesenorm.comparison.tables import Table
+from siamesenorm.comparison import formatting
+from siamesenorm.comparison.comparison_tables import comparison_tables, comparisons_csv, runs_csv, training_metric
+from siamesenorm.comparison.findings import Choice, Comparison, Conclusion, Findings, find, paired
+from siamesenorm.comparison.plan import ComparisonKind
+from siamesenorm.comparison.rate_figures import rate_figures
+from siamesenorm.comparison.report_parts import Code, Gallery, Report, ReportSection, Statement, Statements
+from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, STABLE, ExperimentResults, RunResult
+from siamesenorm.comparison.training_curves import curve_figures
+from siamesenorm.topologies import available_topologies, build_topology
 
-Row = dict[str, object]
+ARXIV = "https://arxiv.org/abs/"
 
-COMPARISON_COLUMNS = (
-    *("method", "baseline", "kind", "learning_rate", "seeds", "difference", "t_low", "t_high", "p_value"),
-    *("holm_low", "holm_high", "holm_p_value", "conclusion"),
+VERDICTS = (
+    Statement("● stable", "None of the following."),
+    Statement(
+        "▲ spiked",
+        "After the warm-up the loss left its running median by more than six robust standard deviations, or was "
+        "far above its lower quartile in more than 5 % of the steps. Numbers with * are of spiked runs.",
+    ),
+    Statement(
+        "◇ not learned",
+        "At the end the loss is not below that of a model that has learned nothing, and no longer falls. Numbers "
+        "with ‡ are of such runs.",
+    ),
+    Statement(
+        "✕ diverged",
+        "A loss was not finite, or the smoothed loss stayed above its best so far by half a nat (half the task's "
+        "scale) for 5 % of the run or to its end. diverge: every seed did. †: some did, the number is of the others.",
+    ),
 )
-
-
-def comparison_tables(findings: Findings) -> tuple[Table, ...]:
-    """Return the tables of a comparison; the one of differences is left out where nothing is compared."""
-    groups = by_kind(findings.comparisons)
-    differences = (against_baselines(groups, findings.results.unit),) if groups else ()
-    return (at_chosen_rates(findings), *differences, by_learning_rate(findings))
 
 
 def comparison_report(findings: Findings, *, title: str = "") -> Report:
@@ -34,24 +43,21 @@ def comparison_report(findings: Findings, *, title: str = "") -> Report:
     results = findings.results
     best, *differences, by_rate = comparison_tables(findings)
     sections = [
-        ReportSection("What came out", (Statements(items=summary.conclusions(findings), tone="conclusions"),)),
-        ReportSection(best.title, (best,)),
-        *(ReportSection(table.title, (table,)) for table in differences),
-        ReportSection("Where each method is stable", (Gallery(figures=rate_figures(findings)),)),
+        conclusions_section(conclusions(findings)),
+        *(ReportSection(table.title, (table,)) for table in (best, *differences)),
+        ReportSection("Where each method is stable", (Gallery(rate_figures(findings)),)),
         ReportSection(by_rate.title, (by_rate,)),
     ]
     for rate in results.learning_rates:
         if figures := curve_figures(findings, rate):
-            heading = f"Training at learning rate {quantities.rate(rate)}"
-            sections.append(ReportSection(heading, (Gallery(figures=figures),)))
-    sections.append(ReportSection("How to read this", (Statements(items=summary.definitions(findings)),)))
-    if notes := summary.method_notes(findings):
-        sections.append(ReportSection("The methods", (Statements(items=notes),)))
-    sections += closing_sections(results)
+            sections.append(ReportSection(f"Training at learning rate {formatting.rate(rate)}", (Gallery(figures),)))
+    sections.append(ReportSection("How to read this", (Statements(definitions(findings)),)))
+    if notes := method_notes(findings):
+        sections.append(ReportSection("The methods", (Statements(notes),)))
     return Report(
-        title=title or summary.title_of(findings),
-        subject=summary.subject(findings),
-        sections=tuple(sections),
+        title=title or _title(results),
+        subject=subject(findings),
+        sections=(*sections, *closing_sections(results)),
         records={"results.csv": runs_csv(results), "comparisons.csv": comparisons_csv(findings.comparisons)},
     )
 
@@ -59,108 +65,335 @@ def comparison_report(findings: Findings, *, title: str = "") -> Report:
 def run_report(results: ExperimentResults, *, title: str = "") -> Report:
     """Return the report of a single run: its verdict, its numbers, its curves."""
     (run,) = results.runs
-    findings = find(results)
-    figures = curve_figures(findings, run.learning_rate)
-    sections = [ReportSection("What came out", (Statements(items=_run_statements(run), tone="conclusions"),))]
-    if figures:
-        sections.append(ReportSection("Training", (Gallery(figures=figures),)))
-    sections.append(ReportSection("The verdicts", (Statements(items=summary.VERDICTS),)))
+    figures = curve_figures(find(results), run.learning_rate)
     return Report(
         title=title or run.planned.name,
-        subject=(summary.budget_sentence(run),),
-        sections=(*sections, *closing_sections(results)),
+        subject=(budget_sentence(run),),
+        sections=(
+            conclusions_section(_run_statements(run)),
+            *([ReportSection("Training", (Gallery(figures),))] if figures else []),
+            ReportSection("The verdicts", (Statements(VERDICTS),)),
+            *closing_sections(results),
+        ),
         records={"results.csv": runs_csv(results)},
     )
+
+
+def conclusions_section(statements: tuple[Statement, ...]) -> ReportSection:
+    """Return the section that begins every report."""
+    return ReportSection("What came out", (Statements(statements, tone="conclusions"),))
 
 
 def closing_sections(results: ExperimentResults) -> list[ReportSection]:
     """Return what ends every report: unfinished runs, the command and the environment, where there are any."""
     sections = []
-    if absent := summary.unfinished(results):
-        sections.append(ReportSection("Unfinished runs", (Statements(items=absent),)))
+    if absent := _unfinished_runs(results):
+        sections.append(ReportSection("Unfinished runs", (Statements(absent),)))
     if results.plan.command:
-        sections.append(ReportSection("How to repeat it", (Code(text=results.plan.command),)))
-    if entries := summary.environment(results.runs):
-        sections.append(ReportSection("Environment", (Statements(items=entries),)))
+        sections.append(ReportSection("How to repeat it", (Code(results.plan.command),)))
+    if entries := _environment(results.runs):
+        sections.append(ReportSection("Environment", (Statements(entries),)))
     return sections
 
 
-def runs_csv(results: ExperimentResults) -> str:
-    """Return one row a run, the unfinished and the missing included; an unknown number is an empty field."""
-    missing: list[Row] = [{"run": run.path.name, "status": "missing", "reason": run.reason} for run in results.missing]
-    rows = [_run_row(run) for run in results.runs]
-    return _csv(list(rows[0]), [*rows, *missing])
+def subject(findings: Findings) -> tuple[str, ...]:
+    """Return sentences on what was compared, on what data, and with what budget."""
+    results = findings.results
+    rates = formatting.listed([formatting.rate(rate) for rate in results.learning_rates])
+    seeds = max(len({run.seed for run in results.plan.runs.values() if run.method == m}) for m in results.methods)
+    compared = (
+        f"{formatting.plural(len(results.methods), 'method')} ({formatting.listed(results.methods)}) at "
+        f"{formatting.plural(len(results.learning_rates), 'learning rate')} ({rates}) "
+        f"with {'up to ' if seeds > 1 else ''}{formatting.plural(seeds, 'seed')}."
+    )
+    return (compared, data_sentence(results), budget_sentence(results.runs[0]))
 
 
-def comparisons_csv(comparisons: Sequence[Comparison]) -> str:
-    """Return one row a comparison: paired difference, both intervals, Holm's p-value, conclusion."""
-    return _csv(COMPARISON_COLUMNS, [_comparison_row(each) for each in comparisons])
+def data_sentence(results: ExperimentResults) -> str:
+    """Return a sentence on the data."""
+    data, run = results.plan.data, results.runs[0]
+    available = run.facts.get("train_items")
+    size = f"{formatting.count(available)} training {run.item}s" if available else ""
+    described = ", ".join(filter(None, (data.get("name") or "the prepared data", data.get("details"), size)))
+    return f"Data: {described}; runs with the same seed read them in the same order."
 
 
-def _run_statements(run: RunResult) -> tuple[Statement, ...]:
-    statements = []
-    if run.verdict is None:
-        statements.append(Statement(topic="Unfinished", text=f"{run.steps_done:,} of {run.steps:,} steps."))
-    else:
-        statements.append(Statement(topic="Verdict", text=f"{run.verdict.sentence()}."))
-    for metric in run.metrics:
-        if (value := run.held_out.get(metric.name)) is not None:
-            at = f", at step {run.held_out_step:,}" if run.held_out_step is not None else ""
-            text = f"{quantities.formatted(value, metric.format)}{at}."
-            statements.append(Statement(topic=f"Held-out {metric.label}", text=text))
-    if run.step_seconds is not None:
-        text = f"{quantities.seconds(run.step_seconds)}, the median over the faster half of the steps."
-        statements.append(Statement(topic="Step time", text=text))
+def budget_sentence(run: RunResult) -> str:
+    """Return a sentence on the model and the steps of a run."""
+    model = run.config["task"]["model"]
+    words = (("depth", "{} blocks"), ("dim", "width {}"), ("heads", "{} heads"))
+    shape = [text.format(model[key]) for key, text in words if key in model]
+    size = f"{formatting.count(run.parameters)} parameters" if run.parameters else ""
+    total = f" ({formatting.count(run.items)} {run.item}s in all)" if run.items and run.item != "sample" else ""
+    described = ", ".join(filter(None, (*shape, size)))
+    return f"Model: {described}, trained for {run.steps:,} steps of {run.config['batch']:,} samples{total}."
+
+
+def conclusions(findings: Findings) -> tuple[Statement, ...]:
+    """Return what is lowest, what was unstable, what is confirmed and what is not."""
+    results = findings.results
+    statements = [*_lowest(findings), *_unstable(findings), *_confirmed(findings)]
+    if absent := len(results.unfinished) + len(results.missing):
+        total = formatting.plural(len(results.plan.runs), "run")
+        statements.append(Statement("Unfinished", f"{absent} of {total}; not counted here."))
     return tuple(statements)
 
 
-def _run_row(run: RunResult) -> Row:
-    return {
-        "run": run.path.name,
-        "method": run.method,
-        "part": run.planned.part,
-        "learning_rate": run.learning_rate,
-        "seed": run.seed,
-        "status": run.status,
-        "verdict": run.word,
-        "reason": run.verdict and run.verdict.sentence(),
-        "spikes": run.verdict and len(run.verdict.spikes),
-        "train_loss": run.train_loss,
-        **{f"held_out_{metric.name}": run.held_out.get(metric.name) for metric in run.metrics},
-        "held_out_step": run.held_out_step,
-        "steps": run.steps,
-        "steps_done": run.steps_done,
-        "items": run.items,
-        "passes_over_data": run.passes_over_data,
-        "parameters": run.parameters,
-        "flops_per_item": run.flops_per_item,
-        "step_seconds": run.step_seconds,
-        "peak_memory_bytes": run.peak_memory_bytes,
-    }
+def definitions(findings: Findings) -> tuple[Statement, ...]:
+    """Return the definitions that a reader of the tables needs, and every caution that applies to these runs."""
+    results = findings.results
+    run = results.runs[0]
+    seeds = formatting.listed([str(seed) for seed in results.plan.selection_seeds])
+    floor = f": {run.floor:.3f} {run.unit} here" if run.floor is not None else ", which is not known here"
+    return (
+        *VERDICTS,
+        Statement(
+            "Loss",
+            f"In {run.unit}. The loss of a model that has learned nothing (it predicts the frequencies of the "
+            f"data and ignores the input) is the dotted line in the figures{floor}.",
+        ),
+        Statement(
+            f"Train {training_metric(results).label}",
+            f"Of the mean training loss over the last 10 % of steps. {_passes_over_data(results)}",
+        ),
+        Statement(
+            "Held-out",
+            "At the last validation, on data that no run trains on. ± is the half width of the 95 % t interval "
+            "over seeds; a value without one is from a single seed.",
+        ),
+        Statement(
+            "Seeds",
+            "Results by learning rate, and the figures of them, are over the seeds that every method has finished "
+            "at that rate; the table of chosen rates has all. Bold is the best on equal seeds.",
+        ),
+        Statement(
+            "Choice of the rate",
+            f"The learning rate of a method is the one with the lowest held-out loss on seed {seeds} among runs "
+            "that did not diverge. Its result is reported on the other seeds, where there are any.",
+        ),
+        Statement(
+            "Confirmed",
+            "Differences are paired by seed, each method at its own rate. The 95 % t interval is of one "
+            "difference alone. The Holm interval is widened because the table has several tests; a difference is "
+            "confirmed where it excludes zero.",
+        ),
+        Statement(
+            "Rate sensitivity",
+            f"The mean over all rates of the held-out loss above its best, on seed {seeds}. A diverged run counts "
+            "as a model that has learned nothing; — where no rate survived or a single one was tried.",
+            ("Wortsman et al.", f"{ARXIV}2309.14322"),
+        ),
+        Statement(
+            "Step time",
+            "The median over the faster half of the steps, which compilation and other processes disturb least."
+            if results.measured_alone
+            else "Left out: runs shared a device and slowed each other. --jobs 1 measures each alone.",
+        ),
+        *_cautions(findings),
+    )
 
 
-def _comparison_row(comparison: Comparison) -> Row:
-    interval, corrected = comparison.interval, comparison.corrected
-    return {
-        "method": comparison.method,
-        "baseline": comparison.baseline,
-        "kind": comparison.kind,
-        "learning_rate": comparison.learning_rate,
-        "seeds": " ".join(str(seed) for seed in comparison.difference.by_seed),
-        "difference": interval and interval.mean,
-        "t_low": interval and interval.low,
-        "t_high": interval and interval.high,
-        "p_value": comparison.difference.p_value,
-        "holm_low": corrected and corrected.low,
-        "holm_high": corrected and corrected.high,
-        "holm_p_value": comparison.decision and comparison.decision.adjusted_p,
-        "conclusion": comparison.conclusion,
-    }
+def method_notes(findings: Findings) -> tuple[Statement, ...]:
+    """Return for every method what its name means, with a link to the paper of its topology."""
+    results, notes = findings.results, []
+    _, controls = _controlled(results)
+    for method in results.methods:
+        name, *others = (part.strip() for part in method.split("+"))
+        if name.partition(":")[0] not in available_topologies():
+            continue
+        topology = build_topology(name)
+        parts = [topology.heading, *(f"with {other}" for other in others if other != "qkv")]
+        if any(run.normalises_values for run in results.runs_of(method)):
+            parts.append("QKV-norm: queries, keys and values of the attention are normalised per head")
+        if method in controls:
+            parts.append("the control: what methods with QKV-norm gain over it is not due to their attention")
+        number = re.search(r"\b\d{4}\.\d{5}\b", topology.paper)
+        link = (f"arXiv {number.group()}", ARXIV + number.group()) if number else None
+        notes.append(Statement(method, f"{'; '.join(parts)}. `siamesenorm explain {name}` prints its formula.", link))
+    return tuple(notes)
 
 
-def _csv(columns: Sequence[str], rows: Sequence[Row]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+def _title(results: ExperimentResults) -> str:
+    """Return the title of a comparison: its methods, and its data."""
+    names = results.methods
+    shown = [*names[:3], f"{len(names) - 3} more"] if len(names) > 4 else names
+    data = results.plan.data.get("name")
+    return f"{formatting.listed(shown)}{f' on {data}' if data else ''}"
+
+
+def _lowest(findings: Findings) -> list[Statement]:
+    topic, ranked, unit = "Lowest held-out loss", findings.ranked(), findings.results.unit
+    if not ranked:
+        return [Statement(topic, "No method has a result yet.")]
+    best = ranked[0]
+    loss = best.held_out_loss
+    if loss is None:
+        return []
+    metrics = [
+        f"{metric.label} {formatting.formatted(value.mean, metric.format)}"
+        for metric in findings.results.metrics[1:]
+        if (value := best.metric(metric.name))
+    ]
+    basis = "one seed, which also chose the rate" if best.on_selection_seed else formatting.plural(loss.count, "seed")
+    where = f"{best.method} at {formatting.rate(best.learning_rate)}"
+    text = f"{where}, {loss.mean:.4f} {unit} ({', '.join([*metrics, basis])})."
+    if len(ranked) > 1:
+        text += f" Next is {ranked[1].method}, {_gap(best, ranked[1], unit)}; {_certainty(findings, best, ranked[1])}."
+    return [Statement(topic, text)]
+
+
+def _gap(best: Choice, second: Choice, unit: str) -> str:
+    """Return how far the second is above the best on the seeds they share, and on which where others are shown."""
+    difference = paired(second, best)
+    seeds = difference.by_seed.keys()
+    where = ""
+    if not seeds == best.losses.keys() == second.losses.keys():
+        where = f" on {'seed' if len(seeds) == 1 else 'seeds'} {formatting.listed([str(seed) for seed in seeds])}"
+    return f"{difference.interval().mean:.4f} {unit} above{where}"
+
+
+def _certainty(findings: Findings, best: Choice, second: Choice) -> str:
+    pairs = ((best.method, second.method), (second.method, best.method))
+    tested = [comparison for pair in pairs if (comparison := findings.comparison(*pair)) and comparison.decision]
+    if not tested:
+        return "the order of the two is not tested here"
+    return f"the difference is {'' if tested[0].confirmed else 'not '}confirmed"
+
+
+def _unstable(findings: Findings) -> list[Statement]:
+    results, statements = findings.results, []
+    for verdict in (DIVERGED, NOT_LEARNED, SPIKED):
+        rates = {method: _rates_with(results, method, verdict) for method in results.methods}
+        places = [f"{method} at {where}" for method, where in rates.items() if where]
+        statements.append(Statement(verdict.capitalize(), f"{'; '.join(places)}." if places else "No finished run."))
+    if stable := [method for method in results.methods if _stable_everywhere(results, method)]:
+        statements.append(Statement("Stable at every rate", f"{formatting.listed(stable)}."))
+    return statements
+
+
+def _confirmed(findings: Findings) -> list[Statement]:
+    """Return what is confirmed, and what is not and why."""
+    pairs: dict[Conclusion, list[str]] = {}
+    for each in findings.comparisons:
+        pairs.setdefault(each.conclusion, []).append(_pair(each, findings.results.unit))
+    tests = sum(comparison.testable for comparison in findings.comparisons)
+    confirmed = [_pair(each, findings.results.unit) for each in findings.comparisons if each.confirmed]
+    found = f"{'; '.join(confirmed) or 'no difference'} (95 %, Holm over {formatting.plural(tests, 'test')})."
+    statements = [
+        Statement("Confirmed", found if tests else "Nothing: no two methods share two seeds at their chosen rates.")
+    ]
+    for conclusion, topic, why in (
+        (Conclusion.NOT_CONFIRMED, "Not confirmed", "the Holm intervals include zero"),
+        (Conclusion.ONE_SEED, "Not tested", "a single seed"),
+        (Conclusion.SOME_DIVERGED, "Not tested", "a seed diverged at the chosen rate"),
+    ):
+        if conclusion in pairs:
+            statements.append(Statement(topic, f"{'; '.join(pairs[conclusion])} ({why})."))
+    return statements
+
+
+def _pair(comparison: Comparison, unit: str) -> str:
+    pair = f"{comparison.method} against {comparison.baseline}"
+    if comparison.interval is None:
+        return pair
+    return f"{pair} {formatting.signed(comparison.interval.mean)} {unit}"
+
+
+def _rates_with(results: ExperimentResults, method: str, verdict: str) -> str:
+    parts = []
+    for rate in results.learning_rates:
+        runs = [run for run in results.runs_of(method) if run.complete and run.learning_rate == rate]
+        count = sum(run.word == verdict for run in runs)
+        if count:
+            parts.append(formatting.rate(rate) + ("" if count == len(runs) else f" ({count} of {len(runs)} seeds)"))
+    return formatting.listed(parts)
+
+
+def _stable_everywhere(results: ExperimentResults, method: str) -> bool:
+    """Return whether every run that the plan has of a method ended stable, at all rates of the experiment."""
+    planned = [run for run in results.plan.runs.values() if run.method == method]
+    stable = [run for run in results.runs_of(method) if run.complete and run.word == STABLE]
+    return len(stable) == len(planned) and {run.learning_rate for run in stable} == set(results.learning_rates)
+
+
+def _passes_over_data(results: ExperimentResults) -> str:
+    passes = [run.passes_over_data for run in results.runs]
+    known = [value for value in passes if value is not None]
+    if len(known) < len(passes):
+        return "How often the runs saw the data is not recorded."
+    if max(known) <= 1.0:
+        return "No run saw any data twice, as in the papers."
+    return f"Runs saw the data up to {max(known):.1f} times, unlike the papers'."
+
+
+def _controlled(results: ExperimentResults) -> tuple[set[str], set[str]]:
+    """Return the methods that the plan compares with Pre-Norm that has their QKV-norm, and those baselines."""
+    comparisons = [each for each in results.plan.comparisons if each.kind is ComparisonKind.CONTROL]
+    return {each.method for each in comparisons}, {each.baseline for each in comparisons}
+
+
+def _cautions(findings: Findings) -> list[Statement]:
+    results = findings.results
+    cautions = []
+    flagged = [choice for choice in findings.choices.values() if choice.edge]
+    if flagged:
+        rates = [f"{choice.method} ({choice.edge}, {formatting.rate(choice.learning_rate)})" for choice in flagged]
+        text = f"The best rate is at an edge of the rates tried, so a better one may be outside: {', '.join(rates)}."
+        cautions.append(Statement("Edge of the grid", text))
+    methods = dict.fromkeys(run.method for run in results.runs if run.normalises_values)
+    compared = {each.method for each in results.plan.comparisons if each.kind is ComparisonKind.TOPOLOGY}
+    without = [method for method in methods if method in compared.difference(*_controlled(results))]
+    if without:
+        text = (
+            f"No pre with QKV-norm and the same operator was run beside {formatting.listed(without)}, whose attention "
+            "has it: a difference to pre may come from the attention alone."
+        )
+        cautions.append(Statement("Control row missing", text))
+    named = {name for each in results.plan.comparisons for name in (each.method, each.baseline)}
+    alone = [method for method in results.methods if method not in named]
+    if alone and len(results.methods) > 1:
+        text = f"The plan compares {formatting.listed(alone)} with no other method."
+        cautions.append(Statement("Without baseline", text))
+    return cautions
+
+
+def _run_statements(run: RunResult) -> tuple[Statement, ...]:
+    if run.verdict is None:
+        statements = [Statement("Unfinished", f"{run.steps_done:,} of {run.steps:,} steps.")]
+    else:
+        statements = [Statement("Verdict", f"{run.verdict.sentence()}.")]
+    for metric in run.metrics:
+        if (value := run.held_out.get(metric.name)) is not None:
+            at = f", at step {run.held_out_step:,}" if run.held_out_step is not None else ""
+            text = f"{formatting.formatted(value, metric.format)}{at}."
+            statements.append(Statement(f"Held-out {metric.label}", text))
+    if run.step_seconds is not None:
+        text = f"{formatting.seconds(run.step_seconds)}, the median over the faster half of the steps."
+        statements.append(Statement("Step time", text))
+    return tuple(statements)
+
+
+def _unfinished_runs(results: ExperimentResults) -> tuple[Statement, ...]:
+    """Return the runs that have no result, and how many steps of each are done."""
+    started = [
+        Statement(run.path.name, f"{run.planned.name}: {run.steps_done:,} of {run.steps:,} steps.")
+        for run in results.unfinished
+    ]
+    return (*started, *(Statement(run.path.name, f"{run.reason}.") for run in results.missing))
+
+
+def _environment(runs: Sequence[RunResult]) -> tuple[Statement, ...]:
+    """Return every distinct value of what the runs recorded of their environments, earlier ones included."""
+    entries: dict[str, dict[str, None]] = {}
+    for run in runs:
+        for environment in reversed(run.environments):
+            for key, value in environment.items():
+                if value not in (None, [], {}):
+                    entries.setdefault(key, {})[_plain(value)] = None
+    return tuple(Statement(key, "; ".join(values)) for key, values in entries.items())
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_plain(inner)}" for key, inner in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

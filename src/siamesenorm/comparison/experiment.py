@@ -32,15 +32,16 @@ from siamesenorm.comparison.plan import (
 from siamesenorm.comparison.results import KERNEL_SETTINGS, require_same_kernels
 from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json, disk_errors, encode_json, exclusive
-from siamesenorm.training.config import Execution, RunConfig
-from siamesenorm.training.environment import choose, find_device
-from siamesenorm.training.identity import described, first_difference
+from siamesenorm.training.config import Execution, RunConfig, described, first_difference
+from siamesenorm.training.execution import choose, find_device
 from siamesenorm.training.instruments import build_trackers
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.verdict import Verdict
 
 POLL_SECONDS = 0.2
 LOCK_FILE = "lock"
+UNPLANNED = {LOCK_FILE, f".{PLAN_FILE}.tmp"}
+"""Files that a process leaves that was killed before it wrote the plan."""
 
 Planned = tuple[PlannedRun, RunConfig]
 
@@ -161,22 +162,11 @@ class Experiment:
         """
         with ExitStack() as held:
             with disk_errors(self.directory):
-                self._require_experiment()
                 self._require_same()
                 self.directory.mkdir(parents=True, exist_ok=True)
                 held.enter_context(exclusive(self.directory / LOCK_FILE))
                 self._require_same()  # another process may have come first
             yield
-
-    def _require_experiment(self) -> None:
-        """Refuse a directory of other things; a plan that a killed process did not finish writing is none."""
-        if not self.directory.exists() or (self.directory / PLAN_FILE).is_file():
-            return
-        unplanned = {LOCK_FILE, f".{PLAN_FILE}.tmp"}
-        if not self.directory.is_dir() or {each.name for each in self.directory.iterdir()} - unplanned:
-            raise UserError(
-                f"{self.directory} exists and is not the directory of an experiment: choose another directory"
-            )
 
     def _require_same(self) -> None:
         plan = read_plan(self.directory)
@@ -185,6 +175,14 @@ class Experiment:
             raise UserError(
                 f"{self.directory} holds an experiment with {name} {there}, not {here}: choose another --out"
             )
+        if plan is None and self.directory.exists() and not self._is_fresh():
+            raise UserError(
+                f"{self.directory} exists and is not the directory of an experiment: choose another directory"
+            )
+
+    def _is_fresh(self) -> bool:
+        """Whether the directory is empty, or a process was killed before it wrote the plan."""
+        return self.directory.is_dir() and {each.name for each in self.directory.iterdir()} <= UNPLANNED
 
     def _train(self, runs: Sequence[Planned]) -> None:
         known = {job.directory for job in self.trained}
@@ -230,33 +228,32 @@ class Experiment:
                     f"{self.directory} has {planned.name} as a run of {planned.part}, not of {job.planned.part}: "
                     "choose another --out, or the same seeds"
                 )
-        gpus = len(shared_gpus(self.template.execution.device)) or 1
+        together = 0
+        if any(job.verdict is None for job in jobs):
+            together = -(-min(self.jobs, len(jobs)) // max(1, len(shared_gpus(self.template.execution.device))))
         plan = ExperimentPlan(
             command=self.command,
             template=self.record,
             data=self.template.task.describe_data(),
             runs=runs,
             comparisons=tuple(dict.fromkeys([*before.comparisons, *self.comparisons])),
-            jobs=max(before.jobs, -(-min(self.jobs, len(jobs)) // gpus) if self._unfinished(jobs) else before.jobs),
+            jobs=max(before.jobs, together),
         )
         write_plan(self.directory, plan)
         for job in jobs:
             RunDirectory(job.directory).prepare(job.config)
 
-    def _unfinished(self, jobs: Sequence[Job]) -> bool:
-        return any(job.verdict is None for job in jobs)
-
 
 def train_jobs(jobs: Sequence[Job], at_once: int, observer: ExperimentObserver) -> dict[str, str]:
     """Train the jobs that are not finished, each in a process of its own; return the errors of those that failed.
 
-    The configurations of the jobs are in their directories already.
+    The configurations of the jobs are in their directories already. All processes end with this one.
     """
     waiting = iter([job for job in jobs if job.verdict is None])
     running: dict[Job, subprocess.Popen[bytes]] = {}
     places: dict[Job, int] = {}
     failures: dict[str, str] = {}
-    with _all_ended(running):
+    try:
         while True:
             for job in itertools.islice(waiting, at_once - len(running)):
                 places[job] = min(set(range(at_once)) - {places[other] for other in running})
@@ -270,6 +267,12 @@ def train_jobs(jobs: Sequence[Job], at_once: int, observer: ExperimentObserver) 
                     failures[job.name] = error
                 observer.ended(job, error)
             observer.progressed(list(running))
+    finally:
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            with process:
+                process.wait()
 
 
 def shared_gpus(device: str) -> list[str]:
@@ -321,16 +324,3 @@ def _start(job: Job, place: int) -> subprocess.Popen[bytes]:
             stderr=log,
             env=environment,
         )
-
-
-@contextmanager
-def _all_ended(running: dict[Job, subprocess.Popen[bytes]]) -> Iterator[None]:
-    """End all workers, however the block ends."""
-    try:
-        yield
-    finally:
-        for process in running.values():
-            process.terminate()
-        for process in running.values():
-            with process:
-                process.wait()

@@ -7,11 +7,13 @@ choice does not flatter the result. Differences are paired by seed and corrected
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+import statistics
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from siamesenorm.comparison.plan import ComparisonKind, Part
+from siamesenorm.comparison import formatting
+from siamesenorm.comparison.plan import ComparisonKind, Part, PlannedComparison
 from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, STABLE, ExperimentResults, RunResult
 from siamesenorm.comparison.statistics import (
     Estimate,
@@ -22,6 +24,8 @@ from siamesenorm.comparison.statistics import (
     t_interval,
 )
 from siamesenorm.training.stability import learning_rate_sensitivity
+
+Quantity = Callable[[RunResult], float | None]
 
 
 class Conclusion(StrEnum):
@@ -68,9 +72,14 @@ class Outcome:
         return sum(run.word == self.verdict for run in self.complete)
 
     @property
+    def diverged(self) -> int:
+        """How many complete runs diverged."""
+        return sum(run.diverged for run in self.complete)
+
+    @property
     def all_diverged(self) -> bool:
         """Whether every complete run diverged, so that there is no result to print."""
-        return bool(self.complete) and all(run.diverged for run in self.complete)
+        return bool(self.complete) and self.diverged == len(self.complete)
 
     @property
     def whole(self) -> bool:
@@ -78,60 +87,55 @@ class Outcome:
         return bool(self.complete) and all(run.has_result for run in self.complete)
 
     @property
+    def losses(self) -> dict[int, float]:
+        """The held-out loss by seed of the runs that did not diverge."""
+        return {run.seed: run.score for run in self.runs if run.has_result}
+
+    @property
     def held_out_loss(self) -> Estimate | None:
         """The held-out loss over the seeds that did not diverge."""
         return self.estimate(lambda run: run.held_out_loss)
+
+    @property
+    def description(self) -> str:
+        """Method, learning rate, verdict and held-out loss in words."""
+        loss = self.held_out_loss
+        reached = f", held-out loss {loss.mean:.3f}" if loss and self.verdict != DIVERGED else ""
+        return f"{self.method} at {formatting.rate(self.learning_rate)}: {self.verdict or 'unfinished'}{reached}"
+
+    def over(self, seeds: Collection[int]) -> Outcome:
+        """Return the outcome of the runs with these seeds."""
+        return replace(self, runs=tuple(run for run in self.runs if run.seed in seeds))
 
     def metric(self, name: str) -> Estimate | None:
         """Return a metric on held-out data over the seeds that did not diverge."""
         return self.estimate(lambda run: run.held_out.get(name))
 
-    def estimate(self, quantity: Callable[[RunResult], float | None]) -> Estimate | None:
+    def estimate(self, quantity: Quantity) -> Estimate | None:
         """Return a quantity with its t interval over the seeds that did not diverge."""
         values = [value for run in self.complete if run.has_result and (value := quantity(run)) is not None]
         return t_interval(values) if values else None
 
-    def median(self, quantity: Callable[[RunResult], float | None]) -> float | None:
+    def median(self, quantity: Quantity) -> float | None:
         """Return the median of a quantity over the complete runs that have it."""
-        values = sorted(value for run in self.complete if (value := quantity(run)) is not None)
-        middle = len(values) // 2
-        if not values:
-            return None
-        return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
+        values = [value for run in self.complete if (value := quantity(run)) is not None]
+        return statistics.median(values) if values else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The learning rate that the selection runs chose for a method, and the runs it is reported on."""
+class Choice(Outcome):
+    """The learning rate that the selection runs chose for a method; `runs` are those it is reported on."""
 
-    method: str
-    learning_rate: float
     edge: Edge | None
     selection: RunResult
-    reported: tuple[RunResult, ...]
 
     @property
     def on_selection_seed(self) -> bool:
         """Whether there is no other run, so that the result is the very one that chose the rate."""
-        return self.reported == (self.selection,)
-
-    @property
-    def diverged(self) -> int:
-        """How many of the reported runs diverged."""
-        return sum(run.diverged for run in self.reported)
-
-    @property
-    def outcome(self) -> Outcome:
-        """The reported runs as an outcome."""
-        return Outcome(method=self.method, learning_rate=self.learning_rate, runs=self.reported)
-
-    @property
-    def losses(self) -> dict[int, float]:
-        """The held-out loss by seed of the reported runs that did not diverge."""
-        return {run.seed: run.score for run in self.reported if run.has_result}
+        return self.runs == (self.selection,)
 
     def mean_over(self, seeds: Collection[int]) -> float:
-        """Return the mean held-out loss over some of those seeds; over none, the loss of the selection run."""
+        """Return the mean held-out loss over some of its seeds; over none, the loss of the selection run."""
         return math.fsum(self.losses[seed] for seed in seeds) / len(seeds) if seeds else self.selection.score
 
 
@@ -159,7 +163,7 @@ class Comparison:
     @property
     def interval(self) -> Estimate | None:
         """The mean difference with its t interval at 95 %; None where no seed can be paired."""
-        return self.difference.estimate if self.difference.by_seed else None
+        return self.difference.interval() if self.difference.by_seed else None
 
     @property
     def corrected(self) -> Estimate | None:
@@ -177,8 +181,13 @@ class Comparison:
             return Conclusion.ONE_SEED
         if not self.decision.rejected:
             return Conclusion.NOT_CONFIRMED
-        lower = self.difference.estimate.mean < 0
+        lower = self.difference.interval().mean < 0
         return Conclusion.CONFIRMED_LOWER if lower else Conclusion.CONFIRMED_HIGHER
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether the corrected interval excludes zero."""
+        return self.decision is not None and self.decision.rejected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,10 +203,16 @@ class Findings:
     comparisons: tuple[Comparison, ...]
     sensitivities: Mapping[str, float]
 
-    def baselines(self, method: str, kind: ComparisonKind) -> list[str]:
-        """Return the baselines of one kind that the plan names for a method."""
-        planned = self.results.plan.comparisons
-        return [each.baseline for each in planned if (each.method, each.kind) == (method, kind)]
+    def at(self, rate: float) -> list[Outcome]:
+        """Return the outcomes at a learning rate."""
+        return [outcome for (at, _), outcome in self.outcomes.items() if at == rate]
+
+    def is_best(self, outcome: Outcome, quantity: Quantity, *, lowest: bool = True) -> bool:
+        """Return whether its mean is the best at its rate of those whose runs all have a result."""
+        beside = [each for each in self.at(outcome.learning_rate) if each.whole]
+        means = [value.mean for each in beside if (value := each.estimate(quantity))]
+        own = outcome.estimate(quantity)
+        return outcome.whole and own is not None and own.mean == (min if lowest else max)(means)
 
     def comparison(self, method: str, baseline: str) -> Comparison | None:
         """Return the comparison of two methods, if it is one of those made."""
@@ -211,7 +226,7 @@ class Findings:
         with_result = [choice for choice in self.choices.values() if choice.losses]
         shared = set.intersection(*(set(choice.losses) for choice in with_result)) if with_result else set()
         ranked = sorted(with_result, key=lambda choice: choice.mean_over(shared))
-        if len(ranked) > 1 and paired(ranked[0], ranked[1]).estimate.mean > 0:
+        if len(ranked) > 1 and paired(ranked[0], ranked[1]).interval().mean > 0:
             ranked[:2] = ranked[1::-1]
         return ranked
 
@@ -257,12 +272,22 @@ def choose_learning_rate(results: ExperimentResults, method: str) -> Choice | No
         for run in results.runs_of(method)
         if run.learning_rate == best.learning_rate and run.planned.part is not Part.SELECTION and run.complete
     )
+    rates = {run.learning_rate for run in tried}
     return Choice(
-        method=method,
-        learning_rate=best.learning_rate,
-        edge=_edge(best.learning_rate, {run.learning_rate for run in tried}),
+        method=method, learning_rate=best.learning_rate, runs=others or (best,), edge=_edge(best.learning_rate, rates),
         selection=best,
-        reported=others or (best,),
+    )  # fmt: skip
+
+
+def compare(planned: PlannedComparison, method: Outcome, baseline: Outcome) -> Comparison:
+    """Pair the seeds of a method and of its baseline; `corrected_together` adds the decision."""
+    return Comparison(
+        method=planned.method,
+        baseline=planned.baseline,
+        kind=planned.kind,
+        learning_rate=method.learning_rate,
+        difference=paired_difference(method.losses, baseline.losses),
+        diverged=bool(method.diverged or baseline.diverged),
     )
 
 
@@ -292,21 +317,13 @@ def _seeds_at(results: ExperimentResults, rate: float) -> set[int]:
     return shared or set(results.plan.selection_seeds)
 
 
-def _comparisons(results: ExperimentResults, choices: Mapping[str, Choice]) -> Iterable[Comparison]:
+def _comparisons(results: ExperimentResults, choices: Mapping[str, Choice]) -> Iterator[Comparison]:
     """Yield the comparisons of the plan whose two methods have a result, each at its chosen rate."""
     for planned in results.plan.comparisons:
         if {planned.method, planned.baseline} <= choices.keys():
             choice, baseline = choices[planned.method], choices[planned.baseline]
-            diverged = bool(choice.diverged or baseline.diverged)
-            losses = (choice.losses, baseline.losses)
-            yield Comparison(
-                method=planned.method,
-                baseline=planned.baseline,
-                kind=planned.kind,
-                learning_rate=choice.learning_rate,
-                difference=paired_difference(*losses) if diverged else paired(choice, baseline),
-                diverged=diverged,
-            )
+            comparison = compare(planned, choice, baseline)
+            yield comparison if comparison.diverged else replace(comparison, difference=paired(choice, baseline))
 
 
 def _sensitivity(results: ExperimentResults, method: str) -> float | None:

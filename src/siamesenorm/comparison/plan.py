@@ -108,10 +108,6 @@ class ExperimentPlan:
         """The seeds whose runs choose the learning rates."""
         return tuple(sorted({run.seed for run in self.runs.values() if run.part is Part.SELECTION}))
 
-    def label(self, method: str) -> str:
-        """Return the name of a method in tables."""
-        return next(run.label for run in self.runs.values() if run.method == method)
-
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
         return {"schema": SCHEMA, **asdict(self)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,16 +14,12 @@ from matplotlib.colors import LinearSegmentedColormap, PowerNorm, to_rgb
 from matplotlib.figure import Figure as Drawing
 from matplotlib.patches import Rectangle
 
-from siamesenorm.comparison import quantities
-from siamesenorm.comparison.findings import Findings, Outcome
-from siamesenorm.comparison.plan import ComparisonKind
-from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, UNFINISHED
-from siamesenorm.comparison.tables import MARKS
-from siamesenorm.comparison.theme import (
+from siamesenorm.comparison import formatting
+from siamesenorm.comparison.figure_style import (
     WIDTH,
+    Figure,
     MethodStyle,
     Theme,
-    grid_height,
     label_ends,
     label_of,
     label_room,
@@ -31,6 +27,10 @@ from siamesenorm.comparison.theme import (
     shortened,
     styles_of,
 )
+from siamesenorm.comparison.findings import Findings, Outcome
+from siamesenorm.comparison.plan import ComparisonKind
+from siamesenorm.comparison.report_parts import MARKS
+from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, UNFINISHED
 
 WIDE_CELL = 0.85
 """Inches that a cell needs for mark and number on one line."""
@@ -38,17 +38,6 @@ BAND = 0.13
 """The part of the height, above the losses, for the methods that diverged or did not learn."""
 DODGE = 0.04
 """The distance between two such methods at one rate, as a part of the width."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One cell of the map; `bold` says that its loss is the lowest of its column."""
-
-    column: int
-    row: int
-    outcome: Outcome
-    wide: bool
-    bold: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,31 +58,51 @@ class NoiseBand:
     high: float
 
 
+def rate_figures(findings: Findings) -> tuple[Figure, Figure]:
+    """Return the figures over methods and learning rates: frontier and sensitivity."""
+    over_seeds = (
+        f"Held-out loss ({findings.results.unit}), the mean over the seeds that every method has finished at that rate"
+    )
+    noise = noise_band(findings)
+    band = f" The band: one standard deviation over the seeds of {noise.method}, around its result." if noise else ""
+    frontier = Figure(
+        name="frontier",
+        title="Stability frontier",
+        caption=f"{over_seeds}, without the diverged: the stronger the colour, the lower the loss. ● stable, ▲ spiked, "
+        "◇ not learned, ✕ and hatching: diverged, ○ unfinished.",
+        alternative="; ".join(outcome.description for outcome in findings.outcomes.values()),
+        draw=lambda theme: draw_frontier(findings, theme),
+    )
+    sensitivity = Figure(
+        name="sensitivity",
+        title="Learning-rate sensitivity",
+        caption=f"{over_seeds}; the tables have the intervals. In the upper band: ✕ every seed diverged, ◇ not "
+        f"learned.{band}",
+        alternative="Rate sensitivity, mean excess loss: "
+        + "; ".join(f"{method} {value:.3f}" for method, value in findings.sensitivities.items()),
+        draw=lambda theme: draw_sensitivity(findings, theme),
+    )
+    return frontier, sensitivity
+
+
 def draw_frontier(findings: Findings, theme: Theme) -> Drawing:
     """Draw a cell for every method and learning rate: held-out loss as colour, verdict as mark and hatching."""
     methods, rates = findings.results.methods, findings.results.learning_rates
-    height = grid_height(len(methods))
+    height = _height(methods)
     drawing = Drawing(figsize=(WIDTH, height))
     axes = drawing.subplots()
     left, right = 0.04 + name_room(methods), 0.985
     drawing.subplots_adjust(left=left, right=right, top=1 - 0.4 / height, bottom=0.5 / height)
     wide = (right - left) * WIDTH / len(rates) >= WIDE_CELL
-    losses = [
-        loss.mean
-        for outcome in findings.outcomes.values()
-        if (loss := outcome.held_out_loss) and outcome.verdict != NOT_LEARNED
-    ]
-    color = LossColors(losses, theme)
+    color = LossColors(_losses(findings, lambda outcome: outcome.verdict != NOT_LEARNED), theme)
     for (rate, method), outcome in findings.outcomes.items():
-        beside = [other for (at, _), other in findings.outcomes.items() if at == rate and other.whole]
-        lowest = min((loss.mean for other in beside if (loss := other.held_out_loss)), default=None)
-        bold = outcome.whole and (loss := outcome.held_out_loss) is not None and loss.mean == lowest
-        cell = Cell(column=rates.index(rate), row=methods.index(method), outcome=outcome, wide=wide, bold=bold)
-        _draw_cell(axes, cell, color, theme)
+        place = (rates.index(rate), methods.index(method))
+        bold = findings.is_best(outcome, lambda run: run.held_out_loss)
+        _draw_cell(axes, place, outcome, color, theme, wide=wide, bold=bold)
     axes.set_title("Held-out loss and verdict", x=(0.02 - left) / (right - left))
     axes.set_xlim(-0.5, len(rates) - 0.5)
     axes.set_ylim(len(methods) - 0.5, -0.5)
-    axes.set_xticks(range(len(rates)), [quantities.rate(rate) for rate in rates], fontsize=8.5 if wide else 7)
+    axes.set_xticks(range(len(rates)), [formatting.rate(rate) for rate in rates], fontsize=8.5 if wide else 7)
     axes.set_yticks(range(len(methods)), [shortened(method) for method in methods], color=theme.ink)
     axes.set_xlabel("learning rate")
     axes.grid(False)
@@ -106,7 +115,7 @@ def draw_sensitivity(findings: Findings, theme: Theme) -> Drawing:
     """Draw the held-out loss over the learning rate, the mean over the seeds that did not diverge."""
     rates = findings.results.learning_rates
     styles = styles_of(findings.results.methods)
-    height, crowded = grid_height(len(styles)), len(rates) > 4
+    height, crowded = _height(styles), len(rates) > 4
     drawing = Drawing(figsize=(WIDTH, height))
     axes = drawing.subplots()
     right = 1 - label_room(styles)
@@ -125,7 +134,7 @@ def draw_sensitivity(findings: Findings, theme: Theme) -> Drawing:
     axes.set_title("Held-out loss by learning rate")
     axes.set_xlabel("learning rate")
     axes.set_ylabel(f"held-out loss ({findings.results.unit})")
-    names = [quantities.rate(rate) for rate in rates]
+    names = [formatting.rate(rate) for rate in rates]
     axes.set_xticks(rates, names, fontsize=7 if crowded else 8.5, rotation=45 if crowded else 0)
     axes.minorticks_off()
     label_ends(axes, labels)
@@ -145,38 +154,51 @@ def noise_band(findings: Findings) -> NoiseBand | None:
     return None
 
 
-def _draw_cell(axes: Axes, cell: Cell, color: LossColors, theme: Theme) -> None:
-    loss, verdict = cell.outcome.held_out_loss, cell.outcome.verdict
+def _height(methods: Collection[str]) -> float:
+    """Return the height in inches of the two figures, which are side by side in the page."""
+    return max(3.0, 0.95 + 0.34 * len(methods))
+
+
+def _losses(findings: Findings, shown: Callable[[Outcome], bool]) -> list[float]:
+    outcomes = findings.outcomes.values()
+    return [loss.mean for outcome in outcomes if (loss := outcome.held_out_loss) and shown(outcome)]
+
+
+def _draw_cell(
+    axes: Axes, place: tuple[int, int], outcome: Outcome, color: LossColors, theme: Theme, *, wide: bool, bold: bool
+) -> None:
+    """Draw a cell at (column, row); `bold` says that its loss is the lowest of its column."""
+    (column, row), loss, verdict = place, outcome.held_out_loss, outcome.verdict
     hatched = verdict == DIVERGED
     plain = loss is None or hatched or verdict == NOT_LEARNED
     face = theme.fill if plain or loss is None else color(loss.mean)
     axes.add_patch(
         Rectangle(
-            (cell.column - 0.485, cell.row - 0.46), 0.97, 0.92, facecolor=face, linewidth=0.8,
+            (column - 0.485, row - 0.46), 0.97, 0.92, facecolor=face, linewidth=0.8,
             hatch="////" if hatched else None, linestyle=":" if plain and not hatched else "-",
             edgecolor=theme.hatch if hatched else theme.muted if plain else face,
         )
     )  # fmt: skip
     text = axes.text(
-        cell.column, cell.row, _cell_text(cell), ha="center", va="center_baseline" if cell.wide else "center",
-        fontsize=9 if cell.wide else 7, color=_readable(face, theme), fontweight="bold" if cell.bold else "normal",
+        column, row, _cell_text(outcome, wide), ha="center", va="center_baseline" if wide else "center",
+        fontsize=9 if wide else 7, color=_readable(face, theme), fontweight="bold" if bold else "normal",
     )  # fmt: skip
     if hatched:
         text.set_color(theme.danger)
         text.set_bbox({"facecolor": theme.fill, "edgecolor": "none", "pad": 1.5})
 
 
-def _cell_text(cell: Cell) -> str:
+def _cell_text(outcome: Outcome, wide: bool) -> str:
     """Write mark and loss side by side, or in a narrow cell one above the other."""
-    outcome, loss = cell.outcome, cell.outcome.held_out_loss
     if not outcome.complete:
-        return f"{MARKS[UNFINISHED]} {UNFINISHED}" if cell.wide else MARKS[UNFINISHED]
+        return f"{MARKS[UNFINISHED]} {UNFINISHED}" if wide else MARKS[UNFINISHED]
     mark = MARKS.get(outcome.verdict or "", "·")
     if outcome.verdict == DIVERGED:
         share = "" if outcome.all_diverged else f"{outcome.with_verdict}/{len(outcome.complete)}"
-        return " ".join(filter(None, [mark, "diverged" if cell.wide else "", share]))
+        return " ".join(filter(None, [mark, "diverged" if wide else "", share]))
+    loss = outcome.held_out_loss
     number = f"{loss.mean:.3f}{'*' if outcome.verdict == SPIKED else ''}" if loss else ""
-    return f"{mark}{' ' if cell.wide else chr(10)}{number}".strip()
+    return f"{mark}{' ' if wide else chr(10)}{number}".strip()
 
 
 class LossColors:
@@ -219,7 +241,7 @@ def _lost(outcome: Outcome) -> str | None:
 def _set_heights(axes: Axes, findings: Findings, theme: Theme) -> float:
     """Fit the axis to the losses and add the band of the lost; return the height of its middle."""
     outcomes = findings.outcomes.values()
-    losses = [loss.mean for outcome in outcomes if (loss := outcome.held_out_loss) and not _lost(outcome)]
+    losses = _losses(findings, lambda outcome: not _lost(outcome))
     low, high = (min(losses), max(losses)) if losses else (0.0, 1.0)
     margin = 0.06 * (high - low) or 0.05
     low, high = low - margin, high + margin

@@ -18,7 +18,6 @@ import numpy.typing as npt
 from siamesenorm.comparison.plan import PLAN_FILE, RUNS, ExperimentPlan, Part, PlannedRun, read_plan
 from siamesenorm.errors import UserError
 from siamesenorm.tasks.task import Metric
-from siamesenorm.training.config import RunConfig
 from siamesenorm.training.metrics import read_metrics
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.verdict import Verdict, judge
@@ -105,21 +104,20 @@ class RunResult:
         return self.held_out.get("loss")
 
     @property
-    def has_result(self) -> bool:
-        """Whether it ended without diverging and has a held-out loss."""
+    def score(self) -> float:
+        """The held-out loss that it is compared by: infinite where it has not ended, diverged, or has none."""
         loss = self.held_out_loss
-        return self.complete and not self.diverged and loss is not None and math.isfinite(loss)
+        return math.inf if loss is None or self.diverged or not self.complete or math.isnan(loss) else loss
 
     @property
-    def score(self) -> float:
-        """The held-out loss that it is compared by: infinite where the run has no result."""
-        loss = self.held_out_loss
-        return loss if self.has_result and loss is not None else math.inf
+    def has_result(self) -> bool:
+        """Whether it ended without diverging and has a held-out loss."""
+        return math.isfinite(self.score)
 
     @property
     def floor(self) -> float | None:
         """The loss of a model that has learned nothing, where it is known."""
-        return _number(self.facts.get("floor"))
+        return self.facts.get("floor")
 
     @property
     def unit(self) -> str:
@@ -139,7 +137,7 @@ class RunResult:
     @property
     def parameters(self) -> int | None:
         """The number of parameters."""
-        return _integer(self.facts.get("parameters"))
+        return self.facts.get("parameters")
 
     @property
     def item(self) -> str:
@@ -150,13 +148,13 @@ class RunResult:
     def flops_per_item(self) -> float | None:
         """The operations of training on one item."""
         flops = self.facts.get("flops_per_sample")
-        return None if flops is None else float(flops) / int(self.facts.get("items_per_sample", 1))
+        return None if flops is None else flops / self.facts.get("items_per_sample", 1)
 
     @property
     def items(self) -> int | None:
         """The items of all planned steps; None where the record does not say."""
         batch = self.facts.get("batch")
-        return None if batch is None else int(batch) * int(self.facts.get("items_per_sample", 1)) * self.steps
+        return None if batch is None else batch * self.facts.get("items_per_sample", 1) * self.steps
 
     @property
     def passes_over_data(self) -> float | None:
@@ -199,11 +197,6 @@ class ExperimentResults:
         return self.plan.learning_rates
 
     @property
-    def seeds(self) -> tuple[int, ...]:
-        """The seeds, ascending."""
-        return tuple(sorted({run.seed for run in self.plan.runs.values()}))
-
-    @property
     def unfinished(self) -> tuple[RunResult, ...]:
         """The runs that have not ended."""
         return tuple(run for run in self.runs if not run.complete)
@@ -236,7 +229,7 @@ def read_run(path: Path, planned: PlannedRun | None = None) -> RunResult:
     directory = RunDirectory(path)
     environments = directory.read_environments()
     records = read_metrics(directory.metrics_file) if directory.metrics_file.exists() else []
-    verdict = _verdict(directory, records) if _last(records, "end") else None
+    verdict = (directory.read_verdict() or judge(records)) if _last(records, "end") else None
     config = directory.read_config()
     planned = planned or PlannedRun(
         method=config.label,
@@ -246,7 +239,30 @@ def read_run(path: Path, planned: PlannedRun | None = None) -> RunResult:
         label=config.label,
     )
     try:
-        return _run_result(path, planned, config, environments, records, verdict)
+        facts, validation, end = (_last(records, kind) for kind in ("model", "validation", "end"))
+        train = [record for record in records if record.get("kind") == "train"]
+        first = next((record for record in records if record.get("kind") == "validation"), {})
+        losses, steps = _curve(train, "loss"), int(facts.get("steps", config.steps))
+        return RunResult(
+            path=path,
+            identity=config.identity,
+            planned=planned,
+            status=str(end.get("status", UNFINISHED)),
+            verdict=verdict,
+            train_loss=_final_mean(losses, steps),
+            held_out=_metric_values(validation, facts),
+            first_held_out=_metric_values(first, facts) if first.get("step") == 0 else {},
+            held_out_step=validation.get("step"),
+            steps=steps,
+            steps_done=len(train),
+            step_seconds=undisturbed_step_seconds([float(record["step_seconds"]) for record in train]),
+            peak_memory_bytes=end.get("peak_memory_bytes"),
+            losses=losses,
+            gradient_norms=_curve(train, "gradient_norm"),
+            facts=facts,
+            config=config.to_json(),
+            environments=tuple(environments),
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is not a run that this version can read ({error}): train it again") from error
 
@@ -297,44 +313,7 @@ def require_same_kernels(path: Path, environments: Sequence[Record]) -> None:
 
 def undisturbed_step_seconds(seconds: Sequence[float]) -> float | None:
     """Return the median over the faster half of the steps, which compilation and other processes disturb least."""
-    if not seconds:
-        return None
-    return float(np.median(sorted(seconds)[: (len(seconds) + 1) // 2]))
-
-
-def _run_result(
-    path: Path,
-    planned: PlannedRun,
-    config: RunConfig,
-    environments: Sequence[Record],
-    records: Sequence[Record],
-    verdict: Verdict | None,
-) -> RunResult:
-    facts, validation, end = (_last(records, kind) for kind in ("model", "validation", "end"))
-    train = [record for record in records if record.get("kind") == "train"]
-    first = next((record for record in records if record.get("kind") == "validation"), {})
-    losses = _curve(train, "loss")
-    steps = int(facts.get("steps", config.steps))
-    return RunResult(
-        path=path,
-        identity=config.identity,
-        planned=planned,
-        status=str(end.get("status", UNFINISHED)),
-        verdict=verdict,
-        train_loss=_final_mean(losses, steps),
-        held_out=_values(validation, facts),
-        first_held_out=_values(first, facts) if first.get("step") == 0 else {},
-        held_out_step=_integer(validation.get("step")),
-        steps=steps,
-        steps_done=len(train),
-        step_seconds=undisturbed_step_seconds([float(record["step_seconds"]) for record in train]),
-        peak_memory_bytes=_integer(end.get("peak_memory_bytes")),
-        losses=losses,
-        gradient_norms=_curve(train, "gradient_norm"),
-        facts=facts,
-        config=config.to_json(),
-        environments=tuple(environments),
-    )
+    return float(np.median(sorted(seconds)[: (len(seconds) + 1) // 2])) if seconds else None
 
 
 def _last(records: Sequence[Record], kind: str) -> Record:
@@ -342,7 +321,7 @@ def _last(records: Sequence[Record], kind: str) -> Record:
     return next((record for record in reversed(records) if record.get("kind") == kind), {})
 
 
-def _values(validation: Record, facts: Record) -> dict[str, float]:
+def _metric_values(validation: Record, facts: Record) -> dict[str, float]:
     """Return the metrics of a validation by name; one that follows from the loss need not be in the record."""
     values: dict[str, float] = {}
     for metric in (Metric(**each) for each in facts["metrics"]):
@@ -351,11 +330,6 @@ def _values(validation: Record, facts: Record) -> dict[str, float]:
         elif metric.of_loss and "loss" in validation:
             values[metric.name] = metric.from_loss(float(validation["loss"]))
     return values
-
-
-def _verdict(directory: RunDirectory, records: Sequence[Record]) -> Verdict:
-    """Return the verdict stored with the run, else the one its record gives."""
-    return directory.read_verdict() or judge(records)
 
 
 def _curve(records: Sequence[Record], key: str) -> Curve:
@@ -372,11 +346,3 @@ def _final_mean(losses: Curve, steps: int) -> float | None:
         return None
     final = losses.values[losses.steps > steps - max(1, math.floor(FINAL_FRACTION * steps))]
     return float(np.mean(final))
-
-
-def _integer(value: Any) -> int | None:
-    return None if value is None else int(value)
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)

@@ -14,7 +14,7 @@ from siamesenorm.comparison.plan import ComparisonKind, Part, PlannedComparison,
 from siamesenorm.comparison.results import read_experiment
 from siamesenorm.errors import UserError, unknown
 from siamesenorm.models.transformer import read_method
-from siamesenorm.topologies import available_topologies, topology_name
+from siamesenorm.topologies import available_topologies, build_topology, topology_name
 from siamesenorm.training.config import RunConfig
 
 CONTROL = "pre + qkv"
@@ -70,7 +70,11 @@ class SweepGrid:
         if not self.control:
             return ()
         fields = [read_method(method) for method in self.methods]
-        norms = dict.fromkeys(each.get("norm") for each in fields if _attention_norm(each) == QKV_NORM)
+        norms = dict.fromkeys(
+            each.get("norm")
+            for each in fields
+            if each.get("attention_norm", each["topology"].attention_norm) == QKV_NORM
+        )
         due = [CONTROL if norm is None else f"{CONTROL} + {norm}" for norm in norms]
         return tuple(control for control in due if read_method(control) not in fields)
 
@@ -78,10 +82,6 @@ class SweepGrid:
     def reported_methods(self) -> tuple[str, ...]:
         """The methods that run with the other seeds."""
         return tuple(map(normalised, self.reported)) or self.all_methods
-
-    def comparisons(self, template: RunConfig) -> tuple[PlannedComparison, ...]:
-        """Return which methods are compared with which baselines; see `comparisons_of`."""
-        return comparisons_of(self.all_methods, template)
 
     def selection_runs(self, template: RunConfig) -> list[Planned]:
         """Return the runs that choose the learning rates, the lowest learning rate first."""
@@ -126,21 +126,22 @@ def comparisons_of(methods: Sequence[str], template: RunConfig) -> tuple[Planned
       the same topology as it is registered.
     """
     models = {method: template.with_method(method).task.model for method in methods}
+    pre = build_topology("pre")
     baselines: dict[tuple[str, str], ComparisonKind] = {}
     for method, model in models.items():
         name = topology_name(model.topology)
         plain, attention = name.partition(":")[0], model.attention_shape.attention_norm
         changes: dict[ComparisonKind, dict[str, Any]] = {}
         if name != "pre":
-            changes[ComparisonKind.TOPOLOGY] = {"topology": "pre", "attention_norm": "auto"}
+            changes[ComparisonKind.TOPOLOGY] = {"topology": pre, "attention_norm": "auto"}
             if attention == QKV_NORM:
-                changes[ComparisonKind.CONTROL] = {"topology": "pre", "attention_norm": QKV_NORM}
+                changes[ComparisonKind.CONTROL] = {"topology": pre, "attention_norm": QKV_NORM}
         if model.norm != template.task.model.norm:
             changes[ComparisonKind.OPERATOR] = {"norm": template.task.model.norm}
-        if name != plain or attention != _usual_attention(model):
-            changes[ComparisonKind.ABLATION] = {"topology": plain, "attention_norm": "auto"}
+        if (name, _signature(model)) != (plain, _signature(model, attention_norm="auto")):
+            changes[ComparisonKind.ABLATION] = {"topology": build_topology(plain), "attention_norm": "auto"}
         for kind, fields in changes.items():
-            wanted = _signature(_with_fields(model, fields))
+            wanted = _signature(model, **fields)
             baseline = next((other for other in methods if _signature(models[other]) == wanted), None)
             if baseline is not None and baseline != method:
                 baselines.setdefault((method, baseline), kind)
@@ -149,29 +150,18 @@ def comparisons_of(methods: Sequence[str], template: RunConfig) -> tuple[Planned
     )
 
 
-def _planned(template: RunConfig, method: str, rate: float, seed: int, part: Part) -> Planned:
-    run = PlannedRun(method=method, learning_rate=rate, seed=seed, part=part, label=method)
-    return run, configured(template, method, rate, seed)
-
-
 def configured(template: RunConfig, method: str, rate: float, seed: int) -> RunConfig:
     """Return the template with a method, a learning rate and a seed."""
     optimizer = dataclasses.replace(template.optimizer, learning_rate=rate)
     return dataclasses.replace(template.with_method(method), optimizer=optimizer, seed=seed).resolved()
 
 
-def _attention_norm(fields: dict[str, Any]) -> str:
-    return str(fields.get("attention_norm", fields["topology"].attention_norm))
+def _planned(template: RunConfig, method: str, rate: float, seed: int, part: Part) -> Planned:
+    run = PlannedRun(method=method, learning_rate=rate, seed=seed, part=part, label=method)
+    return run, configured(template, method, rate, seed)
 
 
-def _usual_attention(model: Any) -> str:
-    return str(dataclasses.replace(model, attention_norm="auto").attention_shape.attention_norm)
-
-
-def _with_fields(model: Any, fields: dict[str, Any]) -> Any:
-    named = {**fields, **(read_method(fields["topology"]) if "topology" in fields else {})}
-    return dataclasses.replace(model, **named)
-
-
-def _signature(model: Any) -> tuple[Any, ...]:
+def _signature(model: Any, **changes: Any) -> tuple[Any, ...]:
+    """Return what makes a method, with some fields of the model changed."""
+    model = dataclasses.replace(model, **changes)
     return model.topology, model.norm, model.attention_shape.attention_norm

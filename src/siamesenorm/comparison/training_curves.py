@@ -1,4 +1,4 @@
-"""Curves over training: loss, its difference to the baseline, and gradient norms, labelled at their ends.
+"""The figures of training: loss, its difference to the baseline, and gradient norms, labelled at the curves' ends.
 
 Curves are those of one selection seed: on one seed all methods see the same data in the same order, so that the data
 cause no differences. Curves are smoothed, and thinned without losing spikes.
@@ -6,19 +6,18 @@ cause no differences. Curves are smoothed, and thinned without losing spikes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 from matplotlib.transforms import blended_transform_factory
 
-from siamesenorm.comparison import quantities
-from siamesenorm.comparison.findings import Findings
-from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, Curve, FloatArray, RunResult
-from siamesenorm.comparison.theme import (
+from siamesenorm.comparison import formatting
+from siamesenorm.comparison.figure_style import (
     WIDTH,
     CurveLabel,
+    Figure,
     MethodStyle,
     Theme,
     label_ends,
@@ -27,6 +26,8 @@ from siamesenorm.comparison.theme import (
     shortened,
     styles_of,
 )
+from siamesenorm.comparison.findings import Findings
+from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, Curve, FloatArray, RunResult
 
 HEIGHT = 4.5
 LEFT = 0.175
@@ -36,6 +37,34 @@ SHORTEST = 4
 """The fewest finite losses that make a curve."""
 SMOOTHING_FRACTION = 0.05
 MOST_POINTS = 400
+
+
+def curve_figures(findings: Findings, rate: float) -> tuple[Figure, ...]:
+    """Return the figures of training at a learning rate: loss and gradient norm; none where no run has a curve."""
+    if not curves_at(findings, rate):
+        return ()
+    at = formatting.rate(rate)
+    seed = f"Seed {min(findings.results.plan.selection_seeds, default=0)}"
+    smoothing = "smoothed over 5 % of the steps, every step behind it"
+    references = references_at(findings, rate)
+    below = "Below: the difference to the baseline at the same step, on the same data. " if references else ""
+    outcomes = "; ".join(outcome.description for outcome in findings.at(rate))
+    losses = Figure(
+        name=f"loss-{at}",
+        title=f"Training loss at {at}",
+        caption=f"{seed}, {smoothing}. {below}Dotted: the loss of a model that has learned nothing. ✕ marks where a "
+        "run diverged, ▲ where it spiked.",
+        alternative=outcomes,
+        draw=lambda theme: draw_losses(findings, rate, theme),
+    )
+    norms = Figure(
+        name=f"gradient-norm-{at}",
+        title=f"Gradient norm at {at}",
+        caption=f"Norm of the whole gradient before clipping. {seed}, {smoothing}; logarithmic axis.",
+        alternative=outcomes,
+        draw=lambda theme: draw_gradient_norms(findings, rate, theme),
+    )
+    return losses, norms
 
 
 def curves_at(findings: Findings, rate: float) -> dict[str, RunResult]:
@@ -60,19 +89,13 @@ def references_at(findings: Findings, rate: float) -> dict[str, RunResult]:
 
 def draw_losses(findings: Findings, rate: float, theme: Theme) -> Drawing:
     """Draw the training losses at one rate and, below, their differences to the baselines."""
-    runs = curves_at(findings, rate)
+    runs, references = curves_at(findings, rate), references_at(findings, rate)
     styles = styles_of(findings.results.methods)
-    references = references_at(findings, rate)
-    drawing = Drawing(figsize=(WIDTH, HEIGHT))
-    ratios = (1.25, 1) if references else (1,)
-    panels = drawing.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
-    room = label_room([*runs, FLOOR])
-    drawing.subplots_adjust(left=LEFT, right=1 - room, top=0.92, bottom=0.1, hspace=0.13)
+    drawing, panels = _new_drawing([*runs, FLOOR], ratios=(1.25, 1) if references else (1,))
     _draw_losses(panels[0], runs, styles, theme)
-    panels[0].set_title(f"Training loss at {quantities.rate(rate)}")
+    panels[0].set_title(f"Training loss at {formatting.rate(rate)}")
     if references:
         _draw_differences(panels[1], runs, references, styles, theme)
-    panels[-1].set_xlabel("step")
     return drawing
 
 
@@ -80,24 +103,33 @@ def draw_gradient_norms(findings: Findings, rate: float, theme: Theme) -> Drawin
     """Draw the gradient norms at one rate on a logarithmic axis."""
     runs = curves_at(findings, rate)
     styles = styles_of(findings.results.methods)
-    drawing = Drawing(figsize=(WIDTH, HEIGHT))
-    axes = drawing.subplots()
-    drawing.subplots_adjust(left=LEFT, right=1 - label_room(runs), top=0.92, bottom=0.1)
+    drawing, (axes,) = _new_drawing(runs)
     axes.set_yscale("log")
-    axes.set_title(f"Gradient norm at {quantities.rate(rate)}")
-    axes.set_xlabel("step")
+    axes.set_title(f"Gradient norm at {formatting.rate(rate)}")
     _label_height(axes, "gradient norm")
     labels = []
     for method, run in runs.items():
-        logarithm = _logarithm(finite_part(run.gradient_norms))
-        if len(logarithm.steps) < SHORTEST:
+        norms = finite_part(run.gradient_norms)
+        positive = norms.values > 0
+        norms = Curve(steps=norms.steps[positive], values=norms.values[positive])
+        if len(norms.steps) < SHORTEST:
             continue
-        smooth = _exponential(smoothed(logarithm))
-        _draw_curve(axes, _exponential(logarithm), smooth, styles[method], theme)
+        logarithm = smoothed(Curve(steps=norms.steps, values=np.log(norms.values)))
+        smooth = Curve(steps=logarithm.steps, values=np.exp(logarithm.values))
+        _draw_curve(axes, norms, smooth, styles[method], theme)
         labels.append(label_of(styles[method], theme, height=float(smooth.values[-1]), text=_name(run)))
-    axes.set_xlim(0, max((run.steps for run in runs.values()), default=1))
+    axes.set_xlim(0, max(run.steps for run in runs.values()))
     label_ends(axes, labels)
     return drawing
+
+
+def _new_drawing(names: Iterable[str], ratios: Sequence[float] = (1,)) -> tuple[Drawing, Sequence[Axes]]:
+    """Return a drawing with panels over the steps, one above the other, and room for the names of curves."""
+    drawing = Drawing(figsize=(WIDTH, HEIGHT))
+    panels = drawing.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+    drawing.subplots_adjust(left=LEFT, right=1 - label_room(names), top=0.92, bottom=0.1, hspace=0.13)
+    panels[-1].set_xlabel("step")
+    return drawing, list(panels)
 
 
 def _draw_losses(axes: Axes, runs: Mapping[str, RunResult], styles: Mapping[str, MethodStyle], theme: Theme) -> None:
@@ -108,12 +140,11 @@ def _draw_losses(axes: Axes, runs: Mapping[str, RunResult], styles: Mapping[str,
     axes.set_xlim(0, max(run.steps for run in runs.values()))
     axes.set_ylim(*_loss_range([smooth[m] for m in runs if not runs[m].diverged] or list(smooth.values()), floor))
     _label_height(axes, f"loss ({_unit(runs)})")
+    labels = []
     for method, run in runs.items():
         _mark_verdict(axes, run, smooth[method], styles[method], theme)
-    labels = [
-        label_of(styles[method], theme, height=float(smooth[method].values[-1]), text=_name(run))
-        for method, run in runs.items()
-    ]
+        last = float(smooth[method].values[-1])
+        labels.append(label_of(styles[method], theme, height=last, text=_name(run)))
     if floor is not None:
         axes.axhline(floor, color=theme.muted, linewidth=0.9, linestyle=DOTTED)
         labels.append(CurveLabel(height=floor, text=FLOOR, color=theme.muted, dash=DOTTED, width=0.9))
@@ -138,7 +169,7 @@ def _draw_differences(
         if not (run.diverged or reference.diverged):
             shown.extend(gap.values[gap.steps > 0.2 * run.steps])
             last = float(gap.values[-1])
-            labels.append(label_of(styles[method], theme, height=last, text=quantities.signed(last, 3)))
+            labels.append(label_of(styles[method], theme, height=last, text=formatting.signed(last, 3)))
     axes.axhline(0, color=theme.ink, linewidth=0.8)
     low, high = min(shown), max(shown)
     margin = 0.08 * (high - low) or 0.05
@@ -188,15 +219,6 @@ def _loss_range(curves: Sequence[Curve], floor: float | None) -> tuple[float, fl
 def _name(run: RunResult) -> str:
     mark = {DIVERGED: " ✕", NOT_LEARNED: " ◇", SPIKED: " *"}.get(run.word or "", "" if run.complete else " ○")
     return f"{shortened(run.planned.label)}{mark}"
-
-
-def _logarithm(curve: Curve) -> Curve:
-    positive = curve.values > 0
-    return Curve(steps=curve.steps[positive], values=np.log(curve.values[positive]))
-
-
-def _exponential(curve: Curve) -> Curve:
-    return Curve(steps=curve.steps, values=np.exp(curve.values))
 
 
 def _unit(runs: Mapping[str, RunResult]) -> str:

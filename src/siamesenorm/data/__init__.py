@@ -1,10 +1,8 @@
 """Text to tokens to samples: preparing, checking, and reading data in a stateless order."""
 
-from siamesenorm.data.manifest import Manifest, Split, TokenizerEntry
-from siamesenorm.data.order import SampleOrder
-from siamesenorm.data.preparation import PrepareConfig, prepare
-from siamesenorm.data.prepared import PreparedData, TokenSamples, TokenSequence, document_ids
-from siamesenorm.data.progress import PrepareProgress, Report, show_progress
+from siamesenorm.data.preparation import PrepareConfig, PrepareProgress, prepare
+from siamesenorm.data.prepared import PreparedData, SampleOrder, TokenSamples, TokenSequence, document_ids
+from siamesenorm.data.storage import Manifest, Split, TokenizerEntry
 from siamesenorm.data.tokenizer import ByteTokenizer, LibraryTokenizer, Tokenizer, load_tokenizer
 from siamesenorm.files import StoppedError
 
@@ -15,7 +13,6 @@ __all__ = [
     "PrepareConfig",
     "PreparedData",
     "PrepareProgress",
-    "Report",
     "SampleOrder",
     "Split",
     "StoppedError",
@@ -26,5 +23,4 @@ __all__ = [
     "document_ids",
     "load_tokenizer",
     "prepare",
-    "show_progress",
 ]

@@ -9,14 +9,12 @@ supports a claim about normalisation.
 from __future__ import annotations
 
 import ast
-import gc
 import importlib
 import os
 import random
 import sysconfig
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from siamesenorm.errors import UserError
@@ -92,14 +90,13 @@ def _module_name(relative: Path) -> str:
 
 def _docstrings(path: Path) -> Iterator[str]:
     """Yield the docstrings of a source file; a file that this Python cannot parse has none."""
-    with _collector_paused(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError, OSError):
-            return
-        docstrings = [ast.get_docstring(definition) for definition in _definitions(tree)]
-    yield from (text for text in docstrings if text)
+    except (SyntaxError, ValueError, OSError):
+        return
+    yield from filter(None, map(ast.get_docstring, _definitions(tree)))
 
 
 def _definitions(node: Definition) -> Iterator[Definition]:
@@ -108,18 +105,6 @@ def _definitions(node: Definition) -> Iterator[Definition]:
     for child in node.body:
         if isinstance(child, Definition):
             yield from _definitions(child)
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause garbage collection: a syntax tree is a million small objects, and collecting them doubles the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _arithmetic_documents() -> Iterator[str]:

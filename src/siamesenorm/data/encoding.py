@@ -7,8 +7,8 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Generator, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import islice
@@ -16,80 +16,51 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from siamesenorm.data.holdout import Holdout, Role
+from siamesenorm.data.storage import SPLITS, EncodedSplit, id_dtype
 from siamesenorm.data.tokenizer import Tokenizer
 from siamesenorm.files import StoppedError
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some consecutive documents of one role; of mixed ones the hash of each decides the split."""
+    """Consecutive documents, each with the name of its split."""
 
-    role: Role
-    texts: list[str]
+    documents: list[tuple[str, str]]
     position: int
     """Bytes of the sources that were read up to here, for the display."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedSplit:
-    """The part of a chunk that belongs to one split: its ids with the ends of text, and the size of its text."""
-
-    ids: NDArray[Any]
-    documents: int
-    bytes: int
+# The ids of a chunk by split, and its position.
+EncodedChunk = tuple[dict[str, EncodedSplit], int]
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedChunk:
-    """A chunk, encoded; `documents` counts those of all splits."""
-
-    documents: int
-    splits: dict[str, EncodedSplit]
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
-class Encoder:
-    """What a worker needs to encode a chunk."""
-
-    tokenizer: Tokenizer
-    dtype: str
-    holdout: Holdout
-
-    def encode(self, chunk: Chunk) -> EncodedChunk:
-        """Return the ids of a chunk, every document closed by the end of text."""
-        groups: dict[str, list[str]] = {}
-        for text in chunk.texts:
-            groups.setdefault(self._split(chunk.role, text), []).append(text)
-        splits = {name: self._encode_split(texts) for name, texts in groups.items()}
-        return EncodedChunk(len(chunk.texts), splits, chunk.position)
-
-    def _split(self, role: Role, text: str) -> str:
-        if role == "mixed":
-            return "validation" if self.holdout.includes(text) else "train"
-        return role
-
-    def _encode_split(self, texts: list[str]) -> EncodedSplit:
-        end = np.array([self.tokenizer.end_of_text])
-        parts = [part for ids in self.tokenizer.encode_batch(texts) for part in (ids, end)]
-        size = sum(len(text.encode("utf-8")) for text in texts)
-        return EncodedSplit(np.concatenate(parts).astype(self.dtype), len(texts), size)
+def encode_chunk(tokenizer: Tokenizer, chunk: Chunk) -> EncodedChunk:
+    """Return the ids of a chunk, every document closed by the end of text."""
+    dtype, end = id_dtype(tokenizer.vocabulary), [tokenizer.end_of_text]
+    splits = {}
+    for name in SPLITS:
+        if texts := [text for split, text in chunk.documents if split == name]:
+            ids = np.concatenate([part for ids in tokenizer.encode_batch(texts) for part in (ids, end)]).astype(dtype)
+            splits[name] = EncodedSplit(ids, len(texts), sum(len(text.encode("utf-8")) for text in texts))
+    return splits, chunk.position
 
 
-def encode_chunks(chunks: Iterable[Chunk], encoder: Encoder, workers: int) -> Generator[EncodedChunk, None, None]:
+def encode_chunks(chunks: Iterable[Chunk], tokenizer: Tokenizer, workers: int) -> Generator[EncodedChunk, None, None]:
     """Yield the encoded chunks in order; with one worker, in this process.
 
     Raises `StoppedError` if a worker dies, as it does when memory runs out.
     """
     if workers == 1:
-        yield from map(encoder.encode, chunks)
+        yield from (encode_chunk(tokenizer, chunk) for chunk in chunks)
         return
-    pool = ProcessPoolExecutor(workers, _start_context(), _start_worker, (encoder,))
+    pool = ProcessPoolExecutor(workers, _start_context(), _start_worker, (tokenizer,))
     try:
-        yield from _encode_in_pool(pool, iter(chunks), ahead=2 * workers)
+        futures = (pool.submit(_encode, chunk) for chunk in chunks)
+        pending = deque(islice(futures, 2 * workers))  # at most two chunks a worker are in memory
+        while pending:
+            yield pending.popleft().result()
+            pending.extend(islice(futures, 1))
     except BrokenProcessPool as error:
         raise StoppedError(
             f"one of {workers} worker processes died: memory ran out, or a script lacks `if __name__ == '__main__'`: "
@@ -97,14 +68,6 @@ def encode_chunks(chunks: Iterable[Chunk], encoder: Encoder, workers: int) -> Ge
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _encode_in_pool(pool: ProcessPoolExecutor, chunks: Iterator[Chunk], ahead: int) -> Iterator[EncodedChunk]:
-    """Yield results in order while at most `ahead` chunks are in memory."""
-    pending: deque[Future[EncodedChunk]] = deque(pool.submit(_encode, chunk) for chunk in islice(chunks, ahead))
-    while pending:
-        yield pending.popleft().result()
-        pending.extend(pool.submit(_encode, chunk) for chunk in islice(chunks, 1))
 
 
 def _start_context() -> Any:
@@ -117,18 +80,18 @@ def _start_context() -> Any:
     return context
 
 
-_encoder: Encoder | None = None
+_tokenizer: Tokenizer
 
 
-def _start_worker(encoder: Encoder) -> None:
+def _start_worker(tokenizer: Tokenizer) -> None:
     """Set up a worker: one thread, no reaction to Ctrl-C (the parent decides), an exit when the parent ends."""
-    global _encoder
+    global _tokenizer
+    _tokenizer = tokenizer
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_exit_with, args=(parent.sentinel,), daemon=True).start()
-    _encoder = encoder
 
 
 def _exit_with(sentinel: int) -> None:
@@ -138,6 +101,4 @@ def _exit_with(sentinel: int) -> None:
 
 
 def _encode(chunk: Chunk) -> EncodedChunk:
-    if _encoder is None:
-        raise RuntimeError("a worker was used before it was started")
-    return _encoder.encode(chunk)
+    return encode_chunk(_tokenizer, chunk)

@@ -1,4 +1,4 @@
-"""Which part of a source is held out for validation, where validation has no source of its own.
+"""Which documents are held out for validation, where validation has no source of its own.
 
 A document is held out by its hash, so that copies fall into the same split. Neither split is ever empty: where no hash
 is low enough the document with the lowest one is held out, and of a text of few documents the last part.
@@ -10,11 +10,8 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from siamesenorm.errors import UserError
-
-Role = Literal["train", "validation", "mixed"]
 
 # Of fewer documents than this, one would be too much to hold out.
 FEW_DOCUMENTS = 10
@@ -30,16 +27,13 @@ class Holdout:
     cut: int | None = None
     """Number of characters to train on: all that follow are held out, whatever their hash."""
     note: str = ""
-    """What to say of it, where the documents could not be split by the fraction."""
+    """What to report where the documents could not be split by the fraction."""
 
-    def includes(self, text: str) -> bool:
-        """Return whether a document is held out by its hash."""
-        return hash_document(text) < self.threshold
-
-    def split(self, texts: Iterable[str]) -> Iterator[tuple[Role, str]]:
-        """Yield the documents with their roles; "mixed" where the hash of each decides."""
+    def split(self, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """Yield `(split, document)`; the document at the cut becomes two."""
         if self.cut is None:
-            yield from (("mixed", text) for text in texts)
+            for text in texts:
+                yield ("validation" if hash_document(text) < self.threshold else "train"), text
             return
         left = self.cut
         for text in texts:

@@ -1,51 +1,35 @@
 """Text to prepared data: documents are read, encoded in parallel, and written in shards.
 
-A preparation may be killed at any moment: repeated, it resumes after the last whole shard and ends with the same
-bytes. The corpus is never in memory, only some chunks, a shard, and the sample that a BPE is trained on.
+A preparation may be killed at any moment: repeated, it resumes after the last complete shard and ends with the same
+bytes. Only some chunks, a shard, and the sample that a BPE is trained on are in memory.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from siamesenorm.data.encoding import Chunk, Encoder, encode_chunks
-from siamesenorm.data.holdout import Holdout, Role, choose_holdout
-from siamesenorm.data.manifest import MANIFEST_FILE, canonical_json, read_manifest
+from siamesenorm.data.encoding import Chunk, encode_chunks
+from siamesenorm.data.holdout import choose_holdout
 from siamesenorm.data.prepared import PreparedData
-from siamesenorm.data.progress import PrepareProgress, Report
-from siamesenorm.data.shards import (
-    LOCK_FILE,
-    PARTIAL_DIRECTORY,
-    SETTINGS_FILE,
-    SHARD_DIRECTORY,
-    ShardWriter,
-    discard,
-    free_directory,
-    has_shards,
-    publish,
-    remove_remains,
-    require_ours,
-)
 from siamesenorm.data.sources import BuiltinSource, Cut, Source, open_source
+from siamesenorm.data.storage import SHARD_DIRECTORY, TOKENIZER_FILE, Manifest, ShardWriter, complete
 from siamesenorm.data.tokenizer import (
-    TOKENIZER_FILE,
     ByteTokenizer,
     LibraryTokenizer,
     Tokenizer,
     bpe_size,
     load_tokenizer,
+    tokenizer_entry,
     train_bpe,
 )
 from siamesenorm.errors import UserError
-from siamesenorm.files import StoppedError, disk_errors, exclusive, write_atomically
+from siamesenorm.files import disk_errors, write_atomically
 
 # To be raised whenever the same settings give other bytes.
 PROCEDURE = 1
@@ -113,33 +97,48 @@ class PrepareConfig:
             raise UserError(f"{self.out}: is a file: give a directory to write to")
 
 
-def prepare(config: PrepareConfig, report: Report | None = None) -> PreparedData:
-    """Prepare a source and return the data; already prepared with the same settings, it is returned at once.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareProgress:
+    """The progress of a preparation, reported after each chunk."""
+
+    stage: str
+    """What is being done, to display."""
+    documents: int = 0
+    tokens: int = 0
+    position: int = 0
+    """Bytes of the source that were read."""
+    size: int | None = None
+    """Bytes of the source, None where that is unknown."""
+
+    def __str__(self) -> str:
+        """Return one line; a stage that counts nothing is only named."""
+        if not self.documents:
+            return self.stage
+        share = f"{self.position / self.size:.0%} of {self.size / 1e6:,.1f} MB, " if self.size else ""
+        return f"{self.stage}: {share}{self.documents:,} documents, {self.tokens:,} tokens"
+
+
+def prepare(config: PrepareConfig, report: Callable[[PrepareProgress], None] = lambda progress: None) -> PreparedData:
+    """Prepare a source and return the data; data already prepared with the same settings are returned at once.
 
     Raises `UserError` for bad settings and bad input, leaving nothing behind, and `StoppedError` (a full disk, a
     lost worker, a broken connection) after which the same call resumes where it stopped.
     """
-    out = config.out
-    with disk_errors(out):
-        job = _Job(config, report or (lambda progress: None))
-        require_ours(out)
-        finished = None if config.restart or not (out / MANIFEST_FILE).exists() else read_manifest(out / MANIFEST_FILE)
-        if finished is None or (finished.settings != job.settings and job.is_under_way()):
-            job.run()
-        else:
-            _require_same(out, finished.settings, job.settings)
-            remove_remains(out, finished.directory)
-        return PreparedData.open(out)
+    with disk_errors(config.out):
+        preparation = _Preparation(config, report)
+        complete(config.out, preparation.settings, preparation.encode, restart=config.restart)
+        return PreparedData.open(config.out)
 
 
-class _Job:
-    """One preparation: the resolved configuration and the steps from nothing, or from a partial one, to the data."""
+class _Preparation:
+    """The resolved configuration, and the steps from nothing, or from an unfinished preparation, to the data."""
 
-    def __init__(self, config: PrepareConfig, report: Report) -> None:
+    def __init__(self, config: PrepareConfig, report: Callable[[PrepareProgress], None]) -> None:
         self.config = config
         self.report = report
-        self.source = _open(config, config.source)
-        self.validation = None if config.validation is None else _open(config, config.validation)
+        options: dict[str, Any] = {"text_field": config.text_field, "cut": config.documents}
+        self.source = open_source(config.source, **options)
+        self.validation = None if config.validation is None else open_source(config.validation, **options)
         default = 0.04 if config.source == "builtin" else 0.01
         self.fraction = default if config.validation_fraction is None else config.validation_fraction
         self.bpe_size = bpe_size(config.tokenizer)
@@ -154,7 +153,8 @@ class _Job:
         config = self.config
         tokenizer: object = config.tokenizer
         if self.tokenizer is not None and config.tokenizer != "bytes":
-            tokenizer = {**self.tokenizer.to_manifest(), "name": None}
+            entry = asdict(tokenizer_entry(self.tokenizer))
+            tokenizer = {name: value for name, value in entry.items() if value is not None} | {"name": None}
         return {
             "procedure": PROCEDURE,
             "source": self.source.fingerprint(),
@@ -164,77 +164,48 @@ class _Job:
             "end_of_text": config.end_of_text,
         }
 
-    def is_under_way(self) -> bool:
-        """Return whether an earlier process started the same preparation and did not finish it."""
-        settings = self.config.out / PARTIAL_DIRECTORY / SETTINGS_FILE
-        return settings.exists() and bool(json.loads(settings.read_bytes()) == self.settings)
-
-    def run(self) -> None:
-        """Do what is left to do."""
-        out, partial = self.config.out, self.config.out / PARTIAL_DIRECTORY
-        made = [directory for directory in (out, *out.parents) if not directory.exists()]
-        partial.mkdir(parents=True, exist_ok=True)
-        with exclusive(partial / LOCK_FILE):
-            if self.config.restart:
-                discard(partial)
-            settings = partial / SETTINGS_FILE
-            if settings.exists():
-                _require_same(out, json.loads(settings.read_bytes()), self.settings)
-            else:
-                write_atomically(settings, canonical_json(self.settings))
-            if not (partial / MANIFEST_FILE).exists():
-                with _removed_unless_useful(partial, made):
-                    self._encode(partial)
-            publish(partial, out)
-
-    def _encode(self, partial: Path) -> None:
-        """Encode all that is not encoded yet, and write the manifest beside it."""
-        self.holdout = self._choose_holdout()
+    def encode(self, partial: Path) -> Manifest:
+        """Encode the documents that have no shards yet, and return the manifest."""
+        if self.validation is None:
+            self.holdout = choose_holdout(f"source {self.config.source!r}", self._source_documents(), self.fraction)
+            if self.holdout.note:
+                self.report(PrepareProgress(stage=self.holdout.note))
         tokenizer = self._tokenizer(partial)
-        dtype = "uint16" if tokenizer.vocabulary <= 2**16 else "uint32"
-        writer = ShardWriter(partial, tokenizer, dtype)
+        writer = ShardWriter(partial, tokenizer_entry(tokenizer))
+        sources = [source for source in (self.validation, self.source) if source is not None]
+        size = None if any(source.size is None for source in sources) else sum(source.size or 0 for source in sources)
+
+        def report(stage: str, position: int) -> None:
+            counts = {"documents": writer.documents, "tokens": writer.tokens}
+            self.report(PrepareProgress(stage=stage, position=position, size=size, **counts))
+
         if writer.documents:
-            self._report("resumed", writer, 0)
-        chunks = self._chunks(skip=writer.documents)
-        encoder = Encoder(tokenizer, dtype, self.holdout)
-        with closing(encode_chunks(chunks, encoder, self._workers(tokenizer))) as encoded:
-            for chunk in encoded:
-                writer.append(chunk)
-                self._report("tokens", writer, chunk.position)
-        manifest = writer.finish(self.source.name, self.settings, free_directory(self.config.out))
-        for name, split in manifest.splits.items():
-            if split.documents == 0:
-                option = name if name == "validation" and self.validation is not None else "source"
-                spec = getattr(self.config, option)
-                raise UserError(f"{option} {spec!r}: no document for the {name} split: give more text")
-        write_atomically(partial / MANIFEST_FILE, manifest.to_json())
+            report("resumed", 0)
+        chunks = self._chunks(sources, skip=writer.documents)
+        with closing(encode_chunks(chunks, tokenizer, self._workers(tokenizer))) as encoded:
+            for splits, position in encoded:
+                writer.append(splits)
+                report("tokens", position)
+        return writer.finish(self.source.name, self.settings)
 
-    def _choose_holdout(self) -> Holdout:
-        """Return what is held out of the source: nothing where validation has a source of its own."""
-        if self.validation is not None:
-            return Holdout(threshold=0)
-        holdout = choose_holdout(f"source {self.config.source!r}", self._source_documents(), self.fraction)
-        if holdout.note:
-            self.report(PrepareProgress(stage=holdout.note))
-        return holdout
-
-    def _chunks(self, skip: int) -> Iterator[Chunk]:
-        """Yield the documents in chunks of one role and a certain length, without the first `skip` documents."""
-        texts: list[str] = []
-        length, position = 0, 0
-        current: Role = "mixed"
-        for role, text in islice(self._streams(), skip, None):
-            if texts and (role != current or length >= CHUNK_CHARACTERS):
-                yield Chunk(current, texts, position)
-                texts, length = [], 0
-            texts.append(text)
+    def _chunks(self, sources: list[Source], skip: int) -> Iterator[Chunk]:
+        """Yield the documents in chunks of a certain length, without the first `skip` documents."""
+        documents: list[tuple[str, str]] = []
+        length = 0
+        for split, text in islice(self._documents(), skip, None):
+            documents.append((split, text))
             length += len(text)
-            current, position = role, sum(source.position for source in self._sources())
-        if texts:
-            yield Chunk(current, texts, position)
+            if length >= CHUNK_CHARACTERS:
+                yield Chunk(documents, sum(source.position for source in sources))
+                documents, length = [], 0
+        if documents:
+            yield Chunk(documents, sum(source.position for source in sources))
 
-    def _streams(self) -> Iterator[tuple[Role, str]]:
-        """Yield every document with its role: first a validation source, then the source itself.
+    def _source_documents(self) -> Iterator[str]:
+        return islice(self.source.documents(), self.config.max_documents)
+
+    def _documents(self) -> Iterator[tuple[str, str]]:
+        """Yield every document with its split: first a validation source, then the source itself.
 
         Raises `UserError` if the source contains every document of the validation source.
         """
@@ -251,9 +222,6 @@ class _Job:
                 if not unseen:
                     raise self._same_text()
             yield "train", text
-
-    def _source_documents(self) -> Iterator[str]:
-        return islice(self.source.documents(), self.config.max_documents)
 
     def _require_different_sources(self) -> None:
         """Raise `UserError` if a file, or a dataset, is source and validation at once."""
@@ -287,16 +255,15 @@ class _Job:
                 self.report(PrepareProgress(stage=f"{given}, not of {self.bpe_size:,}"))
         elif tokenizer is None:
             tokenizer = load_tokenizer(config.tokenizer, config.end_of_text)
-        content = tokenizer.to_json()
-        if content is not None:
-            write_atomically(kept, content)
+        if tokenizer.content is not None:
+            write_atomically(kept, tokenizer.content)
         return tokenizer
 
     def _training_sample(self) -> Iterator[str]:
         """Yield the first documents of the train split, as many as a BPE is trained on."""
         characters = 0
-        for role, text in self._streams():
-            if role == "train" or (role == "mixed" and not self.holdout.includes(text)):
+        for split, text in self._documents():
+            if split == "train":
                 yield text
                 characters += len(text)
                 if characters >= BPE_SAMPLE_CHARACTERS:
@@ -312,50 +279,3 @@ class _Job:
         # On few cores the threads of the tokenizers library keep them all busy; its encodings of many cores wait
         # for the one process that turns them into arrays.
         return 1 if small or cores < 4 or isinstance(tokenizer, ByteTokenizer) else cores
-
-    def _sources(self) -> list[Source]:
-        return [source for source in (self.validation, self.source) if source is not None]
-
-    def _report(self, stage: str, writer: ShardWriter, position: int) -> None:
-        sizes = [source.size for source in self._sources() if source.size is not None]
-        self.report(
-            PrepareProgress(
-                stage=stage,
-                documents=writer.documents_read,
-                tokens=writer.tokens,
-                position=position,
-                size=sum(sizes) if len(sizes) == len(self._sources()) else None,
-            )
-        )
-
-
-def _open(config: PrepareConfig, spec: str) -> Source:
-    return open_source(spec, text_field=config.text_field, cut=config.documents)
-
-
-def _require_same(out: Path, before: Any, now: dict[str, Any]) -> None:
-    """Raise `UserError` if a directory belongs to a preparation with other settings."""
-    if before == now:
-        return
-    different = [name for name in now if before.get(name) != now[name]] or ["an older version"]
-    raise UserError(
-        f"{out}: holds data prepared with other settings (different: {', '.join(different)}): choose another "
-        "directory, or replace it with --restart"
-    )
-
-
-@contextmanager
-def _removed_unless_useful(partial: Path, made: list[Path]) -> Iterator[None]:
-    """Remove a partial preparation that failed, and the directories made for it, if it cannot be resumed.
-
-    It can be resumed only after a `StoppedError`: bad input needs another input, whose preparation starts again.
-    """
-    try:
-        yield
-    except UserError as error:
-        if not isinstance(error, StoppedError) or not has_shards(partial):
-            shutil.rmtree(partial)
-            with suppress(OSError):  # another process may have put something there
-                for directory in made:
-                    directory.rmdir()
-        raise

@@ -1,4 +1,4 @@
-"""Prepared data as training and evaluation read it: memory-mapped tokens, and samples of a fixed length.
+"""Prepared data as training and evaluation read it: memory-mapped tokens, and samples in a stateless order.
 
 Documents follow each other without a gap and samples cut across them; `document_ids` separates them for a masked
 attention.
@@ -17,14 +17,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from siamesenorm.data.manifest import MANIFEST_FILE, STORAGE, Manifest, Split, read_manifest, shard_file
-from siamesenorm.data.order import SampleOrder
-from siamesenorm.data.shards import PARTIAL_DIRECTORY
-from siamesenorm.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from siamesenorm.data.storage import (
+    MANIFEST_FILE,
+    PARTIAL_DIRECTORY,
+    STORAGE,
+    TOKENIZER_FILE,
+    Manifest,
+    Split,
+    read_manifest,
+    shard_file,
+)
+from siamesenorm.data.tokenizer import Tokenizer, load_tokenizer
 from siamesenorm.errors import UserError
 
 BLOCK_IDS = 2**20
 REMEDY = "prepare the data again with --restart"
+ROUNDS = 8
+Words = NDArray[np.uint64]
 
 
 class TokenSequence:
@@ -60,11 +69,15 @@ class TokenSequence:
 
 
 class PreparedData:
-    """A directory of prepared data, opened for reading: `manifest.json`, the tokenizer and the shards of the splits."""
+    """A directory of prepared data, opened for reading."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
         self.manifest = manifest
+        self.digest = manifest.digest
+        self.vocabulary = manifest.tokenizer.vocabulary
+        self.end_of_text = manifest.tokenizer.end_of_text
+        self.unigram_entropy = manifest.unigram_entropy
 
     @classmethod
     def open(cls, path: str | Path) -> PreparedData:
@@ -74,32 +87,29 @@ class PreparedData:
         size, and for a tokenizer or a manifest that was changed.
         """
         path = Path(path)
-        _require_finished(path)
+        if not (path / MANIFEST_FILE).is_file():
+            if (path / PARTIAL_DIRECTORY).is_dir():
+                raise UserError(f"{path}: its preparation was not finished: repeat the prepare command, it resumes")
+            what = "no manifest.json in it" if path.is_dir() else "no such directory"
+            raise UserError(f"{path}: no prepared data ({what}): make it with `siamesenorm prepare`")
         data = cls(path, read_manifest(path / MANIFEST_FILE))
-        data._check_tokenizer_file()
-        for name, split in data.manifest.splits.items():
-            data._check_sizes(name, split)
+        data._check_files()
         return data
 
-    @property
-    def digest(self) -> str:
-        """Identity of the data (64 hex digits)."""
-        return self.manifest.digest
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of ids."""
-        return self.manifest.tokenizer.vocabulary
-
-    @property
-    def end_of_text(self) -> int:
-        """Id that closes every document."""
-        return self.manifest.tokenizer.end_of_text
-
-    @property
-    def unigram_entropy(self) -> float:
-        """Entropy of the ids of the train split, nats per token."""
-        return self.manifest.unigram_entropy
+    def _check_files(self) -> None:
+        itemsize = np.dtype(self.manifest.dtype).itemsize
+        for name, split in self.manifest.splits.items():
+            if split.tokens == 0:
+                raise UserError(f"{self.path}: the {name} split is empty: {REMEDY}")
+            for file, ids in zip(self._shard_files(name), split.shards, strict=True):
+                size = file.stat().st_size if file.is_file() else 0
+                if size != ids * itemsize:
+                    raise UserError(f"{file}: {size:,} bytes where the manifest says {ids * itemsize:,}: {REMEDY}")
+        checksum = self.manifest.tokenizer.sha256
+        if checksum is not None:
+            file = self.path / self.manifest.directory / TOKENIZER_FILE
+            if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != checksum:
+                raise UserError(f"{file}: missing, or its checksum is not the manifest's: {REMEDY}")
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -107,18 +117,22 @@ class PreparedData:
         return load_tokenizer(self.path)
 
     def split(self, name: str) -> Split:
-        """Return the entry of a split; raises `UserError` if there is none of that name."""
+        """Return the manifest's entry of a split; raises `UserError` if there is none of that name."""
         splits = self.manifest.splits
         if name not in splits:
             raise UserError(f"{self.path}: no split {name!r}: choose from {', '.join(splits)}")
         return splits[name]
 
+    def _shard_files(self, name: str) -> list[Path]:
+        directory = self.path / self.manifest.directory
+        return [directory / shard_file(name, number) for number in range(len(self.split(name).shards))]
+
     def tokens(self, split: str) -> TokenSequence:
         """Return the ids of a split, uint16 or uint32, memory-mapped and read-only."""
-        storage = np.dtype(STORAGE[self.manifest.dtype])
+        storage = STORAGE[self.manifest.dtype]
         # As plain arrays: slices of a memmap cost more than the copies made of them.
-        files = self._shard_files(split)
-        return TokenSequence([np.memmap(file, dtype=storage, mode="r").view(np.ndarray) for file in files])
+        arrays = (np.memmap(file, dtype=storage, mode="r").view(np.ndarray) for file in self._shard_files(split))
+        return TokenSequence(list(arrays))
 
     def require_vocabulary(self, vocabulary: int) -> None:
         """Raise `UserError` if a model with this vocabulary is too small for the data."""
@@ -129,21 +143,20 @@ class PreparedData:
             )
 
     def describe(self) -> str:
-        """Return a line for people about each split, and one about the tokenizer."""
+        """Return a line about each split, and one about the tokenizer."""
         lines = [
             f"{name}: {split.tokens:,} tokens, {split.documents:,} documents, {split.bytes / 1e6:,.2f} MB of text, "
             f"{split.bytes / split.tokens:.2f} bytes a token"
             for name, split in self.manifest.splits.items()
         ]
-        tokenizer = self.manifest.tokenizer
         lines.append(
-            f"tokenizer: {tokenizer.name}, vocabulary {tokenizer.vocabulary:,}, end of text {tokenizer.end_of_text}, "
-            f"unigram entropy {self.unigram_entropy:.3f} nats a token"
+            f"tokenizer: {self.manifest.tokenizer.name}, vocabulary {self.vocabulary:,}, end of text "
+            f"{self.end_of_text}, unigram entropy {self.unigram_entropy:.3f} nats a token"
         )
         return "\n".join(lines)
 
     def verify(self) -> None:
-        """Read everything: raise `UserError` where an id or a checksum is not that of the manifest."""
+        """Read all tokens: raise `UserError` where an id or a checksum is not that of the manifest."""
         for name, split in self.manifest.splits.items():
             tokens = self.tokens(name)
             checksum = hashlib.sha256()
@@ -159,40 +172,55 @@ class PreparedData:
             if checksum.hexdigest() != split.sha256:
                 raise UserError(f"{self.path}: the checksum of the {name} split is not the manifest's: {REMEDY}")
 
-    def _shard_files(self, name: str) -> list[Path]:
-        directory = self.path / self.manifest.directory
-        return [directory / shard_file(name, number) for number in range(len(self.split(name).shards))]
 
-    def _check_tokenizer_file(self) -> None:
-        expected = self.manifest.tokenizer.sha256
-        file = self.path / self.manifest.directory / TOKENIZER_FILE
-        if expected is None:
-            return
-        if not file.is_file():
-            raise UserError(f"{file}: missing: {REMEDY}")
-        if hashlib.sha256(file.read_bytes()).hexdigest() != expected:
-            raise UserError(f"{file}: its checksum is not the manifest's: {REMEDY}")
+class SampleOrder:
+    """Endless epochs over `samples` samples, each epoch in an order of its own, as a pure function of the position.
 
-    def _check_sizes(self, name: str, split: Split) -> None:
-        if split.tokens == 0:
-            raise UserError(f"{self.path}: the {name} split is empty: {REMEDY}")
-        for file, ids in zip(self._shard_files(name), split.shards, strict=True):
-            if not file.is_file():
-                raise UserError(f"{file}: missing: {REMEDY}")
-            size, expected = file.stat().st_size, ids * np.dtype(STORAGE[self.manifest.dtype]).itemsize
-            if size != expected:
-                what = "truncated" if size < expected else "too long"
-                raise UserError(f"{file}: {what}, {size:,} bytes where the manifest says {expected:,}: {REMEDY}")
+    The sample at a position is `permutation(seed, epoch)[position % samples]` with `epoch = position // samples`.
+    A Feistel network over the smallest even number of bits that covers the samples is a permutation whatever its round
+    function; walking its cycles until the value is a sample again restricts it to them (Black and Rogaway 2002).
+    Raises `UserError` if there are no samples or the seed is negative.
+    """
+
+    def __init__(self, samples: int, seed: int) -> None:
+        if samples < 1:
+            raise UserError(f"samples {samples}: an order needs at least one sample")
+        if seed < 0:
+            raise UserError(f"seed {seed}: give a whole number of at least 0")
+        self.samples = samples
+        self.seed = seed
+        self._half_bits = np.uint64(max(1, ((samples - 1).bit_length() + 1) // 2))
+        self._half_mask = (np.uint64(1) << self._half_bits) - np.uint64(1)
+
+    def indices(self, start: int, count: int) -> NDArray[np.int64]:
+        """Return the samples at the positions `start .. start + count - 1`, [count] int64.
+
+        Raises `UserError` if a number is negative.
+        """
+        if start < 0 or count < 0:
+            raise UserError(f"positions {start} + {count}: give whole numbers of at least 0")
+        positions = np.arange(start, start + count, dtype=np.uint64)
+        epochs, values = np.divmod(positions, np.uint64(self.samples))
+        keys = _mix(epochs ^ _mix(np.array([self.seed], dtype=np.uint64)))
+        values = self._permute(values, keys)
+        while (outside := values >= self.samples).any():
+            values[outside] = self._permute(values[outside], keys[outside])
+        return values.astype(np.int64)
+
+    def _permute(self, values: Words, keys: Words) -> Words:
+        """Permute `0 .. 2^(2 half_bits) - 1`, by the permutation of each value's key."""
+        left, right = values >> self._half_bits, values & self._half_mask
+        for number in range(ROUNDS):
+            left, right = right, left ^ (_mix(right + _mix(keys + np.uint64(number))) & self._half_mask)
+        return (left << self._half_bits) | right
 
 
-def _require_finished(path: Path) -> None:
-    """Raise `UserError` unless there is a manifest."""
-    if (path / MANIFEST_FILE).is_file():
-        return
-    if (path / PARTIAL_DIRECTORY).is_dir():
-        raise UserError(f"{path}: its preparation was not finished: repeat the prepare command, it resumes")
-    what = "no manifest.json in it" if path.is_dir() else "no such directory"
-    raise UserError(f"{path}: no prepared data ({what}): make it with `siamesenorm prepare`")
+def _mix(words: Words) -> Words:
+    """Return the words scrambled by the finaliser of SplitMix64, a bijection of 64-bit words."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
 
 
 class TokenSamples:

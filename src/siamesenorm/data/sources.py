@@ -1,8 +1,8 @@
 """Where documents come from: files, directories and globs, a Hugging Face dataset, or the built-in corpus.
 
-A source is named by one string (`open_source`), streams its documents in an order that never changes, and has a
-fingerprint, by which an interrupted preparation recognises the same input. Bad content raises a `UserError` that names
-the file, the line and the remedy.
+A source is named by one string (`open_source`) and yields its documents in a fixed order. Its fingerprint tells whether
+an interrupted preparation can resume from the same input. Bad content raises a `UserError` that names the file, the
+line and the remedy.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import codecs
 import glob
 import gzip
 import hashlib
-import itertools
 import json
 import os
 import platform
 import zlib
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any, Literal
 from urllib.parse import parse_qsl
 
 from siamesenorm.data import builtin
-from siamesenorm.errors import UserError
+from siamesenorm.errors import UserError, reason
 from siamesenorm.files import StoppedError
 
 Cut = Literal["passages", "paragraphs"]
@@ -41,30 +42,27 @@ HUB_OPTIONS = frozenset({"name", "split", "revision"})
 FINGERPRINT_BYTES = 32 * 2**20
 
 
-class Source(Protocol):
+class Source(ABC):
     """A stream of documents: the same ones in the same order every time."""
 
-    @property
-    def name(self) -> str:
-        """Name for people."""
+    name: str
+    """Name to display."""
+    size: int | None = None
+    """Bytes to read, None where that is unknown."""
+    position: int = 0
+    """Bytes read so far, of `size`."""
 
-    @property
-    def size(self) -> int | None:
-        """Bytes to read, None where that is unknown."""
-
-    @property
-    def position(self) -> int:
-        """Bytes read so far, of `size`."""
-
+    @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
         """Return what identifies the content, as JSON."""
 
+    @abstractmethod
     def documents(self) -> Iterator[str]:
-        """Yield the documents; raises `UserError` naming the place where the input is bad."""
+        """Yield the documents, none of them blank; raises `UserError` that names the place of bad input."""
 
 
 def open_source(spec: str, *, text_field: str = "text", cut: Cut = "passages") -> Source:
-    """Return the source that a string names; nothing is read yet but the sizes of files.
+    """Return the source named by a string; only the sizes of files are read yet.
 
     `builtin`; `hf:OWNER/NAME?name=CONFIG&split=train`; or a file, a directory or a glob.
     Raises `UserError` if there is nothing under the name, or an empty file.
@@ -73,14 +71,107 @@ def open_source(spec: str, *, text_field: str = "text", cut: Cut = "passages") -
         return BuiltinSource()
     if spec.startswith("hf:"):
         return HubSource(spec, text_field)
-    return FileSource(spec, _find_files(spec), text_field, cut)
+    return FileSource(spec, text_field, cut)
+
+
+class BuiltinSource(Source):
+    """The built-in corpus."""
+
+    name = f"builtin demo corpus (Python {platform.python_version()})"
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the version of Python, on which the text depends, and the revision of the generator."""
+        return {"kind": "builtin", "python": platform.python_version(), "revision": builtin.REVISION}
+
+    def documents(self) -> Iterator[str]:
+        """Yield the documents."""
+        return iter(self._collected)
+
+    @cached_property
+    def _collected(self) -> list[str]:
+        """The documents, which a preparation reads more than once."""
+        return list(builtin.builtin_documents())
+
+
+class HubSource(Source):
+    """Documents of a dataset on the Hugging Face Hub, streamed: only the tokens are stored."""
+
+    def __init__(self, spec: str, text_field: str) -> None:
+        path, _, query = spec.removeprefix("hf:").partition("?")
+        options = dict(parse_qsl(query))
+        if not path or not options.keys() <= HUB_OPTIONS:
+            raise UserError(f"source {spec!r}: write it as hf:OWNER/NAME?name=CONFIG&split=train&revision=COMMIT")
+        self.name = spec
+        self.path = path
+        self.options = {"split": "train", **options}
+        self.text_field = text_field
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the name and options of the dataset; only a pinned `revision` fixes its content."""
+        return {"kind": "hub", "path": self.path, "options": self.options, "text_field": self.text_field}
+
+    def documents(self) -> Iterator[str]:
+        """Yield the documents as they arrive; raises `StoppedError` where the connection breaks."""
+        place = f"source {self.name!r}"
+        try:
+            import datasets
+        except ImportError as error:
+            raise UserError(f"{place} needs the package datasets: pip install 'siamesenorm[data]'") from error
+        number = 0
+        try:
+            found = False
+            for number, row in enumerate(datasets.load_dataset(self.path, streaming=True, **self.options), 1):
+                text = _text_of(f"{place}: row {number}", row, self.text_field)
+                if text.strip():
+                    found = True
+                    yield text
+            if not found:
+                raise UserError(f"{place}: holds no text: name another dataset, split or --text-field")
+        except UserError:
+            raise
+        except Exception as error:  # the network and the Hub raise anything
+            raise StoppedError(
+                f"{place}: no more rows after row {number} ({reason(error)}): check its name and the connection and "
+                "repeat the command, it resumes where it stopped"
+            ) from error
+
+
+class FileSource(Source):
+    """Documents of local files, in the order of their names."""
+
+    def __init__(self, spec: str, text_field: str, cut: Cut) -> None:
+        self.name = spec
+        self.files = _find_files(spec)
+        self.text_field = text_field
+        self.cut = cut
+        self.size = sum(file.stat().st_size for file in self.files)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return name, size and checksum of each file (of its ends, where it is large), and how they are read."""
+        files = [[file.name, file.stat().st_size, _checksum_of_ends(file)] for file in self.files]
+        return {"kind": "files", "files": files, "text_field": self.text_field, "cut": self.cut}
+
+    def documents(self) -> Iterator[str]:
+        """Yield the documents of all files; raises `UserError` for a file without any."""
+        before = 0
+        for file in self.files:
+            found = False
+            for text, position in _read_documents(file, self.text_field, self.cut):
+                if text.strip():
+                    found = True
+                    self.position = before + position
+                    yield text
+            if not found:
+                raise UserError(f"{file}: holds no text: remove it or write it again")
+            before += file.stat().st_size
+        self.position = before
 
 
 def _find_files(spec: str) -> list[Path]:
-    """Return the files that a path or glob names, sorted, none of them empty."""
+    """Return the files of a path or glob, sorted; raises `UserError` if there is none, or an empty one."""
     path = Path(spec)
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file() and is_readable(file))
+        files = sorted(file for file in path.rglob("*") if file.is_file() and _is_readable(file))
         files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     elif path.exists():
         files = [path]
@@ -95,38 +186,11 @@ def _find_files(spec: str) -> list[Path]:
     return files
 
 
-class FileSource:
-    """Documents of local files, in the order of their names."""
-
-    def __init__(self, name: str, files: list[Path], text_field: str, cut: Cut) -> None:
-        self.name = name
-        self.files = files
-        self.text_field = text_field
-        self.cut: Cut = cut
-        self.size: int = sum(file.stat().st_size for file in files)
-        self.position = 0
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return name, size and checksum of each file (of its ends, where it is large), and how they are read."""
-        files = [[file.name, file.stat().st_size, _fingerprint(file)] for file in self.files]
-        return {"kind": "files", "files": files, "text_field": self.text_field, "cut": self.cut}
-
-    def documents(self) -> Iterator[str]:
-        """Yield the documents of all files; a file without any is an error."""
-        before = 0
-        for file in self.files:
-            found = False
-            for text, position in read_documents(file, text_field=self.text_field, cut=self.cut):
-                found = True
-                self.position = before + position
-                yield text
-            if not found:
-                raise UserError(f"{file}: holds no text: remove it or write it again")
-            before += file.stat().st_size
-        self.position = self.size
+def _is_readable(path: Path) -> bool:
+    return path.name.lower().endswith(KNOWN_SUFFIXES)
 
 
-def _fingerprint(path: Path) -> str:
+def _checksum_of_ends(path: Path) -> str:
     """Return the sha256 of a file, or of both its ends where it is large."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
@@ -136,170 +200,53 @@ def _fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-class HubSource:
-    """Documents of a dataset on the Hugging Face Hub, streamed: nothing but the tokens is stored."""
-
-    size = None
-    position = 0
-
-    def __init__(self, spec: str, text_field: str) -> None:
-        path, _, query = spec.removeprefix("hf:").partition("?")
-        options = dict(parse_qsl(query))
-        if not path or not options.keys() <= HUB_OPTIONS:
-            raise UserError(f"source {spec!r}: write it as hf:OWNER/NAME?name=CONFIG&split=train&revision=COMMIT")
-        self.name = spec
-        self.path = path
-        self.options = {"split": "train", **options}
-        self.text_field = text_field
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the name and options of the dataset; pin its `revision` to be sure of its content."""
-        return {"kind": "hub", "path": self.path, "options": self.options, "text_field": self.text_field}
-
-    def documents(self) -> Iterator[str]:
-        """Yield the documents as they arrive, empty ones left out; `StoppedError` if none, or no more, arrive."""
-        rows = self._open()
-        for number in itertools.count(1):
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            except Exception as error:  # the network raises anything
-                raise StoppedError(
-                    f"source {self.name!r}: no more after row {number - 1} ({_first_line(error)}): repeat the command, "
-                    "it resumes where it stopped"
-                ) from error
-            text = text_of(f"source {self.name!r}: row {number}", row, self.text_field)
-            if text.strip():
-                yield text
-
-    def _open(self) -> Iterator[dict[str, Any]]:
-        """Return the rows of the dataset."""
-        try:
-            import datasets
-        except ImportError as error:
-            raise UserError(
-                f"source {self.name!r} needs the package datasets: pip install 'siamesenorm[data]'"
-            ) from error
-        try:
-            return iter(datasets.load_dataset(self.path, streaming=True, **self.options))
-        except Exception as error:  # the network and the Hub raise anything
-            raise StoppedError(f"source {self.name!r}: the dataset cannot be opened: {_first_line(error)}") from error
+# --- formats of files: a text may be blank
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).partition("\n")[0]
-
-
-class BuiltinSource:
-    """The built-in corpus."""
-
-    name = f"builtin demo corpus (Python {platform.python_version()})"
-    size = None
-    position = 0
-
-    def __init__(self) -> None:
-        self._documents: list[str] = []
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the version of Python, on which the text depends, and the revision of the generator."""
-        return {"kind": "builtin", "python": platform.python_version(), "revision": builtin.REVISION}
-
-    def documents(self) -> Iterator[str]:
-        """Yield the documents; they are collected once, for they are read more than once."""
-        if not self._documents:
-            self._documents = list(builtin.builtin_documents())
-        return iter(self._documents)
-
-
-# --- formats of files
-
-
-def is_readable(path: Path) -> bool:
-    """Return whether a file has a suffix that can be read."""
-    return path.name.lower().endswith(KNOWN_SUFFIXES)
-
-
-def read_documents(path: Path, *, text_field: str, cut: Cut) -> Documents:
-    """Return the documents of a file, read as its suffix says.
-
-    Raises `UserError` for a suffix that has no reader, and, while reading, for anything wrong in the file.
-    """
+def _read_documents(path: Path, text_field: str, cut: Cut) -> Documents:
+    """Return the documents of a file, whose format is that of its suffix."""
     name = path.name.lower().removesuffix(".gz")
-    if not is_readable(path):
+    if not _is_readable(path):
         raise UserError(f"{path}: no reader for this kind of file: choose one of {' '.join(KNOWN_SUFFIXES)}")
     if name.endswith(PARQUET_SUFFIX):
-        return read_parquet(path, text_field)
+        return _read_parquet(path, text_field)
     if name.endswith(TEXT_SUFFIXES):
-        return read_text(path, cut)
-    return read_json_lines(path, text_field)
+        return _read_text(path, cut)
+    return _read_json_lines(path, text_field)
 
 
-def read_text(path: Path, cut: Cut) -> Documents:
+def _read_text(path: Path, cut: Cut) -> Documents:
     """Yield the passages of a plain text file (cut at blank lines after about 30,000 characters) or its paragraphs."""
-    is_end = _ends_passage if cut == "passages" else _ends_paragraph
     pieces: list[str] = []
     length = position = 0
-    for piece, position in _decoded_pieces(path):
-        pieces.append(piece)
-        length += len(piece)
-        if is_end(piece, length):
-            text = "".join(pieces).strip("\n")
+    for _, line, position in _read_lines(path, limit=PASSAGE_CHARACTERS):
+        pieces.append(line.replace("\r\n", "\n"))
+        length += len(pieces[-1])
+        shortest = PASSAGE_CHARACTERS if cut == "passages" else 0
+        if length >= (4 * PASSAGE_CHARACTERS if line.strip() else shortest):
+            yield "".join(pieces).strip("\n"), position
             pieces, length = [], 0
-            if text.strip():
-                yield text, position
-    text = "".join(pieces).strip("\n")
-    if text.strip():
-        yield text, position
+    yield "".join(pieces).strip("\n"), position
 
 
-def _ends_passage(piece: str, length: int) -> bool:
-    return length >= (4 if piece.strip() else 1) * PASSAGE_CHARACTERS
-
-
-def _ends_paragraph(piece: str, length: int) -> bool:
-    return not piece.strip() or length >= 4 * PASSAGE_CHARACTERS
-
-
-def _decoded_pieces(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield the lines of a UTF-8 file with `\\n` endings; an overlong line comes in several pieces."""
-    # utf-8-sig drops the byte order mark that some editors put at the start.
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    number, position = 1, 0
-    for number, piece, position in _raw_pieces(path, PASSAGE_CHARACTERS):
-        yield _decode(path, number, piece, decoder.decode).replace("\r\n", "\n"), position
-    _decode(path, number, b"", lambda piece: decoder.decode(piece, final=True))
-
-
-def read_json_lines(path: Path, text_field: str) -> Documents:
-    """Yield the field `text_field` of every line of a JSON lines file; blank lines and empty texts are skipped."""
-    for number, line, position in _raw_pieces(path):
-        text = _decode(path, number, line, lambda line: line.decode("utf-8-sig"))
-        if not text.strip():
+def _read_json_lines(path: Path, text_field: str) -> Documents:
+    """Yield the field `text_field` of every line of a JSON lines file; blank lines are skipped."""
+    for number, line, position in _read_lines(path):
+        place = f"{path}: line {number}"
+        line = line.removeprefix("\ufeff")  # of a file appended to another one
+        if not line.strip():
             continue
-        document = text_of(f"{path}: line {number}", _parse_json(path, number, text), text_field)
-        if document.strip():
-            yield document, position
+        try:
+            record = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise UserError(f"{place}: not JSON ({error}): every line must be one whole JSON object") from error
+        if not isinstance(record, dict):
+            raise UserError(f"{place}: a JSON {type(record).__name__}: every line must be one JSON object")
+        yield _text_of(place, record, text_field), position
 
 
-def _parse_json(path: Path, number: int, line: str) -> dict[str, Any]:
-    """Return the object on a line."""
-    try:
-        record = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(
-            f"{path}: line {number}: not JSON ({error}): every line must be one whole JSON object"
-        ) from error
-    if not isinstance(record, dict):
-        raise UserError(f"{path}: line {number}: a JSON {type(record).__name__}: every line must be one JSON object")
-    return record
-
-
-def text_of(place: str, record: dict[str, Any], text_field: str) -> str:
-    """Return the text in a field of a record.
-
-    Raises `UserError`, beginning with `place`, if there is no such field or no Unicode text in it.
-    """
+def _text_of(place: str, record: dict[str, Any], text_field: str) -> str:
+    """Return the text in a field of a record; raises `UserError` if there is no such field or no text in it."""
     if text_field not in record:
         fields = ", ".join(record) or "none"
         raise UserError(f"{place}: no field {text_field!r} (fields: {fields}): name the field with --text-field")
@@ -313,66 +260,54 @@ def text_of(place: str, record: dict[str, Any], text_field: str) -> str:
     return text
 
 
-def _raw_pieces(path: Path, limit: int = -1) -> Iterator[tuple[int, bytes, int]]:
-    """Yield `(line number, line, bytes of the file read)`; a line longer than `limit` bytes comes in pieces."""
-    number, whole = 0, True
+def _read_lines(path: Path, limit: int = -1) -> Iterator[tuple[int, str, int]]:
+    """Yield `(line number, line, bytes read)` of a UTF-8 file; a line of more than `limit` bytes comes in pieces."""
+    # utf-8-sig drops the byte order mark that some editors put at the start.
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    number, starts_line = 0, True
     with open(path, "rb") as file:
         stream = gzip.GzipFile(fileobj=file) if path.name.lower().endswith(".gz") else file
-        while piece := _read_line(path, number + 1, stream, limit):
-            number += whole
-            whole = piece.endswith(b"\n")
-            if b"\0" in piece:
-                raise UserError(f"{path}: line {number}: holds a NUL byte: a binary file, give UTF-8 text")
-            yield number, piece, file.tell()
+        try:
+            while piece := stream.readline(limit):
+                number += starts_line
+                starts_line = piece.endswith(b"\n")
+                if b"\0" in piece:
+                    raise UserError(f"{path}: line {number}: holds a NUL byte: a binary file, give UTF-8 text")
+                yield number, decoder.decode(piece), file.tell()
+            decoder.decode(b"", final=True)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise UserError(
+                f"{path}: line {number + starts_line}: truncated or damaged gzip ({error}): fetch or write the file "
+                "again"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{path}: line {number}: not UTF-8 ({error.reason}): a binary file or another encoding, give UTF-8 text"
+            ) from error
 
 
-def _read_line(path: Path, number: int, stream: BinaryIO | gzip.GzipFile, limit: int) -> bytes:
-    """Read a line; raises `UserError` for a damaged gzip stream."""
-    try:
-        return stream.readline(limit)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(
-            f"{path}: line {number}: truncated or damaged gzip ({error}): fetch or write the file again"
-        ) from error
-
-
-def _decode(path: Path, number: int, piece: bytes, decode: Callable[[bytes], str]) -> str:
-    """Decode bytes of a line; raises `UserError` where they are not UTF-8."""
-    try:
-        return decode(piece)
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path}: line {number}: not UTF-8 ({error.reason}): a binary file or another encoding, give UTF-8 text"
-        ) from error
-
-
-def read_parquet(path: Path, text_field: str) -> Documents:
-    """Yield the column `text_field` of a parquet file, a batch in memory at a time; empty texts are skipped."""
+def _read_parquet(path: Path, text_field: str) -> Documents:
+    """Yield the column `text_field` of a parquet file, with a batch in memory at a time."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise UserError(f"{path}: parquet needs the package pyarrow: pip install 'siamesenorm[data]'") from error
-    size = path.stat().st_size
-    row = 0
+    size, row = path.stat().st_size, 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            _require_column(path, file.schema_arrow.names, text_field)
-            rows = max(file.metadata.num_rows, 1)
+            columns = file.schema_arrow.names
+            if text_field not in columns:
+                names = ", ".join(columns) or "none"
+                raise UserError(
+                    f"{path}: no column {text_field!r} (columns: {names}): name the column with --text-field"
+                )
             for batch in file.iter_batches(batch_size=256, columns=[text_field]):
                 for text in batch.column(0).to_pylist():
                     row += 1
-                    document = text_of(f"{path}: row {row}", {text_field: text}, text_field)
-                    if document.strip():
-                        yield document, size * row // rows
+                    document = _text_of(f"{path}: row {row}", {text_field: text}, text_field)
+                    yield document, size * row // file.metadata.num_rows
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        reason = str(error).partition("\n")[0]
         raise UserError(
-            f"{path}: truncated or damaged parquet after row {row} ({reason}): fetch or write the file again"
+            f"{path}: truncated or damaged parquet after row {row} ({reason(error)}): fetch or write the file again"
         ) from error
-
-
-def _require_column(path: Path, columns: list[str], text_field: str) -> None:
-    if text_field not in columns:
-        names = ", ".join(columns) or "none"
-        raise UserError(f"{path}: no column {text_field!r} (columns: {names}): name the column with --text-field")

@@ -1,7 +1,7 @@
-"""Tokenizers behind one small protocol: bytes, any `tokenizers` JSON, and a byte-level BPE trained on the text.
+"""Tokenizers: bytes, any JSON file of the `tokenizers` library, and a byte-level BPE trained on the text.
 
-Ids are looked up by content, never by constants: files of the same family number their special tokens differently.
-Text that spells a special token is encoded as ordinary text, so that no document can forge a document boundary.
+The end of text is found by its name, never by a fixed id: files of the same family number their special tokens
+differently. Text that spells a special token is encoded as ordinary text, so that no document can forge a boundary.
 """
 
 from __future__ import annotations
@@ -14,42 +14,32 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from siamesenorm.data.manifest import MANIFEST_FILE, read_manifest
-from siamesenorm.errors import UserError
+from siamesenorm.data.storage import MANIFEST_FILE, TOKENIZER_FILE, TokenizerEntry, read_manifest
+from siamesenorm.errors import UserError, reason
 
 Ids = NDArray[np.int64]
 
 # Names of the end of text in common tokenizers, the commonest first.
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
-TOKENIZER_FILE = "tokenizer.json"
 
 
 class Tokenizer(Protocol):
     """Text to token ids and back; one id, `end_of_text`, closes every document."""
 
-    @property
-    def name(self) -> str:
-        """Name for people: `bytes`, `bpe:4096`, or the stem of the file."""
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of ids: every id is below it."""
-
-    @property
-    def end_of_text(self) -> int:
-        """Id that closes a document."""
+    name: str
+    """Name to display: `bytes`, `bpe:4096`, or the stem of the file."""
+    vocabulary: int
+    """Number of ids: every id is below it."""
+    end_of_text: int
+    """Id that closes a document."""
+    content: bytes | None
+    """Content of the tokenizer file, None for a tokenizer without a file."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text, without any special token."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of the ids, special tokens left out, invalid bytes replaced."""
-
-    def to_json(self) -> bytes | None:
-        """Return the content of the tokenizer file, or None for a tokenizer that needs no file."""
-
-    def to_manifest(self) -> dict[str, Any]:
-        """Return the tokenizer's entry in the manifest of prepared data."""
 
 
 class ByteTokenizer:
@@ -58,6 +48,7 @@ class ByteTokenizer:
     name = "bytes"
     vocabulary = 257
     end_of_text = 256
+    content: bytes | None = None
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the bytes of each text."""
@@ -67,17 +58,9 @@ class ByteTokenizer:
         """Return the text of the bytes; the end of text is left out, invalid UTF-8 replaced."""
         return bytes(index for index in map(int, ids) if index < 256).decode("utf-8", errors="replace")
 
-    def to_json(self) -> None:
-        """Bytes need no file."""
-        return None
-
-    def to_manifest(self) -> dict[str, Any]:
-        """Return `{"kind": "bytes", ...}`."""
-        return {"kind": "bytes", "name": self.name, "vocabulary": self.vocabulary, "end_of_text": self.end_of_text}
-
 
 class LibraryTokenizer:
-    """A tokenizer of the `tokenizers` library, held as the content of its JSON file.
+    """A tokenizer of the `tokenizers` library, given by the content of its JSON file.
 
     `end_of_text` is the token's text, or its id; without it the usual names are looked up. Without a name it is called
     `bpe:SIZE` by its vocabulary.
@@ -85,10 +68,10 @@ class LibraryTokenizer:
     """
 
     def __init__(self, name: str | None, content: bytes, end_of_text: str | int | None = None) -> None:
-        self.content = content
+        self.content: bytes | None = content
         self._backend = _parse(name or "bpe", content)
         ids: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
-        # Not the number of entries: numbering may have gaps, and an embedding needs a row for the highest id.
+        # Not the number of entries: ids may have gaps, and an embedding needs a row for the highest one.
         self.vocabulary = max(ids.values(), default=-1) + 1
         self.name = name or f"bpe:{self.vocabulary}"
         self.end_of_text = (
@@ -105,22 +88,8 @@ class LibraryTokenizer:
         text: str = self._backend.decode([int(index) for index in ids], skip_special_tokens=True)
         return text
 
-    def to_json(self) -> bytes:
-        """Return the content of the tokenizer file."""
-        return self.content
-
-    def to_manifest(self) -> dict[str, Any]:
-        """Return `{"kind": "tokenizers", ..., "sha256": hex of the file}`."""
-        return {
-            "kind": "tokenizers",
-            "name": self.name,
-            "vocabulary": self.vocabulary,
-            "end_of_text": self.end_of_text,
-            "sha256": hashlib.sha256(self.content).hexdigest(),
-        }
-
-    def __reduce__(self) -> tuple[type[LibraryTokenizer], tuple[str, bytes, int]]:
-        """Pickle the content of the file: the state of the library cannot be pickled."""
+    def __reduce__(self) -> tuple[type[LibraryTokenizer], tuple[str, bytes | None, int]]:
+        """Pickle the content of the file: the library's object cannot be pickled."""
         return LibraryTokenizer, (self.name, self.content, self.end_of_text)
 
 
@@ -130,9 +99,8 @@ def _parse(name: str, content: bytes) -> Any:
     try:
         backend = backend_type.from_str(content.decode("utf-8"))
     except Exception as error:  # the library raises bare Exception
-        reason = str(error).partition("\n")[0]
         raise UserError(
-            f"{name}: not a JSON file of the tokenizers library ({reason}): give a tokenizer.json"
+            f"{name}: not a JSON file of the tokenizers library ({reason(error)}): give a tokenizer.json"
         ) from error
     backend.no_truncation()
     backend.no_padding()
@@ -152,14 +120,13 @@ def _library() -> Any:
 
 
 def _find_end_of_text(name: str, ids: dict[str, int], wanted: str | None) -> int:
-    """Return the id of the end-of-text token, by its content."""
-    for candidate in (wanted,) if wanted is not None else END_OF_TEXT_NAMES:
+    """Return the id of the token `wanted`, or of the first usual name."""
+    candidates = END_OF_TEXT_NAMES if wanted is None else (wanted,)
+    for candidate in candidates:
         if candidate in ids:
             return ids[candidate]
-    if wanted is not None:
-        raise UserError(f"{name}: has no token {wanted!r}: name the one that ends its documents with --end-of-text")
-    known = ", ".join(END_OF_TEXT_NAMES)
-    raise UserError(f"{name}: has none of the tokens {known}: name the one that ends its documents with --end-of-text")
+    missing = f"none of the tokens {', '.join(candidates)}" if wanted is None else f"no token {wanted!r}"
+    raise UserError(f"{name}: has {missing}: name the one that ends its documents with --end-of-text")
 
 
 def load_tokenizer(spec: str | Path, end_of_text: str | None = None) -> Tokenizer:
@@ -198,17 +165,27 @@ def _load_prepared(directory: Path) -> Tokenizer:
 
 def _from_hub(name: str) -> bytes:
     """Return the JSON of a tokenizer on the Hugging Face Hub."""
+    library = _library()
     try:
-        text: str = _library().Tokenizer.from_pretrained(name).to_str()
-    except UserError:
-        raise
+        text: str = library.Tokenizer.from_pretrained(name).to_str()
     except Exception as error:  # the library raises bare Exception, and the network anything
-        reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
         raise UserError(
             f"tokenizer {name!r}: neither 'bytes', 'bpe:SIZE', a JSON file, nor a name that the Hugging Face Hub "
-            f"could give ({reason})"
+            f"could give ({reason(error)})"
         ) from error
     return text.encode("utf-8")
+
+
+def tokenizer_entry(tokenizer: Tokenizer) -> TokenizerEntry:
+    """Return the tokenizer's entry in the manifest of prepared data."""
+    content = tokenizer.content
+    return TokenizerEntry(
+        kind="bytes" if content is None else "tokenizers",
+        name=tokenizer.name,
+        vocabulary=tokenizer.vocabulary,
+        end_of_text=tokenizer.end_of_text,
+        sha256=None if content is None else hashlib.sha256(content).hexdigest(),
+    )
 
 
 def bpe_size(spec: str) -> int | None:
@@ -216,10 +193,10 @@ def bpe_size(spec: str) -> int | None:
 
     Raises `UserError` if the size is not a whole number of at least 257: the bytes and the end of text.
     """
-    kind, colon, size = spec.partition(":")
+    kind, _, size = spec.partition(":")
     if kind != "bpe":
         return None
-    if not colon or not size.isdecimal() or int(size) < 257:
+    if not size.isdecimal() or int(size) < 257:
         raise UserError(f"tokenizer {spec!r}: the size must be a whole number of at least 257, as in 'bpe:4096'")
     return int(size)
 
@@ -228,7 +205,7 @@ def train_bpe(texts: Iterable[str], vocabulary: int, end_of_text: str | None = N
     """Train a byte-level BPE (arXiv:1508.07909 on bytes) with at most `vocabulary` ids; it restores any text.
 
     The end of text is a token named `end_of_text`, `<|endoftext|>` if not given. A small text may hold fewer merges
-    than that: the tokenizer then has a smaller vocabulary, and is named by it.
+    than that: the tokenizer then has a smaller vocabulary, which is in its name.
     """
     end_of_text = end_of_text or END_OF_TEXT_NAMES[0]
     library = _library()

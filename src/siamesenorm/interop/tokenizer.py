@@ -12,7 +12,7 @@ from siamesenorm.data.tokenizer import END_OF_TEXT_NAMES, Tokenizer
 
 def tokenizer_file(tokenizer: Tokenizer) -> bytes:
     """Return the content of tokenizer.json; it adds no special tokens, cuts nothing and pads nothing, as ours."""
-    content = tokenizer.to_json()
+    content = tokenizer.content
     backend = byte_level_backend() if content is None else tokenizers.Tokenizer.from_str(content.decode())
     backend.no_truncation()
     backend.no_padding()

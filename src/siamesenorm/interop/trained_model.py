@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from siamesenorm.data.manifest import MANIFEST_FILE, Manifest, read_manifest
+from siamesenorm.data.storage import MANIFEST_FILE, Manifest, read_manifest
 from siamesenorm.data.tokenizer import Tokenizer, load_tokenizer
 from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json

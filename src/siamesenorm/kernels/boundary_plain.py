@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from siamesenorm.kernels.norm import normalise_rows, widest
+from siamesenorm.kernels.norm_plain import normalise_rows, widest
 
 
 class Constants(NamedTuple):

@@ -1,4 +1,4 @@
-"""The Triton kernels of a norm of every row, and their launches; `norm` has the formulas that they compute.
+"""The Triton kernels of a norm of every row, and their launches; `norm_plain` has the formulas that they compute.
 
 A program holds tiles of [rows, heads, channels of a head] in registers, in fp32 whatever the dtypes in memory; a norm
 without dot products has one head. A pointer that is None is an absent part: branches on it are decided when the kernel
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from siamesenorm.kernels.boundary_triton import load_rows, store_rows
 from siamesenorm.kernels.launch import Launch, Processor, Tile, Walk
-from siamesenorm.kernels.norm import Form, Weights, empty_results, keeps_dots
+from siamesenorm.kernels.norm_plain import Form, Weights, empty_results, keeps_dots
 
 LONGEST_WITH_SUMS = 4096
 """The longest row of which a program has registers for three sums; twice as long, for two."""
@@ -268,7 +268,7 @@ def norm_sums(
 
 
 def forward(x: Tensor, weights: Weights, form: Form) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y and what the backward pass needs; as `norm.forward`."""
+    """Return y and what the backward pass needs; as `norm_plain.forward`."""
     results, launch = plan_forward(x, weights, form)
     if x.numel():
         launch.run()
@@ -277,7 +277,7 @@ def forward(x: Tensor, weights: Weights, form: Form) -> tuple[Tensor, Tensor, Te
 
 def plan_forward(x: Tensor, weights: Weights, form: Form) -> tuple[tuple[Tensor, Tensor, Tensor], Launch]:
     """Return memory for the results, and the launch that fills it."""
-    y, statistics, dots = empty_results(x, *weights, *form)
+    y, statistics, dots = empty_results(x, weights, form)
     sources = _sources(x, statistics, dots, weights, form)
     tile = Tile.of(x.shape[-1], sources["HEADS"], channels_of_a_thread=16)
     launch = Launch(
@@ -292,7 +292,7 @@ def plan_forward(x: Tensor, weights: Weights, form: Form) -> tuple[tuple[Tensor,
 def backward(
     grad: Tensor, x: Tensor, statistics: Tensor, dots: Tensor, weights: Weights, form: Form
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and of the weights; as `norm.backward`."""
+    """Return the gradients of x and of the weights; as `norm_plain.backward`."""
     grad_x, partials, launches = plan_backward(grad, x, statistics, dots, weights, form, Processor.of(x.device))
     if not x.numel():
         return grad_x, torch.zeros_like(partials[:, 0])

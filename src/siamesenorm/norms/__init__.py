@@ -3,12 +3,10 @@
 from siamesenorm.norms.conditioned import AdaLN, AdaSeeDNorm, Modulation, modulate
 from siamesenorm.norms.dyt import DyT
 from siamesenorm.norms.function import Inexact, InexactKind, NormFunction
-from siamesenorm.norms.layer_norm import LayerNorm
 from siamesenorm.norms.norm import Norm, Role
 from siamesenorm.norms.parameters import DeclaredModule, assign, declared_parameters
 from siamesenorm.norms.registry import NORMS, NormSpec, available_norms, build_norm, norm_options, register_norm
-from siamesenorm.norms.rms_norm import RMSNorm
-from siamesenorm.norms.scale_norm import ScaleNorm
+from siamesenorm.norms.scale_invariant_norms import LayerNorm, RMSNorm, ScaleNorm
 from siamesenorm.norms.seed_norm import SeeDNorm
 
 __all__ = [

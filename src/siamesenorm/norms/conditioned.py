@@ -1,6 +1,6 @@
 """Conditioned forms of the norms, as plain modules composed of a norm and a modulation (DiT, arXiv 2212.09748).
 
-Conditioning is no argument of a norm. What a condition does is `Modulation`, shared with `sublayers.Modulated`.
+Conditioning is not an argument of a norm: it is a `Modulation` after it, as in `sublayers.sublayer.Modulated`.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
 """DyT, the dynamic tanh (arXiv 2503.10622), and its recipe.
 
-The published language recipe names three widths. Between them the initial value is interpolated linearly in the width;
-below and above, that of the nearest width is taken. The norm's `note` then says so, for the run's record.
+The published language recipe has initial values for three widths. Between them they are interpolated linearly in the
+width; below and above, those of the nearest width are taken. The norm's `note` then says so, for the run's record.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
-from siamesenorm.errors import UserError
 from siamesenorm.norms.norm import Norm, Role
+from siamesenorm.options import check_option
 
 VISION_ALPHA = 0.5
 LANGUAGE_ALPHA: dict[int, tuple[float, float]] = {4096: (0.8, 0.2), 5120: (0.6, 0.15), 8192: (0.2, 0.05)}
@@ -23,9 +22,9 @@ LANGUAGE_ALPHA: dict[int, tuple[float, float]] = {4096: (0.8, 0.2), 5120: (0.6, 
 class DyT(Norm):
     """Squash each element instead of normalising: N(x) = g tanh(a x) + b, a one learned number (arXiv 2503.10622).
 
-    g and b [dim] start at 1 and 0; a [1] starts at `alpha_initial`. "auto" is what the recipe says for the role: in
+    g and b [dim] start at 1 and 0; a [1] starts at `alpha_initial`. "auto" is the recipe's value for the role: in
     vision and without a role a = 0.5 with bias; in language a depends on width and place, and there is no bias.
-    Without `affine` there is neither g nor b, and a stays. Weight decay applies to none of them.
+    Without `affine` there is neither g nor b. Weight decay applies to none of them.
     The language recipe also multiplies the embedding by a learned number: see `scales_embedding`.
     """
 
@@ -48,17 +47,15 @@ class DyT(Norm):
     ) -> None:
         super().__init__(dim, affine=affine, axis=axis)
         self.alpha_initial = VISION_ALPHA if alpha_initial == "auto" else alpha_initial
-        if isinstance(self.alpha_initial, (bool, str)) or not math.isfinite(self.alpha_initial):
-            raise UserError(f"alpha_initial of DyT is {alpha_initial!r}: write a number, such as 0.5, or auto")
-        if not isinstance(bias, bool) and bias != "auto":
-            raise UserError(f"bias of DyT is {bias!r}: write true, false or auto")
+        check_option("alpha_initial of DyT", alpha_initial, float | Literal["auto"])
+        check_option("bias of DyT", bias, bool | Literal["auto"])
         self.declare("alpha", (1,), initial=self.alpha_initial)
         self.declare("gain", (dim,) if affine else None, initial=1.0)
         self.declare("bias", (dim,) if affine and bias else None, initial=0.0)  # "auto" without a role is with bias
 
     @classmethod
     def for_role(cls, dim: int, role: Role, **options: Any) -> Self:
-        """Build it as the recipe of the role's domain says; an explicit `alpha_initial` or `bias` wins."""
+        """Build it by the recipe of the role's domain; an explicit `alpha_initial` or `bias` has priority."""
         note = ""
         if role.domain == "language":
             if options.get("alpha_initial", "auto") == "auto":
@@ -76,19 +73,11 @@ class DyT(Norm):
             squashed = squashed * self.gain.to(x.dtype)
         return squashed if self.bias is None else squashed + self.bias.to(x.dtype)
 
-    @torch.no_grad()
-    def zero_(self) -> None:
-        """Set g and b to 0."""
-        self.refuse_zero_without_gain()
-        for parameter in (self.gain, self.bias):
-            if parameter is not None:
-                parameter.zero_()
-
 
 def language_alpha(dim: int, kind: str) -> tuple[float, str]:
     """Return the initial a of the language recipe at this width before a sublayer of this kind, and a note.
 
-    The note is empty at a published width, and elsewhere says how the value was found.
+    The note is empty at a published width.
     """
     column = 0 if kind == "attention" else 1
     if dim in LANGUAGE_ALPHA:

@@ -1,4 +1,4 @@
-"""The function that a norm computes, and how it differs from that of the norm that replaces it."""
+"""The function of a norm, and its differences from the function of the norm that replaces it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class InexactKind(Enum):
-    """What a replacement does not reproduce."""
+    """What differs between a norm and its replacement."""
 
     STATISTIC = "another statistic"
     EPS = "another eps"
@@ -26,7 +26,7 @@ class InexactKind(Enum):
 
     @property
     def only_eps_or_rounding(self) -> bool:
-        """Whether the function is the same but for eps and rounding."""
+        """Whether the function is the same up to eps and rounding."""
         return self in (InexactKind.GAIN_ROUNDED, InexactKind.NORM_OF_NORM, InexactKind.NORM_OF_MULTIPLE)
 
 
@@ -39,7 +39,7 @@ class Inexact:
     bound: float | None = None
 
     def __str__(self) -> str:
-        """Return it for people."""
+        """Return the detail with its bound."""
         return self.detail if self.bound is None else f"{self.detail} (at most {self.bound:.2g} of a token's norm)"
 
     @classmethod
@@ -59,10 +59,7 @@ class Inexact:
     @classmethod
     def norm_of_multiple(cls, factor: float | None) -> Inexact:
         """Return the difference of the norm of c x from that of x; the largest is that of a mean square of 0."""
-        detail = (
-            "the norm sees a multiple of the stream: a relative difference of less than eps / (2 mean square) of the "
-            "token"
-        )
+        detail = "the norm of a multiple of the stream: a relative difference below eps / (2 mean square) of the token"
         return cls(InexactKind.NORM_OF_MULTIPLE, detail, None if factor is None else abs(factor - 1))
 
 
@@ -100,7 +97,7 @@ class NormFunction:
 
 
 def vanishes(parameter: Tensor | None) -> bool:
-    """Return whether a parameter is absent or zero; what has no data yet (meta device) counts as not zero."""
+    """Return whether a parameter is absent or zero; one without data (meta device) counts as not zero."""
     return parameter is None or not (parameter.is_meta or bool(parameter.any()))
 
 
@@ -123,9 +120,9 @@ def compare_statistic(statistic: str, eps: float | None, source: NormFunction) -
 def copy_gain_from(
     source: NormFunction, gain: Tensor | None, offset: float, *, less: Tensor | float = 0.0
 ) -> list[Inexact]:
-    """Set `gain` so that gain + offset is the source's, `less` a part that the operator adds; return differences.
+    """Set `gain` so that gain + offset + less is the source's gain; return the differences.
 
-    The stored numbers are copied bit for bit where the offsets agree; elsewhere the sum is rounded once.
+    Stored numbers are copied bit for bit where the offsets agree; elsewhere the sum is rounded once.
     """
     if gain is None:
         return [] if source.gain is None else [Inexact(InexactKind.GAIN_DROPPED, "the gain is dropped")]
@@ -146,7 +143,7 @@ def copy_gain_from(
 
 @torch.no_grad()
 def copy_bias_from(source: NormFunction, bias: Tensor | None) -> list[Inexact]:
-    """Set `bias` to the source's; return differences."""
+    """Set `bias` to the source's; return the differences."""
     if bias is None:
         return [] if vanishes(source.bias) else [Inexact(InexactKind.BIAS_DROPPED, "the bias is dropped")]
     if source.bias is None:

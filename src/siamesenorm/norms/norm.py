@@ -12,20 +12,22 @@ from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.kernels.launch import is_plain, refuse_transformations, suits_operator
-from siamesenorm.kernels.norm import Form, NarrowNorm, Weights, has_kernel, normalise, widest
+from siamesenorm.kernels.norm_plain import Form, NarrowNorm, Weights, widest
+from siamesenorm.kernels.operators import has_norm_kernels, normalise
 from siamesenorm.norms.function import Inexact, NormFunction, compare_statistic, copy_bias_from, copy_gain_from
 from siamesenorm.norms.parameters import DeclaredModule
 from siamesenorm.options import Scalar
 
 STRUCTURE = ("self", "dim", "affine", "axis")
-"""Arguments of an operator that the place decides; all others are its options."""
+"""Arguments of an operator that follow from its place; all others are its options."""
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Where a norm stands: before which kind of sublayer ("attention", "mlp"), or else where; in which domain.
+    """The place of a norm and the domain of its model.
 
-    Elsewhere is "final" (before the head), "output" (of a sublayer) and "embedding".
+    `kind` is that of the sublayer after it ("attention", "mlp"), or "final" (before the head), "output" (of a sublayer)
+    or "embedding".
     """
 
     kind: str = "mlp"
@@ -40,7 +42,7 @@ class Norm(DeclaredModule):
     """
 
     statistic: ClassVar[str] = "unknown"
-    """Registered name of the operator whose formula this one follows once gain and bias are taken out."""
+    """Registered name of the operator with this formula at unit gain and zero bias."""
     eps_in_mean_square: ClassVar[bool] = False
     """Whether the formula divides by sqrt(m + eps), m the mean square or the variance."""
     scale_invariant: bool
@@ -53,14 +55,15 @@ class Norm(DeclaredModule):
     """Whether `forward` uses the formula ("plain") or one fused operator; a model sets it (`select_kernels`).
 
     "auto" uses the operator where a Triton kernel computes it and is faster: on CUDA, below fp64, channels last, from 1
-    MiB on. Under torch.compile it uses the formula, which the compiler fuses with its neighbours, and under torch.func
-    and forward-mode differentiation, which the operator does not support. "fused" always uses the operator, whose
-    arithmetic is plain where there is no kernel.
+    MiB on; the formula under torch.compile, which fuses it, and under the transformations that the operator does not
+    support (torch.func, forward-mode differentiation). "fused" always uses the operator.
     """
     revision: ClassVar[int] = 0
     """Part of a run's identity, raised when a mended defect changes numbers."""
     note: str = ""
-    """A line for a run's record on how the recipe was read for this width and role; usually empty."""
+    """A line for a run's record where the recipe has no value for this width; usually empty."""
+    offset: float = 0.0
+    """Number that is added to the stored gain."""
 
     def __init__(self, dim: int, *, affine: bool = True, axis: int = -1) -> None:
         super().__init__()
@@ -78,7 +81,7 @@ class Norm(DeclaredModule):
 
     @classmethod
     def for_role(cls, dim: int, role: Role, **options: Any) -> Self:
-        """Build the operator as its published recipe sets it up for this role; most recipes do not depend on it."""
+        """Build the operator with the published values for this role; most recipes do not depend on it."""
         return cls(dim, **options)
 
     @classmethod
@@ -89,18 +92,18 @@ class Norm(DeclaredModule):
 
     @classmethod
     def option_defaults(cls) -> dict[str, Scalar]:
-        """Return the options with their default values; "auto" leaves the value to the recipe of the role."""
+        """Return the options with their default values; "auto" stands for the recipe's value for the role."""
         parameters = inspect.signature(cls.__init__).parameters
         return {name: value.default for name, value in parameters.items() if name not in STRUCTURE}
 
     def settings(self) -> dict[str, Scalar]:
-        """Return the value of every option, with recipes resolved; an option may say whether a parameter exists."""
+        """Return the value of every option, with "auto" resolved; that of a parameter is whether it exists."""
         values = {name: getattr(self, name) for name in self.option_defaults()}
         present = {k: v is not None for k, v in values.items() if v is None or isinstance(v, nn.Parameter)}
         return {**values, **present}
 
     def select_kernels(self, kernels: str) -> Self:
-        """Follow the kernels of a model: no operator if they are "plain", else where it is faster. Return the norm."""
+        """Set `kernels` to "plain" if a model's are, else to "auto"; return the norm."""
         self.kernels = "plain" if kernels == "plain" else "auto"
         return self
 
@@ -114,7 +117,7 @@ class Norm(DeclaredModule):
         return False
 
     def operator_form(self) -> tuple[Weights, Form]:
-        """Return the weights and constants with which `kernels.norm` computes the formula."""
+        """Return the weights and constants with which the fused operator computes the formula."""
         raise NotImplementedError
 
     def fused(self, x: Tensor) -> Tensor:
@@ -132,7 +135,7 @@ class Norm(DeclaredModule):
             return True
         if self.kernels == "plain" or not self.fusible or self.axis != -1 or torch.compiler.is_compiling():
             return False
-        return has_kernel(x) and suits_operator(x)
+        return has_norm_kernels(x) and suits_operator(x)
 
     def _apply_formula(self, x: Tensor) -> Tensor:
         """Return the formula's value in the dtype of x [..., dim]; below fp32 the backward pass needs x alone."""
@@ -143,9 +146,15 @@ class Norm(DeclaredModule):
             return y
         return self.formula(x.to(wide)).to(x.dtype)
 
+    @torch.no_grad()
     def zero_(self) -> None:
-        """Set the parameters to where the operator returns 0 for every input."""
-        raise NotImplementedError
+        """Set gain and bias so that the operator returns 0 for every input; raises UserError without a gain."""
+        gain, bias = getattr(self, "gain", None), getattr(self, "bias", None)
+        if gain is None:
+            raise UserError(f"{self} has no gain: it cannot be set to zero")
+        gain.fill_(-self.offset)
+        if bias is not None:
+            bias.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the operator along the channel axis, in at least fp32, and return the input's dtype."""
@@ -153,46 +162,34 @@ class Norm(DeclaredModule):
             raise UserError(
                 f"the input has {x.shape[self.axis]} channels on axis {self.axis}: this norm has {self.dim}"
             )
-        if self.takes_fused(x):
-            return self.fused(x.movedim(self.axis, -1)).movedim(-1, self.axis)
-        return self._apply_formula(x.movedim(self.axis, -1)).movedim(-1, self.axis)
+        rows = x.movedim(self.axis, -1)
+        y = self.fused(rows) if self.takes_fused(x) else self._apply_formula(rows)
+        return y.movedim(-1, self.axis)
 
     def function(self) -> NormFunction:
-        """Return what the operator computes at its present parameters, as a gain and a bias around a statistic."""
+        """Return the operator's function at its present parameters, as a gain and a bias around a statistic."""
         return NormFunction(
             statistic=self.statistic, dim=self.dim, axis=self.axis, eps=getattr(self, "eps", None),
-            gain=getattr(self, "gain", None), offset=getattr(self, "offset", 0.0), bias=getattr(self, "bias", None),
+            gain=getattr(self, "gain", None), offset=self.offset, bias=getattr(self, "bias", None),
         )  # fmt: skip
 
     def copy_from(self, source: NormFunction) -> list[Inexact]:
-        """Copy the gain and bias of a norm that this one replaces; return how the two functions differ, if they do."""
+        """Copy gain and bias of the norm that this one replaces; return the differences of the two functions."""
         return [
             *compare_statistic(self.statistic, getattr(self, "eps", None), source),
-            *copy_gain_from(source, getattr(self, "gain", None), getattr(self, "offset", 0.0)),
+            *copy_gain_from(source, getattr(self, "gain", None), self.offset),
             *copy_bias_from(source, getattr(self, "bias", None)),
         ]
 
-    def refuse_zero_without_gain(self) -> None:
-        """Raise UserError when there is no gain that zero_() could set."""
-        if not self.affine:
-            raise UserError(f"{type(self).__name__}(affine=False) has no gain: it cannot be set to zero")
-
     def extra_repr(self) -> str:
-        """Show the width and what differs from the default."""
+        """Show the width and the options that differ from their defaults."""
         defaults = {**self.option_defaults(), "affine": True, "axis": -1}
         shown = {**self.settings(), "affine": self.affine, "axis": self.axis}
         return ", ".join([f"{self.dim}", *(f"{k}={v}" for k, v in shown.items() if v != defaults[k])])
 
 
-def check_finite(what: str, value: float) -> float:
-    """Return a number; raises UserError if it is not finite."""
-    if not math.isfinite(value):
-        raise UserError(f"{what} is {value}: write a finite number, such as 1.0")
+def check_number(what: str, value: float, least: float = -math.inf) -> float:
+    """Return a number; raises UserError if it is not finite, or below `least`."""
+    if not (math.isfinite(value) and value >= least):
+        raise UserError(f"{what} is {value}: write a finite number{f' from {least:g} on' if least == 0 else ''}")
     return value
-
-
-def check_eps(eps: float) -> float:
-    """Return eps; raises UserError if it is negative or not finite."""
-    if not (eps >= 0 and math.isfinite(eps)):
-        raise UserError(f"eps is {eps}: write a number that is not negative, such as 1e-5")
-    return eps

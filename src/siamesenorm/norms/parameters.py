@@ -1,8 +1,7 @@
 """Modules that declare the initial value and the weight decay of their parameters, and their constants.
 
-No optimizer or initialiser has a list of names: both read the declarations. Constants (depth scales, DeepNorm's alpha)
-are 0-d buffers, so that a compiled block does not specialise on a Python float; casts and construction on the meta
-device do not round them.
+Optimizers and initialisers read the declarations. Constants (depth scales, DeepNorm's alpha) are 0-d buffers, so that a
+compiled block does not specialise on a Python float; casts and construction on the meta device do not round them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Initial = float | list[float] | list[list[float]]
 class ParameterSpec:
     """The initial value of a parameter (a number, or nested lists of its shape) and whether weight decay applies.
 
-    Plain numbers, not a tensor: a tensor made while a model is built on the meta device would have no values.
+    Numbers, not a tensor: a tensor created on the meta device would have no values.
     """
 
     initial: Initial
@@ -32,8 +31,7 @@ class ParameterSpec:
 class DeclaredModule(nn.Module):
     """A module that declares its parameters and constants.
 
-    A parameter that is assigned without `declare` is an error: its initial value after construction on the meta device
-    and its weight decay would be unknown.
+    Assigning a parameter without `declare` is an error: its initial value and its weight decay would be unknown.
     """
 
     def __init__(self) -> None:
@@ -51,7 +49,7 @@ class DeclaredModule(nn.Module):
         self._reset_parameter(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Refuse parameters that are not declared; replace those that are."""
+        """Replace a declared parameter; raises UserError for one that is not declared."""
         if param is not None and name not in self.parameter_specs:
             raise UserError(
                 f"parameter {name!r} of {type(self).__name__} is not declared: use "
@@ -60,7 +58,7 @@ class DeclaredModule(nn.Module):
         super().register_parameter(name, param)
 
     def constant(self, name: str, value: float | None) -> None:
-        """Register `value` as a 0-d buffer that is not saved, for it follows from the configuration; or None."""
+        """Register `value` as a 0-d buffer, or None. It is not saved: it follows from the configuration."""
         if value is None:
             self.register_buffer(name, None)
             return
@@ -100,7 +98,7 @@ class DeclaredModule(nn.Module):
 def assign(parameter: Tensor, value: Tensor) -> None:
     """Set a parameter to `value`, which broadcasts to its whole shape; of a sharded one (DTensor), this rank's part.
 
-    Every rank gives the same value: no rank waits for another.
+    Every rank passes the same value: there is no communication.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         # Imported here, where a DTensor can exist at all: the import costs more than that of the package.

@@ -11,10 +11,8 @@ from typing import Any
 
 from siamesenorm.errors import unknown
 from siamesenorm.norms.dyt import DyT
-from siamesenorm.norms.layer_norm import LayerNorm
 from siamesenorm.norms.norm import Norm, Role
-from siamesenorm.norms.rms_norm import RMSNorm
-from siamesenorm.norms.scale_norm import ScaleNorm
+from siamesenorm.norms.scale_invariant_norms import LayerNorm, RMSNorm, ScaleNorm
 from siamesenorm.norms.seed_norm import SeeDNorm
 from siamesenorm.options import EntryPointGroup, Scalar, parse_specification, read_scalar, widen
 
@@ -39,7 +37,7 @@ def register_norm(name: str, operator: type[Norm]) -> None:
 
 
 def load_entry_points() -> None:
-    """Let installed packages register their operators."""
+    """Register the operators of installed packages."""
     ENTRY_POINTS.load(_register_found)
 
 
@@ -76,7 +74,7 @@ class NormSpec:
     options: tuple[tuple[str, Scalar], ...] = field(default=())
 
     def __post_init__(self) -> None:
-        """Refuse unknown names, and spell equal options alike."""
+        """Raise UserError for unknown names; sort and normalise the options."""
         defaults = norm_options(self.name)
         for key, _ in self.options:
             if key not in defaults:
@@ -93,16 +91,13 @@ class NormSpec:
 
     def with_options(self, **overrides: Scalar) -> NormSpec:
         """Return the operator with options overridden; raises UserError for an unknown option or a wrong value."""
-        defaults = norm_options(self.name)
-        for key in overrides:
-            if key not in defaults:
-                raise unknown(f"option of norm {self.name}", key, defaults)
-        read = {k: read_scalar(f"option {k} of norm {self.name}", str(v), defaults[k]) for k, v in overrides.items()}
+        what, defaults = f"norm {self.name}", norm_options(self.name)
+        read = {k: read_scalar(f"option {k} of {what}", str(v), defaults.get(k, "")) for k, v in overrides.items()}
         return NormSpec(self.name, tuple({**dict(self.options), **read}.items()))
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> NormSpec:
-        """Read what `to_json` wrote."""
+        """Read a record of `to_json`."""
         options = {key: value for key, value in record.items() if key != "name"}
         return cls.parse(record["name"], **options)
 
@@ -111,7 +106,7 @@ class NormSpec:
         return {"name": self.name, **norm_options(self.name), **dict(self.options)}
 
     def __str__(self) -> str:
-        """Return the text that `parse` reads."""
+        """Return the text from which `parse` returns this."""
         options = ",".join(f"{key}={value}" for key, value in self.options)
         return f"{self.name}:{options}" if options else self.name
 

@@ -1,12 +1,13 @@
-"""SeeDNorm (arXiv 2510.22777) with every switch of its ablation tables.
+"""SeeDNorm (arXiv 2510.22777) with every option of its ablation tables.
 
-Where the paper leaves a reading open: the "dimension" that divides alpha beta^T in vision is the whole width, not the
-width of a head; dropout is element by element; `without="beta"` and the value at which sigmoid starts (sigma(0) = 1/2,
-so the initial coefficient is alpha/2 + gamma) are taken literally.
+Choices where the paper is ambiguous: the "dimension" that divides alpha beta^T in vision is the whole width, not that
+of a head; dropout is element by element; `without="beta"` and the initial value of sigmoid (sigma(0) = 1/2, so that the
+initial coefficient is alpha/2 + gamma) are taken literally.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, Literal, Self
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from siamesenorm.errors import UserError, unknown
-from siamesenorm.kernels.norm import Form, Weights
+from siamesenorm.errors import UserError
+from siamesenorm.kernels.norm_plain import Form, Weights
 from siamesenorm.norms.function import (
     Inexact,
     InexactKind,
@@ -26,8 +27,12 @@ from siamesenorm.norms.function import (
     copy_gain_from,
     vanishes,
 )
-from siamesenorm.norms.norm import Norm, Role, check_eps, check_finite
+from siamesenorm.norms.norm import Norm, Role, check_number
+from siamesenorm.options import check_option
 
+Activation = Literal["tanh", "sigmoid", "hardtanh", "gelu", "silu"]
+Ablation = Literal["none", "alpha", "beta", "gamma"]
+DotScale = Literal["auto", "none", "1/d"]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
@@ -35,8 +40,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "silu": F.silu,
 }
-ABLATIONS = ("none", "alpha", "beta", "gamma")
-SCALES = ("auto", "none", "1/d")
 VISION_HEADS = 16
 
 
@@ -86,25 +89,36 @@ class SeeDNorm(Norm):
         axis: int = -1,
     ) -> None:
         super().__init__(dim, affine=affine, axis=axis)
-        check_choices(activation=activation, without=without, scale=scale)
-        self.eps = check_eps(eps)
-        self.heads = check_heads(dim, 1 if heads == "auto" else heads)
+        check_option("activation of SeeDNorm", activation, Activation)
+        check_option("without of SeeDNorm", without, Ablation)
+        check_option("scale of SeeDNorm", scale, DotScale)
+        check_option("heads of SeeDNorm", heads, int | Literal["auto"])
+        self.eps = check_number("eps", eps, 0.0)
+        self.heads = 1 if heads == "auto" else heads
         self.activation = activation
-        self.alpha_initial = check_finite("alpha_initial of SeeDNorm", alpha_initial)
+        self.alpha_initial = check_number("alpha_initial of SeeDNorm", alpha_initial)
         self.scalar_alpha = scalar_alpha
         self.elementwise = elementwise
         self.without = without
         self.dropout = dropout
         self.scale = "none" if scale == "auto" else scale
-        self.offset = check_finite("offset of SeeDNorm", offset)
+        self.offset = check_number("offset of SeeDNorm", offset)
         self.dot_scale = 1 / dim if self.scale == "1/d" else 1.0
-        self._refuse_conflicts()
-        self._declare_parameters()
+        self.sigma_at_zero = 0.5 if activation == "sigmoid" else 0.0
         self.idempotent = without != "beta"
+        self._refuse_conflicts()
+        has_gamma = without != "gamma" and affine
+        width = 1 if scalar_alpha else dim
+        self.declare("alpha", (width,) if without != "alpha" else None, initial=alpha_initial, decay=True)
+        self.declare("beta", (dim,) if without != "beta" else None, initial=0.0, decay=True)
+        self.declare("gamma", (dim,) if has_gamma else None, initial=1.0 - offset)
 
     def _refuse_conflicts(self) -> None:
+        if self.heads < 1 or self.dim % self.heads:
+            divisors = ", ".join(str(n) for n in range(1, min(self.dim, 64) + 1) if self.dim % n == 0)
+            raise UserError(f"SeeDNorm: {self.heads} heads do not divide the width {self.dim}: choose from {divisors}")
         if not 0 <= self.dropout < 1:
-            raise UserError(f"dropout of SeeDNorm is {self.dropout}: write a number from 0 up to, not including, 1")
+            raise UserError(f"dropout of SeeDNorm is {self.dropout}: write a number from 0 to below 1")
         if self.elementwise and self.without == "beta":
             raise UserError("SeeDNorm: elementwise multiplies by beta, and without=beta leaves it out: choose one")
         if not self.has_dot_product and (self.heads != 1 or self.scale != "none"):
@@ -113,18 +127,11 @@ class SeeDNorm(Norm):
         if self.without == "alpha" and (self.scalar_alpha or self.alpha_initial != 1.0):
             raise UserError("SeeDNorm: without=alpha has no alpha: leave scalar_alpha and alpha_initial out")
 
-    def _declare_parameters(self) -> None:
-        width = 1 if self.scalar_alpha else self.dim
-        has_gamma = self.without != "gamma" and self.affine
-        self.declare("alpha", (width,) if self.without != "alpha" else None, initial=self.alpha_initial, decay=True)
-        self.declare("beta", (self.dim,) if self.without != "beta" else None, initial=0.0, decay=True)
-        self.declare("gamma", (self.dim,) if has_gamma else None, initial=1.0 - self.offset)
-
     @classmethod
     def for_role(cls, dim: int, role: Role, **options: Any) -> Self:
-        """Build it as the paper does for the role's domain; explicit `heads` and `scale` win.
+        """Build it as the paper does for the role's domain; explicit `heads` and `scale` have priority.
 
-        The dropout of the vision recipe is not set here: its rate is the model's drop-path rate.
+        The dropout of the vision recipe, whose rate is the model's drop-path rate, is not set here.
         """
         note = ""
         has_dot_product = not options.get("elementwise", False) and options.get("without") != "beta"
@@ -140,7 +147,7 @@ class SeeDNorm(Norm):
 
     @property
     def has_dot_product(self) -> bool:
-        """Whether sigma sees dot products, one a head, rather than every channel by itself."""
+        """Whether the argument of sigma is a dot product per head, and not every channel by itself."""
         return not self.elementwise and self.without != "beta"
 
     def dot_products(self, x: Tensor) -> Tensor:
@@ -151,7 +158,7 @@ class SeeDNorm(Norm):
         return of_head.sum(-1) * self.dot_scale
 
     def dynamic_coefficient(self, x: Tensor) -> Tensor:
-        """Return sigma(x . beta) alpha, or what the ablations put in its place: [..., dim] -> [..., dim]."""
+        """Return sigma(x . beta) alpha, or its form in an ablation: [..., dim] -> [..., dim]."""
         activate = ACTIVATIONS[self.activation]
         alpha = 1.0 if self.alpha is None else self.alpha.to(x.dtype)
         if self.beta is None:
@@ -183,9 +190,7 @@ class SeeDNorm(Norm):
     def operator_form(self) -> tuple[Weights, Form]:
         """Return the parameters, with a channel as a head of its own where there is no dot product."""
         alpha = None if self.alpha is None else self.alpha.expand(self.dim)
-        weights = Weights(
-            alpha=None if self.beta is None else alpha, beta=alpha if self.beta is None else self.beta, gain=self.gamma
-        )
+        alpha, beta = (None, alpha) if self.beta is None else (alpha, self.beta)
         form = Form(
             offset=self.offset if self.gamma is not None else float(self.without != "gamma"),
             heads=self.heads if self.has_dot_product else self.dim,
@@ -193,50 +198,41 @@ class SeeDNorm(Norm):
             activation=self.activation,
             eps=self.eps,
         )
-        return weights, form
-
-    def _activation_at_zero(self) -> float:
-        return float(ACTIVATIONS[self.activation](torch.zeros((), device="cpu")))
+        return Weights(alpha=alpha, beta=beta, gain=self.gamma), form
 
     @torch.no_grad()
     def zero_(self) -> None:
-        """Set beta to 0 (alpha, where sigma(0) is not 0) and gamma to what cancels the rest: 0 but for sigmoid.
+        """Set beta to 0 (alpha, where sigma(0) is not 0) and gamma so that the gain is 0.
 
-        With both alpha and beta at 0 neither would get a gradient, and the coefficient would never be dynamic again.
+        With both alpha and beta at 0 neither would ever receive a gradient. Raises UserError without a gamma.
         """
-        if self.without != "gamma":
-            self.refuse_zero_without_gain()
-        rest = self._activation_at_zero()
-        still = self.beta if self.beta is not None and (rest == 0 or self.alpha is None) else self.alpha
-        assert still is not None
-        still.zero_()
-        rest = rest if self.alpha is None or self.beta is None else 0.0
+        if self.without != "gamma" and not self.affine:
+            raise UserError(f"{self} has no gamma: it cannot be set to zero")
+        zero_beta = self.beta is not None and (self.sigma_at_zero == 0 or self.alpha is None)
+        vanishing = self.beta if zero_beta else self.alpha
+        assert vanishing is not None
+        vanishing.zero_()
+        rest = self.sigma_at_zero if self.alpha is None or self.beta is None else 0.0
         if self.gamma is not None:
             self.gamma.fill_(-rest - self.offset)
 
-    @torch.no_grad()
-    def _coefficient_at_rest(self) -> Tensor | float:
-        """Return the dynamic coefficient at beta = 0: sigma(0) alpha."""
-        rest = self._activation_at_zero()
-        return rest if rest == 0 or self.alpha is None else rest * self.alpha.double()
-
     def function(self) -> NormFunction:
-        """Return the operator as the RMSNorm that it is while beta = 0, else as one of its own kind."""
-        dynamic = self.beta is None or self._activation_at_zero() != 0 or not vanishes(self.beta)
-        return NormFunction(
-            statistic=self.statistic if dynamic or self.without == "gamma" else "rmsnorm",
-            dim=self.dim, axis=self.axis, eps=self.eps,
-            gain=None if self.gamma is None else self.gamma.detach(), offset=self.offset,
-        )  # fmt: skip
+        """Return the operator as RMSNorm, which it equals while beta = 0, else as a SeeDNorm."""
+        dynamic = self.beta is None or self.sigma_at_zero != 0 or not vanishes(self.beta)
+        statistic = self.statistic if dynamic or self.without == "gamma" else "rmsnorm"
+        gain = None if self.gamma is None else self.gamma.detach()
+        return dataclasses.replace(super().function(), statistic=statistic, gain=gain)
 
     @torch.no_grad()
     def copy_from(self, source: NormFunction) -> list[Inexact]:
-        """Take the gain for gamma: the function of an RMSNorm is kept, for beta = 0; see `Norm.copy_from`."""
+        """Set gamma to the gain: at beta = 0 the function of an RMSNorm is kept; see `Norm.copy_from`."""
         if source.statistic == self.statistic:
             differences = [Inexact(InexactKind.COEFFICIENT, "the dynamic coefficient starts anew")]
         else:
             differences = compare_statistic("rmsnorm", self.eps, source)
-        rest = self._coefficient_at_rest()
+        rest: Tensor | float = self.sigma_at_zero  # the coefficient at beta = 0
+        if rest and self.alpha is not None:
+            rest = rest * self.alpha.double()
         if self.without == "beta":
             differences.append(Inexact(InexactKind.COEFFICIENT, "sigma(alpha x) is added to the gain"))
         elif self.without == "gamma":
@@ -247,21 +243,3 @@ class SeeDNorm(Norm):
             less = 0.0 if self.beta is None else rest
             differences += copy_gain_from(source, self.gamma, self.offset, less=less)
         return differences + copy_bias_from(source, None)
-
-
-def check_choices(**choices: str) -> None:
-    """Raise UserError naming the nearest names if an option is not one of its choices."""
-    known = {"activation": tuple(ACTIVATIONS), "without": ABLATIONS, "scale": SCALES}
-    for option, value in choices.items():
-        if value not in known[option]:
-            raise unknown(f"{option} of SeeDNorm", str(value), known[option])
-
-
-def check_heads(dim: int, heads: object) -> int:
-    """Return the number of heads; raises UserError if it is not a divisor of the width."""
-    if not isinstance(heads, int) or isinstance(heads, bool):
-        raise UserError(f"heads of SeeDNorm is {heads!r}: write an integer or auto")
-    if heads < 1 or dim % heads:
-        divisors = ", ".join(str(n) for n in range(1, min(dim, 64) + 1) if dim % n == 0)
-        raise UserError(f"SeeDNorm: {heads} heads do not divide the width {dim}: choose from {divisors}")
-    return heads

@@ -1,4 +1,4 @@
-"""Continue pre-training a converted model: bases, and each of them continued unchanged and converted, as one plan.
+"""Continue pre-training a converted model: its plan (bases, each continued unchanged and converted) and its report.
 
 A pair shares its base, its seed, its learning rate and every batch: only the residual path differs.
 """
@@ -11,14 +11,52 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import tyro
+
+from siamesenorm.comparison import formatting
+from siamesenorm.comparison.comparison_report import (
+    VERDICTS,
+    budget_sentence,
+    closing_sections,
+    conclusions_section,
+    data_sentence,
+)
+from siamesenorm.comparison.comparison_tables import (
+    VERDICT,
+    against_baselines,
+    comparisons_csv,
+    estimate_text,
+    runs_csv,
+    verdict_entry,
+)
 from siamesenorm.comparison.experiment import Experiment, Planned
+from siamesenorm.comparison.findings import Comparison, Conclusion, Outcome, compare, corrected_together
+from siamesenorm.comparison.formatting import NOTHING
 from siamesenorm.comparison.plan import ComparisonKind, Part, PlannedComparison, PlannedRun
+from siamesenorm.comparison.report_parts import (
+    LOWER,
+    Column,
+    Entry,
+    Report,
+    ReportSection,
+    RowGroup,
+    Statement,
+    Statements,
+    Table,
+)
+from siamesenorm.comparison.results import ExperimentResults, RunResult
 from siamesenorm.comparison.sweep import configured
 from siamesenorm.errors import UserError
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.warm_start import start_after
 
 UNCHANGED = "unchanged"
+
+
+BASE = Column("Base", "the trained Pre-Norm model, and its attention norm where it is not the usual one", numeric=False)
+CONTINUED_AS = Column("Continued as", "topology, and operator where it changes", numeric=False)
+SEEDS = Column("Seeds", "runs that have ended")
+LOSS = Column(f"Held-out loss{LOWER}", "mean ± half width of the 95 % t interval over seeds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +95,18 @@ VARIANTS = (
 class ContinuedPlan:
     """The variants over seeds and learning rates of the continuation; the base has one rate, and steps of its own."""
 
-    variants: tuple[Variant, ...] = VARIANTS
+    variants: tyro.conf.Suppress[tuple[Variant, ...]] = VARIANTS
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    """Seeds, each of a base and of everything that continues it."""
     learning_rates: tuple[float, ...] = (8e-3, 2e-3)
+    """Peak learning rates of the continuation, the main one first."""
     base_learning_rate: float = 8e-3
+    """Peak learning rate of the bases."""
     base_steps: int = 300
+    """Steps of a base."""
     steps: int = 150
-    warmup_fraction: float = 0.1
+    """Steps of a continuation."""
+    warmup_fraction: tyro.conf.Suppress[float] = 0.1
 
     def __post_init__(self) -> None:
         """Refuse an experiment without seeds or rates, and numbers that cannot be run."""
@@ -137,3 +180,159 @@ def _of_length(run: RunConfig, steps: int, warmup_fraction: float) -> RunConfig:
     """Return a run of so many steps, with its part of warm-up, evaluated at its end."""
     optimizer = dataclasses.replace(run.optimizer, warmup_steps=math.floor(warmup_fraction * steps))
     return dataclasses.replace(run, steps=steps, validation_every=steps, optimizer=optimizer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContinuedVariant:
+    """A variant at a rate, and the jump of its loss: before the first step minus that of the base, the largest."""
+
+    base: str
+    label: str
+    outcome: Outcome
+    jump: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContinuedFindings:
+    """Everything the report says, derived once; `continuations` are in the order of the plan, the main rate first."""
+
+    results: ExperimentResults
+    bases: tuple[Outcome, ...]
+    continuations: tuple[ContinuedVariant, ...]
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The learning rates of the continuations, the main one first."""
+        return tuple(dict.fromkeys(each.outcome.learning_rate for each in self.continuations))
+
+
+def find_continued(results: ExperimentResults) -> ContinuedFindings:
+    """Derive the findings; all comparisons are corrected together (Holm). Raises UserError where nothing has ended."""
+    complete = [run for run in results.runs if run.complete]
+    bases = _outcomes([run for run in complete if run.planned.part is Part.BASE])
+    continued = _outcomes([run for run in complete if run.planned.part is Part.CONTINUED])
+    if not continued:
+        raise UserError(f"no continuation in {results.path} has ended: train it with --data")
+    by_id = {run.identity: run for run in results.runs}
+    return ContinuedFindings(
+        results=results,
+        bases=tuple(bases.values()),
+        continuations=tuple(_variant(outcome, by_id) for outcome in continued.values()),
+        comparisons=corrected_together(_comparisons(results, continued)),
+    )
+
+
+def continued_report(findings: ContinuedFindings, *, title: str = "") -> Report:
+    """Return the report as a list of sections."""
+    results = findings.results
+    groups = {
+        _title(rate): [each for each in findings.comparisons if each.learning_rate == rate] for rate in findings.rates
+    }
+    tables = (bases_table(findings), continuations_table(findings), against_baselines(groups, results.unit))
+    return Report(
+        title=title or "A Pre-Norm model, converted and continued",
+        subject=(data_sentence(results), budget_sentence(results.runs[-1])),
+        sections=(
+            conclusions_section(conclusions(findings)),
+            *(ReportSection(table.title, (table,)) for table in tables),
+            ReportSection("The verdicts", (Statements(VERDICTS),)),
+            *closing_sections(results),
+        ),
+        records={"runs.csv": runs_csv(results), "comparisons.csv": comparisons_csv(findings.comparisons)},
+    )
+
+
+def bases_table(findings: ContinuedFindings) -> Table:
+    """Build the table of the bases."""
+    rows = tuple((Entry(base.method), *_seeds_and_loss(base)) for base in findings.bases)
+    return Table("The models to continue", (BASE, SEEDS, LOSS), (RowGroup("", rows),))
+
+
+def continuations_table(findings: ContinuedFindings) -> Table:
+    """Build the table of every variant at every rate."""
+    jump = Column(
+        "Jump",
+        "held-out loss before the first step minus that of the base, the largest of all seeds "
+        f"({findings.results.unit})",
+    )
+    groups = tuple(
+        RowGroup(_title(rate), tuple(map(_row, (e for e in findings.continuations if e.outcome.learning_rate == rate))))
+        for rate in findings.rates
+    )
+    return Table("Continued, converted and unchanged", (BASE, CONTINUED_AS, jump, VERDICT, SEEDS, LOSS), groups)
+
+
+def conclusions(findings: ContinuedFindings) -> tuple[Statement, ...]:
+    """Return a statement for every comparison, in the words that its interval allows."""
+    statements = [_statement(each, findings.results.unit) for each in findings.comparisons]
+    if absent := len(findings.results.unfinished) + len(findings.results.missing):
+        statements.append(Statement("Unfinished", f"{formatting.plural(absent, 'run')}."))
+    return tuple(statements)
+
+
+def _outcomes(runs: Sequence[RunResult]) -> dict[tuple[float, str], Outcome]:
+    """Return the outcomes by learning rate and method, in the order of the runs."""
+    groups: dict[tuple[float, str], list[RunResult]] = {}
+    for run in runs:
+        groups.setdefault((run.learning_rate, run.method), []).append(run)
+    return {
+        (rate, method): Outcome(method=method, learning_rate=rate, runs=tuple(group))
+        for (rate, method), group in groups.items()
+    }
+
+
+def _variant(outcome: Outcome, by_id: dict[str, RunResult]) -> ContinuedVariant:
+    bases = [by_id[run.base].planned.label for run in outcome.runs if run.base in by_id]
+    return ContinuedVariant(
+        base=bases[0] if bases else NOTHING,
+        label=outcome.runs[0].planned.label,
+        outcome=outcome,
+        jump=max((_jump(run, by_id) for run in outcome.runs), key=abs),
+    )
+
+
+def _jump(run: RunResult, by_id: dict[str, RunResult]) -> float:
+    """Return the held-out loss of a run before its first step minus that of its base at its end."""
+    first, base = run.first_held_out.get("loss"), by_id.get(run.base or "")
+    if first is None:
+        raise UserError(f"{run.path} has no evaluation before its first step: train it again")
+    return first - base.held_out_loss if base is not None and base.held_out_loss is not None else 0.0
+
+
+def _comparisons(results: ExperimentResults, outcomes: dict[tuple[float, str], Outcome]) -> Iterator[Comparison]:
+    """Yield the comparisons of the plan at every rate, over the seeds that both have."""
+    for rate in dict.fromkeys(rate for rate, _ in outcomes):
+        for planned in results.plan.comparisons:
+            method, baseline = (outcomes.get((rate, name)) for name in (planned.method, planned.baseline))
+            if method and baseline:
+                seeds = {run.seed for run in method.runs} & {run.seed for run in baseline.runs}
+                if seeds:
+                    yield compare(planned, method.over(seeds), baseline.over(seeds))
+
+
+def _row(each: ContinuedVariant) -> tuple[Entry, ...]:
+    jump = "0" if each.jump == 0 else f"{each.jump:+.0e}".replace("-", formatting.MINUS)
+    entries = (Entry(each.base), Entry(each.label), Entry(jump), verdict_entry(each.outcome))
+    return (*entries, *_seeds_and_loss(each.outcome))
+
+
+def _seeds_and_loss(outcome: Outcome) -> tuple[Entry, Entry]:
+    return Entry(str(len(outcome.complete))), Entry(estimate_text(outcome.held_out_loss, ".4f"))
+
+
+def _statement(comparison: Comparison, unit: str) -> Statement:
+    topic, corrected = f"{comparison.method}, {formatting.rate(comparison.learning_rate)}", comparison.corrected
+    if corrected is None:
+        return Statement(topic, f"No conclusion: {comparison.conclusion}.")
+    words = {
+        Conclusion.CONFIRMED_LOWER: "Ends lower than unchanged, confirmed",
+        Conclusion.CONFIRMED_HIGHER: "Ends higher than unchanged, confirmed",
+    }
+    word = words.get(comparison.conclusion, "No difference from unchanged is confirmed")
+    numbers = f"{formatting.signed(corrected.mean)} {unit}, Holm {formatting.interval(corrected)}"
+    return Statement(topic, f"{word}: {numbers}, {formatting.plural(corrected.count, 'seed')}.")
+
+
+def _title(rate: float) -> str:
+    return f"Continued at learning rate {formatting.rate(rate)}"

@@ -19,9 +19,8 @@ from torch.nn import functional as F
 
 from siamesenorm.data import SampleOrder
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.models.transformer import count_flops, count_parameters
 from siamesenorm.models.vision import VisionTransformer, VisionTransformerConfig, build_vision_transformer
-from siamesenorm.tasks.task import Losses, Metric, TaskConfig
+from siamesenorm.tasks.task import Losses, Metric, TaskConfig, describe_model
 from siamesenorm.topologies import Kernels
 
 HELD_OUT = 360
@@ -43,6 +42,7 @@ class ClassificationTaskConfig(TaskConfig):
     """A vision Transformer and its images."""
 
     tag: ClassVar[str] = "classification"
+    model_type: ClassVar[type] = VisionTransformerConfig
 
     data: str = field(default="digits", metadata={"hashed": False})
     """Name of the images: digits."""
@@ -66,12 +66,6 @@ class ClassificationTaskConfig(TaskConfig):
     def describe_data(self) -> dict[str, str]:
         """Return what the images are."""
         return {"name": "scikit-learn's digits", "details": "1,797 images of 8 x 8 pixels, 10 classes"}
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Self:
-        """Read what `to_json` wrote; raises UserError for a field that does not exist."""
-        fields = {name: value for name, value in record.items() if name != "tag"}
-        return cls(**{**fields, "model": VisionTransformerConfig.from_json(fields["model"])})
 
 
 class ClassificationTask:
@@ -114,15 +108,9 @@ class ClassificationTask:
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """Return what the first record of a run says about data and model, which is on the meta device."""
-        parameters, embedding = count_parameters(model)
-        return {
-            "attention_norm": self.config.model.attention_shape.attention_norm,
-            "parameters": parameters,
-            "non_embedding_parameters": parameters - embedding,
-            "flops_per_sample": count_flops(model, self.train.images[:1].to("meta")),
-            "train_items": len(self.train.images),
-            "notes": sorted({module.note for module in model.modules() if getattr(module, "note", "")}),
-        }
+        norm = self.config.model.attention_shape.attention_norm
+        described = describe_model(model, norm, self.train.images[:1].to("meta"))
+        return {**described, "train_items": len(self.train.images)}
 
     def loss(self, model: nn.Module, position: int, count: int) -> Losses:
         """Return the cross-entropy of `count` images, and the auxiliary losses of the sublayers."""

@@ -22,8 +22,7 @@ from siamesenorm.models.language import (
     build_language_model,
     language_model_config,
 )
-from siamesenorm.models.transformer import count_flops, count_parameters
-from siamesenorm.tasks.task import Losses, Metric, TaskConfig
+from siamesenorm.tasks.task import Losses, Metric, TaskConfig, describe_model
 from siamesenorm.topologies import Kernels
 
 
@@ -32,6 +31,8 @@ class LanguageTaskConfig(TaskConfig):
     """A language model and its data."""
 
     tag: ClassVar[str] = "language"
+    data_type: ClassVar[type] = Path
+    model_type: ClassVar[type] = LanguageModelConfig
     available_sizes: ClassVar[tuple[str, ...]] = tuple(SIZES)
 
     data: Path = field(metadata={"hashed": False})
@@ -67,43 +68,34 @@ class LanguageTaskConfig(TaskConfig):
 
     def continued(self, source: TaskConfig) -> Self:
         """Return the configuration with the options of the topology that keep the function of the source's model."""
+        before, own = self._model_of(source), self.model
+        model = converted_config(before, own.topology, own.norm, **{name: getattr(own, name) for name in FREE})
+        changes: dict[str, Any] = {"topology": model.topology, "norm": model.norm}
+        if own.attention_norm == "auto":
+            changes["attention_norm"] = model.attention_norm
+        config = dataclasses.replace(self, model=dataclasses.replace(own, **changes))
+        config.require_convertible(source)
+        return config
+
+    def require_convertible(self, source: TaskConfig) -> None:
+        """Raise UserError unless a model of `source` can become this configuration's; see `continued`."""
+        require_convertible(self._model_of(source), self.model)
+
+    def _model_of(self, source: TaskConfig) -> LanguageModelConfig:
         if not isinstance(source, LanguageTaskConfig):
             raise UserError(f"the run to start from trained the task {source.tag}: choose one of the task {self.tag}")
-        free = {name: getattr(self.model, name) for name in FREE}
-        model = converted_config(source.model, self.model.topology, self.model.norm, **free)
-        kept = model.attention_norm if self.model.attention_norm == "auto" else self.model.attention_norm
-        own = dataclasses.replace(self.model, topology=model.topology, norm=model.norm, attention_norm=kept)
-        require_convertible(source.model, own)
-        return dataclasses.replace(self, model=own)
+        return source.model
 
     def describe_data(self) -> dict[str, str]:
         """Return the source of the text, and its tokenizer."""
         manifest = PreparedData.open(self.data).manifest
-        tokenizer = manifest.tokenizer
-        return {
-            "name": manifest.source,
-            "details": f"tokenizer {tokenizer.name} (vocabulary {tokenizer.vocabulary:,})",
-        }
-
-    def require_convertible(self, source: TaskConfig) -> None:
-        """Raise UserError unless a model of `source` can become this configuration's; see `continued`."""
-        if not isinstance(source, LanguageTaskConfig):
-            raise UserError(f"the run to start from trained the task {source.tag}: choose one of the task {self.tag}")
-        require_convertible(source.model, self.model)
+        name, vocabulary = manifest.tokenizer.name, manifest.tokenizer.vocabulary
+        return {"name": manifest.source, "details": f"tokenizer {name} (vocabulary {vocabulary:,})"}
 
     def same_order(self, other: TaskConfig) -> bool:
         """Whether both read the same data in windows of the same length."""
-        return isinstance(other, LanguageTaskConfig) and (other.digest, other.model.context) == (
-            self.digest,
-            self.model.context,
-        )
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Self:
-        """Read what `to_json` wrote; raises UserError for a field that does not exist."""
-        fields = {name: value for name, value in record.items() if name != "tag"}
-        fields |= {"data": Path(fields["data"]), "model": LanguageModelConfig.from_json(fields["model"])}
-        return cls(**fields)
+        same_data = isinstance(other, LanguageTaskConfig) and other.digest == self.digest
+        return same_data and other.model.context == self.model.context
 
 
 class LanguageTask:
@@ -138,15 +130,8 @@ class LanguageTask:
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """Return what the first record of a run says about data and model, which is on the meta device."""
         tokens = torch.zeros(1, self.config.model.context, dtype=torch.int64, device="meta")
-        parameters, embedding = count_parameters(model)
-        return {
-            "attention_norm": self.config.model.attention_shape.attention_norm,
-            "parameters": parameters,
-            "non_embedding_parameters": parameters - embedding,
-            "flops_per_sample": count_flops(model, tokens),
-            "train_items": self.train.targets,
-            "notes": sorted({module.note for module in model.modules() if getattr(module, "note", "")}),
-        }
+        described = describe_model(model, self.config.model.attention_shape.attention_norm, tokens)
+        return {**described, "train_items": self.train.targets}
 
     def loss(self, model: nn.Module, position: int, count: int) -> Losses:
         """Return the cross-entropy of `count` windows of tokens, and the auxiliary losses of the sublayers."""

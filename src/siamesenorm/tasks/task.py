@@ -16,6 +16,7 @@ import tyro
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
+from siamesenorm.models.transformer import count_flops, count_parameters
 from siamesenorm.topologies import Kernels
 
 LARGEST_EXPONENT = 709.0
@@ -101,7 +102,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """What every task's configuration has: frozen dataclasses, registered by their tag in `tasks.registry`.
+    """What every task's configuration has: frozen dataclasses, registered by their tag in `tasks.TASKS`.
 
     `data` names the data and `digest` is that of its content, which a run is identified by.
     `revision` is raised when a mended defect changes numbers: runs of an earlier revision are other runs.
@@ -109,6 +110,9 @@ class TaskConfig:
 
     tag: ClassVar[str]
     revision: ClassVar[int] = 0
+    data_type: ClassVar[type] = str
+    model_type: ClassVar[Any]
+    """The classes of `data` and `model`."""
     available_sizes: ClassVar[tuple[str, ...]] = ()
     """Names of sizes of the model, for `of_size`."""
 
@@ -163,5 +167,20 @@ class TaskConfig:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Self:
-        """Read what `to_json` wrote; raises UserError for a field that does not exist."""
-        raise NotImplementedError
+        """Read what `to_json` wrote; raises UserError for a field of the model that does not exist."""
+        fields = {name: value for name, value in record.items() if name != "tag"}
+        return cls(
+            **fields | {"data": cls.data_type(fields["data"]), "model": cls.model_type.from_json(fields["model"])}
+        )
+
+
+def describe_model(model: nn.Module, attention_norm: str, *inputs: Tensor) -> dict[str, Any]:
+    """Return what the first record of a run says of a model, which is on the meta device as one sample of inputs."""
+    parameters, embedding = count_parameters(model)
+    return {
+        "attention_norm": attention_norm,
+        "parameters": parameters,
+        "non_embedding_parameters": parameters - embedding,
+        "flops_per_sample": count_flops(model, *inputs),
+        "notes": sorted({module.note for module in model.modules() if getattr(module, "note", "")}),
+    }

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from siamesenorm.errors import UserError
-from siamesenorm.norms import DeclaredModule, Inexact, NormFunction
-from siamesenorm.norms.rms_norm import RMSNorm
+from siamesenorm.norms import DeclaredModule, Inexact, NormFunction, RMSNorm
 from siamesenorm.topologies.boundary import copy_function
 from siamesenorm.topologies.hyper_connections import MixingConnection, MultiStream, mix_streams, without_autocast
 from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, Place, ResidualSpec, Streams

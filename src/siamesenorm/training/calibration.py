@@ -12,7 +12,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from siamesenorm.errors import UserError
 from siamesenorm.files import encode_json, write_atomically
 from siamesenorm.training.curves import LossCurve, read_loss_curve
 from siamesenorm.training.stability import centred_medians
-from siamesenorm.training.verdict import DEFAULT_THRESHOLDS, DETECTOR, Label, Thresholds, Verdict, judge
+from siamesenorm.training.verdict import DEFAULT_THRESHOLDS, DETECTOR, Thresholds, Verdict, judge
 
 LOCAL_WINDOW = 51
 TENTHS = 10
@@ -62,6 +61,65 @@ def inject_plateau(losses: Sequence[float], *, level: float) -> list[float]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Injection:
+    """One fault: its height, or its offset from the floor, the width of a spike (steps), the part of the steps."""
+
+    fault: Fault
+    height: float | None = None
+    width: int | None = None
+    part: float | None = None
+
+    @property
+    def has_place(self) -> bool:
+        """Whether the fault begins at a step; the others concern the whole run."""
+        return self.fault in (Fault.SPIKE, Fault.STAYS, Fault.RISES, Fault.NAN)
+
+    @property
+    def needs_floor(self) -> bool:
+        """Whether the fault is defined by the floor, and by a run that fell below it."""
+        return self.fault in (Fault.PLATEAU, Fault.SHORT)
+
+    def apply(self, curve: LossCurve, at: int) -> LossCurve:
+        """Return the curve with the fault at step `at`; a short run ends there."""
+        height = math.nan if self.height is None else self.height * curve.scale
+        losses: Sequence[float] = curve.losses
+        match self.fault:
+            case Fault.SPIKE:
+                losses = inject_spike(losses, at=at, height=height, width=self.width or 1)
+            case Fault.STAYS | Fault.NAN:
+                losses = inject_spike(losses, at=at, height=height, width=len(losses))
+            case Fault.RISES:
+                losses = inject_rise(losses, at=at, height=height)
+            case Fault.OFTEN_HIGH:
+                losses = inject_high_part(losses, part=self.part or 0.0, height=height)
+            case Fault.PLATEAU:
+                level = (curve.floor or 0.0) + height
+                return dataclasses.replace(curve, losses=tuple(inject_plateau(losses, level=level)), held_out=level)
+            case Fault.SHORT:
+                facts = {"warmup_steps": min(curve.warmup_steps, at // 10), "floor": curve.floor, "scale": curve.scale}
+                return LossCurve.of(losses[:at], **facts)
+        return dataclasses.replace(curve, losses=tuple(losses))
+
+    def is_detected(self, verdict: Verdict, at: int) -> bool:
+        """Whether the verdict on the curve is the one that the fault should get."""
+        if self.fault is Fault.SPIKE:
+            # The batch before may have been a little bad already.
+            return any(at - 1 <= step < at + (self.width or 1) for step in verdict.spikes)
+        if self.fault is Fault.OFTEN_HIGH:
+            return verdict.label != "stable"
+        return verdict.label == ("not learned" if self.needs_floor else "diverged")
+
+    def __str__(self) -> str:
+        """Return the fault in a few words."""
+        height = "" if self.height is None else f"{self.height:+g}"
+        if self.fault is Fault.SPIKE:
+            return f"{height}, {self.width} step{'s' * (self.width != 1)}"
+        if self.part is not None:
+            return f"{100 * self.part:.0f} % of the steps {height}"
+        return f"{self.fault} {height}".strip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
     """The faults to inject: heights and offsets in units of the scale, widths in steps.
 
@@ -81,36 +139,48 @@ class Grid:
     @property
     def cells(self) -> int:
         """How many detections a calibration has."""
-        spikes = len(self.spike_heights) * len(self.spike_widths)
-        divergences = 2 * len(self.divergence_heights) + 1
-        others = len(self.high_heights) * len(self.high_parts) + len(self.plateau_offsets) + 1
-        return TENTHS * (spikes + divergences) + others
+        return sum(TENTHS if each.has_place else 1 for each in self.injections())
+
+    def injections(self) -> Iterator[Injection]:
+        """Yield every fault of the grid."""
+        for height in self.spike_heights:
+            for width in self.spike_widths:
+                yield Injection(fault=Fault.SPIKE, height=height, width=width)
+        for fault in (Fault.STAYS, Fault.RISES):
+            for height in self.divergence_heights:
+                yield Injection(fault=fault, height=height)
+        yield Injection(fault=Fault.NAN)
+        for part in self.high_parts:
+            for height in self.high_heights:
+                yield Injection(fault=Fault.OFTEN_HIGH, height=height, part=part)
+        for offset in self.plateau_offsets:
+            yield Injection(fault=Fault.PLATEAU, height=offset)
+        yield Injection(fault=Fault.SHORT)
+
+    def places(self, injection: Injection, curve: LossCurve) -> Iterator[tuple[int, int]]:
+        """Yield every place of a fault in a curve: the tenth of the run, and the step."""
+        count = self.spike_places if injection.fault is Fault.SPIKE else self.divergence_places
+        first, last = curve.warmup_steps + 1, len(curve.losses) - (injection.width or 1) + 1
+        for index in range(count):
+            part = index / (count - 1) if count > 1 else 0.5
+            yield min(TENTHS - 1, int(TENTHS * part)), first + round(part * (last - first))
 
 
 DEFAULT_GRID = Grid()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Detection:
+class Detection(Injection):
     """How many injections of one fault were detected.
 
-    `width` is that of spikes (steps), `part` the part of the steps that is high, and `tenth` the tenth of the run after
-    the warm-up, from 0, in which the fault begins. `noticed` counts runs that were not called stable, whatever else.
+    `tenth` is the tenth of the run after the warm-up, from 0, in which the fault begins. `noticed` counts runs that
+    were not called stable, whatever else.
     """
 
-    fault: Fault
-    height: float | None = None
-    width: int | None = None
-    part: float | None = None
     tenth: int | None = None
     trials: int
     detected: int
     noticed: int
-
-    @property
-    def rate(self) -> float:
-        """The part of the trials that was detected; NaN without trials."""
-        return self.detected / self.trials if self.trials else math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,11 +200,9 @@ class CalibrationReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values, without the fields that a fault does not have."""
-        detections = [
-            {name: value for name, value in dataclasses.asdict(each).items() if value is not None}
-            for each in self.detections
-        ]
-        return dataclasses.asdict(self) | {"schema": 2, "detections": detections}
+        record = {"schema": 2, **dataclasses.asdict(self)}
+        without_none = ({k: v for k, v in each.items() if v is not None} for each in record["detections"])
+        return {**record, "detections": list(without_none)}
 
     def write(self, path: Path) -> None:
         """Write the report as JSON; a crash leaves the old file or the new one."""
@@ -157,41 +225,26 @@ class CalibrationReport:
     def table(self, *faults: Fault) -> str:
         """Return the rates of detection as a Markdown table: a row for every tenth of the run, or for every fault."""
         found = [each for each in self.detections if each.fault in faults]
-        if any(each.tenth is not None for each in found):
-            columns = list(dict.fromkeys(_injection(each) for each in found))
-            rates = {(each.tenth, _injection(each)): _percent(each) for each in found}
+        if any(each.has_place for each in found):
+            columns = list(dict.fromkeys(map(str, found)))
+            rates = {(each.tenth, str(each)): _percent(each.detected, each.trials) for each in found}
+            head = ["begins at, of the run after warm-up", *columns]
             rows = [
                 [f"{10 * tenth} to {10 * tenth + 10} %", *(rates.get((tenth, column), "") for column in columns)]
                 for tenth in range(TENTHS)
             ]
-            return _table(["begins at, of the run after warm-up", *columns], rows)
-        return _table(
-            ["fault", "trials", "called so", "not called stable"],
-            [[_injection(each), str(each.trials), _percent(each), _rate(each.noticed, each.trials)] for each in found],
-        )
+        else:
+            head = ["fault", "trials", "called so", "not called stable"]
+            rows = [
+                [str(each), str(each.trials), *(_percent(n, each.trials) for n in (each.detected, each.noticed))]
+                for each in found
+            ]
+        rule = ["---", *["---:"] * (len(head) - 1)]
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rule, *rows])
 
 
-def _injection(detection: Detection) -> str:
-    """Return what was injected, in a few words."""
-    height = "" if detection.height is None else f"{detection.height:+g}"
-    if detection.fault is Fault.SPIKE:
-        return f"{height}, {detection.width} step{'s' * (detection.width != 1)}"
-    if detection.part is not None:
-        return f"{100 * detection.part:.0f} % of the steps {height}"
-    return f"{detection.fault} {height}".strip()
-
-
-def _percent(detection: Detection) -> str:
-    return _rate(detection.detected, detection.trials)
-
-
-def _rate(count: int, trials: int) -> str:
+def _percent(count: int, trials: int) -> str:
     return f"{100 * count / trials:.0f} %" if trials else "no trial"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rule, *rows])
 
 
 def read_runs(paths: Iterable[Path]) -> dict[str, LossCurve]:
@@ -223,13 +276,20 @@ def calibrate(
     if not curves:
         raise UserError("there are no runs to calibrate on: name the directories of runs that are known to be safe")
     verdicts = {name: judge(curve, thresholds) for name, curve in curves.items()}
-    trials = _Trials(
-        [_by_points(curves[name]) for name, verdict in verdicts.items() if verdict.label == "stable"], thresholds, grid
-    )
+    stable = [_by_points(curves[name]) for name, verdict in verdicts.items() if verdict.label == "stable"]
     detections = []
-    for detection in chain(trials.spikes(), trials.divergences(), trials.high_parts(), trials.plateaus()):
-        detections.append(detection)
-        on_detection(detection)
+    for injection in grid.injections():
+        for tenth, places in _places(injection, stable, grid, thresholds).items():
+            outcomes = [(at, judge(injection.apply(curve, at), thresholds)) for curve, at in places]
+            detection = Detection(
+                **dataclasses.asdict(injection),
+                tenth=tenth,
+                trials=len(outcomes),
+                detected=sum(injection.is_detected(verdict, at) for at, verdict in outcomes),
+                noticed=sum(verdict.label != "stable" for _, verdict in outcomes),
+            )
+            detections.append(detection)
+            on_detection(detection)
     return CalibrationReport(
         runs=tuple(curves),
         flagged={name: verdict.sentence() for name, verdict in verdicts.items() if verdict.label != "stable"},
@@ -246,99 +306,26 @@ def _by_points(curve: LossCurve) -> LossCurve:
     return LossCurve.of(curve.losses, steps_total=points, warmup_steps=curve.warmup_points, **facts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Trials:
-    """Injections into safe curves, and what the verdict says of them."""
-
-    curves: Sequence[LossCurve]
-    thresholds: Thresholds
-    grid: Grid
-
-    def spikes(self) -> Iterator[Detection]:
-        for height in self.grid.spike_heights:
-            for width in self.grid.spike_widths:
-                for tenth, places in self._places(self.grid.spike_places, room=width):
-                    outcomes = []
-                    for curve, at in places:
-                        added = height * curve.scale
-                        verdict = self._judge(curve, inject_spike(curve.losses, at=at, height=added, width=width))
-                        # The batch before may have been a little bad already.
-                        here = any(at - 1 <= step < at + width for step in verdict.spikes)
-                        outcomes.append((here, verdict.label))
-                    yield _detection(Fault.SPIKE, outcomes, height=height, width=width, tenth=tenth)
-
-    def divergences(self) -> Iterator[Detection]:
-        for fault in (Fault.STAYS, Fault.RISES):
-            for height in self.grid.divergence_heights:
-                yield from self._divergences(fault, height)
-        yield from self._divergences(Fault.NAN, None)
-
-    def _divergences(self, fault: Fault, height: float | None) -> Iterator[Detection]:
-        for tenth, places in self._places(self.grid.divergence_places):
-            outcomes = []
-            for curve, at in places:
-                added = math.nan if height is None else height * curve.scale
-                if fault is Fault.RISES:
-                    losses = inject_rise(curve.losses, at=at, height=added)
-                else:
-                    losses = inject_spike(curve.losses, at=at, height=added, width=len(curve.losses))
-                label = self._judge(curve, losses).label
-                outcomes.append((label == "diverged", label))
-            yield _detection(fault, outcomes, height=height, tenth=tenth)
-
-    def high_parts(self) -> Iterator[Detection]:
-        for part in self.grid.high_parts:
-            for height in self.grid.high_heights:
-                labels = [
-                    self._judge(each, inject_high_part(each.losses, part=part, height=height * each.scale)).label
-                    for each in self.curves
-                ]
-                outcomes = [(label != "stable", label) for label in labels]
-                yield _detection(Fault.OFTEN_HIGH, outcomes, height=height, part=part)
-
-    def plateaus(self) -> Iterator[Detection]:
-        """Yield detections of runs that stay near the floor, and of runs cut short where they pass it."""
-        fallen = [curve for curve in self.curves if curve.floor is not None and self._passes(curve) is not None]
-        for offset in self.grid.plateau_offsets:
-            labels = []
-            for curve in fallen:
-                level = (curve.floor or 0.0) + offset * curve.scale
-                plateau = inject_plateau(curve.losses, level=level)
-                labels.append(self._judge(curve, plateau, held_out=level).label)
-            yield _detection(Fault.PLATEAU, [(label == "not learned", label) for label in labels], height=offset)
-        labels = []
-        for curve in fallen:
-            end = self._passes(curve) or 1
-            short = LossCurve.of(curve.losses[:end], warmup_steps=min(curve.warmup_steps, end // 10), floor=curve.floor)
-            labels.append(judge(dataclasses.replace(short, scale=curve.scale), self.thresholds).label)
-        yield _detection(Fault.SHORT, [(label == "not learned", label) for label in labels])
-
-    def _passes(self, curve: LossCurve) -> int | None:
-        """Return the step at which the loss passes the line below which a run has learned, if it does."""
-        line = (curve.floor or 0.0) - self.thresholds.floor_margin * curve.scale
-        medians = centred_medians(curve.losses, LOCAL_WINDOW // 2)
-        return next((step for step, middle in enumerate(medians, start=1) if middle < line), None)
-
-    def _places(self, count: int, *, room: int = 1) -> Iterator[tuple[int, list[tuple[LossCurve, int]]]]:
-        """Yield every tenth of the run with the curves and steps to inject at, `room` steps from the end at least."""
-        tenths: dict[int, list[tuple[LossCurve, int]]] = {tenth: [] for tenth in range(TENTHS)}
-        for curve in self.curves:
-            first, last = curve.warmup_steps + 1, len(curve.losses) - room + 1
-            for index in range(count):
-                part = index / (count - 1) if count > 1 else 0.5
-                tenths[min(TENTHS - 1, int(TENTHS * part))].append((curve, first + round(part * (last - first))))
-        yield from tenths.items()
-
-    def _judge(self, curve: LossCurve, losses: Sequence[float], held_out: float | None = None) -> Verdict:
-        held_out = curve.held_out if held_out is None else held_out
-        return judge(dataclasses.replace(curve, losses=tuple(losses), held_out=held_out), self.thresholds)
+def _places(
+    injection: Injection, curves: Sequence[LossCurve], grid: Grid, thresholds: Thresholds
+) -> dict[int | None, list[tuple[LossCurve, int]]]:
+    """Return the curves and steps to inject a fault at, by the tenth of the run; None where it has no place."""
+    if injection.needs_floor:
+        passed = ((curve, _passes_floor(curve, thresholds)) for curve in curves)
+        return {None: [(curve, step) for curve, step in passed if step is not None]}
+    if not injection.has_place:
+        return {None: [(curve, 1) for curve in curves]}
+    found: dict[int | None, list[tuple[LossCurve, int]]] = {tenth: [] for tenth in range(TENTHS)}
+    for curve in curves:
+        for tenth, at in grid.places(injection, curve):
+            found[tenth].append((curve, at))
+    return found
 
 
-def _detection(fault: Fault, outcomes: Sequence[tuple[bool, Label]], **injected: Any) -> Detection:
-    return Detection(
-        fault=fault,
-        trials=len(outcomes),
-        detected=sum(hit for hit, _ in outcomes),
-        noticed=sum(label != "stable" for _, label in outcomes),
-        **injected,
-    )
+def _passes_floor(curve: LossCurve, thresholds: Thresholds) -> int | None:
+    """Return the step at which the loss passes the line below which a run has learned, if it does."""
+    if curve.floor is None:
+        return None
+    line = curve.floor - thresholds.floor_margin * curve.scale
+    medians = centred_medians(curve.losses, LOCAL_WINDOW // 2)
+    return next((step for step, middle in enumerate(medians, start=1) if middle < line), None)

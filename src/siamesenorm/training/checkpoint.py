@@ -49,17 +49,9 @@ _NAME = re.compile(r"step-(\d{8,})(\.partial)?")
 
 # The names of the safetensors format, for the dtypes a training state is made of.
 _DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 Stage = Callable[[str], None]
 
@@ -95,13 +87,23 @@ def save_checkpoint(
         raise UserError(f"keep is {keep}: at least one checkpoint must be kept")
     announce = at_stage or (lambda stage: None)
     target = root / f"step-{step:08d}"
+    unfinished = target.with_name(target.name + PARTIAL)
     with disk_errors(target):
         announce("begin")
         if not root.is_dir():
             root.mkdir(parents=True)
             sync_directory(root.parent)
         if _remove_leftovers(root, step):
-            _write(target, step, tensors, state, announce)
+            try:
+                unfinished.mkdir()
+                announce("partial-made")
+                _write_contents(unfinished, step, tensors, state, announce)
+                unfinished.rename(target)
+            except BaseException:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                raise
+            sync_directory(root)
+            announce("renamed")
         _prune(root, keep)
         announce("pruned")
     return target
@@ -123,22 +125,6 @@ def _remove_leftovers(root: Path, step: int) -> bool:
                 f"{root} holds {path.name}, later than step {step}: resume from it or choose another directory"
             )
     return True
-
-
-def _write(
-    target: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], announce: Stage
-) -> None:
-    unfinished = target.with_name(target.name + PARTIAL)
-    try:
-        unfinished.mkdir()
-        announce("partial-made")
-        _write_contents(unfinished, step, tensors, state, announce)
-        unfinished.rename(target)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    sync_directory(target.parent)
-    announce("renamed")
 
 
 def _write_contents(
@@ -213,22 +199,23 @@ def _finished(root: Path) -> list[tuple[int, Path]]:
     return sorted(((int(name[1]), path) for name, path in found if name and not name[2]), reverse=True)
 
 
-def load_checkpoint(root: Path, *, allow_none: bool = False, groups: Container[str] | None = None) -> Checkpoint | None:
+def load_checkpoint(root: Path, *, groups: Container[str] | None = None) -> Checkpoint | None:
     """Return the newest checkpoint under `root` whose files are all as its manifest says, or None without any.
 
-    Of its tensors, the `groups` asked for; all without it. What is newer and broken or unfinished is skipped, and
-    `skipped` says why. Raises `UserError` when there are checkpoints and all are broken, unless `allow_none`; a first
-    one that a killed process left unfinished does not count.
+    Of its tensors, only those of `groups` if given. What is newer and broken or unfinished is skipped, and `skipped`
+    says why. Raises `UserError` when there are checkpoints and all are broken; a first one that a killed process left
+    unfinished does not count.
     """
-    faults: dict[Path, str] = {}
+    faults: list[str] = []
     for step, path in _finished(root):
         fault = _fault(path, step)
         if fault is None:
             return _read(step, path, faults, groups)
-        faults[path] = fault
-    if faults and not allow_none:
-        found = "; ".join(f"{path.name}: {fault}" for path, fault in faults.items())
-        raise UserError(f"no checkpoint in {root} is whole ({found}): remove {root} to train this run from its start")
+        faults.append(f"{path.name}: {fault}")
+    if faults:
+        raise UserError(
+            f"no checkpoint in {root} is whole ({'; '.join(faults)}): remove {root} to train this run from its start"
+        )
     return None
 
 
@@ -240,25 +227,19 @@ def read_checkpoint(path: Path, *, groups: Container[str] | None = None) -> Chec
     fault = _fault(path, int(name[1]))
     if fault is not None:
         raise UserError(f"{path} is not whole ({fault}): choose another checkpoint of the run")
-    return _read(int(name[1]), path, {}, groups)
+    return _read(int(name[1]), path, [], groups)
 
 
-def _read(step: int, path: Path, faults: Mapping[Path, str], groups: Container[str] | None) -> Checkpoint:
-    unfinished = {
-        other: "never finished"
-        for other in sorted(path.parent.iterdir())
-        if (name := _NAME.fullmatch(other.name)) and name[2] and int(name[1]) > step
-    }
+def _read(step: int, path: Path, faults: Iterable[str], groups: Container[str] | None) -> Checkpoint:
+    names = sorted(other.name for other in path.parent.glob(f"step-*{PARTIAL}"))
+    unfinished = (name for name in names if (match := _NAME.fullmatch(name)) and int(match[1]) > step)
+    files = sorted(path.glob("*.safetensors"))
     return Checkpoint(
         step=step,
         path=path,
-        tensors={
-            file.stem: load_file(file)
-            for file in sorted(path.glob("*.safetensors"))
-            if groups is None or file.stem in groups
-        },
+        tensors={file.stem: load_file(file) for file in files if groups is None or file.stem in groups},
         state=decode_json((path / "state.json").read_bytes()),
-        skipped=tuple(f"{other.name}: {fault}" for other, fault in (unfinished | dict(faults)).items()),
+        skipped=(*(f"{name}: never finished" for name in unfinished), *faults),
     )
 
 

@@ -1,12 +1,22 @@
-"""The configuration of a run: one task, and what all tasks have in common.
+"""The configuration of a run, its identity, and named runs to begin from.
 
-What determines a run's numbers is in its identity (`training.identity`); where data and checkpoints are, the device and
-how often state is saved is not. Device and versions can change the last bits: environment.json records them.
+The identity is a hash of what the configuration says beyond the schema's defaults:
+
+* A field counts where its value differs from its default, under a name of its own: `FROZEN_NAMES` keeps the hash of a
+  field that is renamed in Python. Removing or adding a field with a default changes no identity, because a new field's
+  default means the old behaviour. `tests/identity_schema.json` pins every name and default.
+* The tag of a choice (task, topology, norm) and fields without a default always count, and its revision when it is
+  not 0.
+* Paths, verdict thresholds and execution (device, threads, kernels, compilation) never count: their fields say so.
+  Device and versions can change the last bits: environment.json records them.
+* Equal numbers have one spelling.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +25,13 @@ from typing import Annotated, Any, Literal, Self, get_args
 import tyro
 
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.tasks.registry import task_from_json
+from siamesenorm.models.language import language_model_config
+from siamesenorm.norms import NORMS, NormSpec
+from siamesenorm.tasks import task_from_json
+from siamesenorm.tasks.classification import ClassificationTaskConfig
+from siamesenorm.tasks.language import LanguageTaskConfig
 from siamesenorm.tasks.task import TaskConfig
-from siamesenorm.topologies import Kernels
-from siamesenorm.training.identity import identity
+from siamesenorm.topologies import Kernels, Topology
 from siamesenorm.training.optimizer import OptimizerConfig
 from siamesenorm.training.verdict import Thresholds
 
@@ -133,7 +146,7 @@ class RunConfig:
 
     @property
     def identity(self) -> str:
-        """SHA-256 of everything that determines the numbers: 64 hex digits; see `training.identity`."""
+        """SHA-256 of everything that determines the numbers: 64 hex digits."""
         return identity(self.resolved())
 
     @property
@@ -151,10 +164,9 @@ class RunConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Return the configuration as JSON values."""
-        record: dict[str, Any] = {"schema": SCHEMA}
-        for each in dataclasses.fields(self):
-            value = getattr(self, each.name)
-            record[each.name] = dataclasses.asdict(value) if each.name in _PLAIN and value else value
+        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        plain = {name: dataclasses.asdict(fields[name]) for name in _PLAIN if fields[name]}
+        record: dict[str, Any] = {"schema": SCHEMA, **fields, **plain}
         if self.warm_start:
             record["warm_start"]["path"] = str(self.warm_start.path)
         record["execution"]["trackers"] = list(self.execution.trackers)
@@ -172,8 +184,10 @@ class RunConfig:
             if fields.pop("schema") != SCHEMA:
                 raise UserError(f"the configuration has schema {record['schema']}, this version reads {SCHEMA}")
             for name, kind in _PLAIN.items():
-                if fields.get(name):
-                    fields[name] = kind(**_with_types(fields[name]))
+                if values := fields.get(name):
+                    fields[name] = kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+            if start := fields.get("warm_start"):
+                fields["warm_start"] = dataclasses.replace(start, path=Path(start.path))
             return cls(**{**fields, "task": task_from_json(fields["task"])})
         except (AttributeError, KeyError, TypeError) as error:
             raise UserError(f"this is not the configuration of a run: {error}") from error
@@ -188,7 +202,97 @@ _PLAIN: dict[str, type] = {
 """Fields whose values are dataclasses of plain values."""
 
 
-def _with_types(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return JSON values with lists as tuples and paths as paths."""
-    typed: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
-    return {name: Path(value) if name == "path" else value for name, value in typed.items()}
+# --- identity
+
+FROZEN_NAMES: dict[tuple[str, str], str] = {
+    ("SiamesePostPre", "post_norm"): "settle",
+    ("RunConfig", "warm_start"): "start",
+}
+"""Names in the hash that differ from those in Python, by class and field."""
+FROZEN_TAGS: dict[str, str] = {}
+"""Tags of topology families in the hash that differ from the names of their classes."""
+
+
+def identity(config: Any) -> str:
+    """Return the SHA-256 of a resolved run configuration: 64 hex digits."""
+    return hashlib.sha256(json.dumps(described(config), sort_keys=True).encode()).hexdigest()
+
+
+def described(value: Any) -> Any:
+    """Return what counts of a value: of a dataclass, its tag and the fields that differ from their defaults."""
+    if isinstance(value, NormSpec):
+        return {**_tag(NORMS[value.name], value.name), **{name: _spelled(each) for name, each in value.options}}
+    if not dataclasses.is_dataclass(value):
+        return _spelled(value)
+    kind = type(value)
+    tag = FROZEN_TAGS.get(kind.__name__, kind.__name__) if isinstance(value, Topology) else getattr(kind, "tag", "")
+    record = _tag(kind, tag) if tag else {}
+    for each in dataclasses.fields(value):
+        found, default = getattr(value, each.name), default_of(each)
+        part = described(found)
+        beyond = part != {} if isinstance(part, dict) else found != default
+        if each.metadata.get("hashed", True) and (beyond or default is dataclasses.MISSING):
+            record[FROZEN_NAMES.get((kind.__name__, each.name), each.name)] = part
+    return record
+
+
+def first_difference(old: Any, new: Any, name: str = "") -> tuple[str, Any, Any]:
+    """Return the name and both values of the first setting in which two descriptions differ."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return name, "its default" if old is None else old, "its default" if new is None else new
+    differing = next(key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key))
+    return first_difference(old.get(differing), new.get(differing), f"{name}.{differing}".lstrip("."))
+
+
+def _tag(kind: type, tag: str) -> dict[str, Any]:
+    revision = getattr(kind, "revision", 0)
+    return {"tag": tag, **({"revision": revision} if revision else {})}
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """Return the default of a field; MISSING of a required one."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _spelled(value: Any) -> Any:
+    """Return a plain value with whole floats as integers."""
+    if isinstance(value, (list, tuple)):
+        return [_spelled(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+# --- named runs
+
+
+def presets(data: Any) -> dict[str, RunConfig]:
+    """Return named runs: `mini` and `digits` for a CPU, `paper` is the SiameseNorm paper's Table 4.
+
+    Those on text are of the prepared data in `data`.
+    """
+    return {
+        "mini": RunConfig(
+            task=LanguageTaskConfig(data=data, model=language_model_config("mini", vocabulary=0)),
+            optimizer=OptimizerConfig(warmup_steps=40),
+            steps=400,
+            batch=16,
+        ),
+        "digits": RunConfig(
+            task=ClassificationTaskConfig(),
+            optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=20),
+            steps=300,
+            batch=64,
+            validation_every=50,
+        ),
+        "paper": RunConfig(
+            task=LanguageTaskConfig(data=data, model=language_model_config("olmo-1.3b"), validation_tokens=2**21),
+            optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2000, decay="all-but-embeddings"),
+            steps=95_367,
+            batch=512,
+            micro_batch=16,
+            precision="bfloat16",
+            validation_every=1000,
+            execution=Execution(device="cuda", compile="on", checkpoint_every=1000),
+        ),
+    }

@@ -7,7 +7,6 @@ and trainer_state.json of transformers.
 from __future__ import annotations
 
 import csv
-import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -81,16 +80,37 @@ class LossCurve:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One record of a file, and its place there ("line 7")."""
+    """One record of a file, and its place for messages, such as "losses.csv, line 7"."""
 
     place: str
     cells: Mapping[str, Any]
 
+    def has(self, column: str) -> bool:
+        """Return whether there is a value in a column."""
+        return self.cells.get(column) not in (None, "")
 
-def loss_curve(records: Iterable[Mapping[str, Any]], *, source: str = "the record") -> LossCurve:
-    """Return the curve in the records of a run; `source` names them in the `UserError` raised when there is none."""
-    rows = [_Row(f"record {number}", record) for number, record in enumerate(records, start=1)]
-    return _curve(rows, "loss", source)
+    def number(self, column: str) -> float:
+        """Return the number in a column; raises UserError where there is something else."""
+        cell = self.cells.get(column)
+        try:
+            if isinstance(cell, bool) or not isinstance(cell, int | float | str):
+                raise ValueError
+            return float(cell)
+        except (ValueError, OverflowError) as error:
+            raise UserError(f"{self.place}: {column} is {repr(cell)[:40]}, not a number") from error
+
+    def whole_number(self, column: str) -> int:
+        """Return the whole number in a column; raises UserError where there is something else."""
+        number = self.number(column)
+        if not number.is_integer():
+            raise UserError(f"{self.place}: {column} is {self.cells[column]!r}, not a whole number")
+        return int(number)
+
+
+def loss_curve(records: Iterable[Mapping[str, Any]]) -> LossCurve:
+    """Return the curve in the records of a run; raises UserError when there is none."""
+    source = "the record"
+    return _curve([_Row(f"{source}, line {n}", record) for n, record in enumerate(records, start=1)], "loss", source)
 
 
 def read_loss_curve(path: Path, *, column: str = "loss") -> LossCurve:
@@ -112,57 +132,47 @@ def read_loss_curve(path: Path, *, column: str = "loss") -> LossCurve:
         raise UserError(f"{path} is not text: expected metrics.jsonl, CSV or JSON")
     if not text.strip():
         raise UserError(f"{path} is empty: expected a loss curve as metrics.jsonl, CSV or JSON")
-    rows = {"[": _list_rows, "{": _object_rows}.get(text.lstrip()[0], _csv_rows)(text, column, path)
-    return _curve(rows, column, str(path))
+    read_rows = _json_rows if text.lstrip()[0] in "[{" else _csv_rows
+    return _curve(read_rows(text, column, path), column, str(path))
 
 
-def _list_rows(text: str, column: str, path: Path) -> list[_Row]:
+def _json_rows(text: str, column: str, path: Path) -> list[_Row]:
     try:
-        items = decode_json(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}, line {error.lineno} is not JSON: {error.msg}") from error
+        value = decode_json(text)
     except ValueError as error:
-        raise UserError(f"{path} is not JSON that can be read: {error}") from error
-    return [_json_row(f"item {number}", item, column, path) for number, item in enumerate(items, start=1)]
+        if text.lstrip().startswith("["):
+            raise UserError(f"{path} is not JSON: {error}") from error
+        value = None
+    if isinstance(value, dict):
+        value = value.get("log_history")  # trainer_state.json of Hugging Face's Trainer
+    if isinstance(value, list):
+        return [_json_row(f"{path}, item {number}", item, column) for number, item in enumerate(value, start=1)]
+    return [_json_row(f"{path}, line {number}", item, column) for number, item in parse_lines(text.encode(), path)]
 
 
-def _object_rows(text: str, column: str, path: Path) -> list[_Row]:
-    try:
-        history = decode_json(text).get("log_history")  # trainer_state.json of Hugging Face's Trainer
-    except ValueError:
-        history = None
-    if isinstance(history, list):
-        return [_json_row(f"item {number}", item, column, path) for number, item in enumerate(history, start=1)]
-    return [_json_row(f"line {number}", item, column, path) for number, item in parse_lines(text.encode(), path)]
-
-
-def _json_row(place: str, item: Any, column: str, path: Path) -> _Row:
-    if isinstance(item, Mapping):
-        return _Row(place, item)
+def _json_row(place: str, item: Any, column: str) -> _Row:
     if isinstance(item, list):
-        raise UserError(f"{path}, {place}: expected a number or an object with a {column!r}, found a list")
-    return _Row(place, {column: item})
+        raise UserError(f"{place}: expected a number or an object with a {column!r}, found a list")
+    return _Row(place, item if isinstance(item, Mapping) else {column: item})
 
 
 def _csv_rows(text: str, column: str, path: Path) -> list[_Row]:
     lines = text.splitlines()
     first = next(line for line in lines if line.strip())
-    delimiter = max(",\t;", key=first.count)
     try:
-        reader = csv.reader(lines, delimiter=delimiter, strict=True)
-        table = [(reader.line_num, [cell.strip() for cell in row]) for row in reader]
+        reader = csv.reader(lines, delimiter=max(",\t;", key=first.count), strict=True)
+        table = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(map(str.strip, row))]
     except csv.Error as error:
         raise UserError(f"{path} is not CSV: line {reader.line_num}: {error}") from error
-    table = [(number, row) for number, row in table if any(row)]
     _, header = table[0]
-    if all(_is_number(cell) for cell in header):
+    if all(map(_is_number, header)):
         header = _headerless_columns(len(header), column, path)
     else:
         del table[0]
     for number, row in table:
         if len(row) != len(header):
             raise UserError(f"{path}, line {number}: {len(row)} cells where the first line has {len(header)}")
-    return [_Row(f"line {number}", dict(zip(header, row, strict=True))) for number, row in table]
+    return [_Row(f"{path}, line {number}", dict(zip(header, row, strict=True))) for number, row in table]
 
 
 def _headerless_columns(count: int, column: str, path: Path) -> list[str]:
@@ -184,78 +194,54 @@ def _is_number(cell: str) -> bool:
 def _curve(rows: Sequence[_Row], column: str, source: str) -> LossCurve:
     facts: dict[str, Any] = {}
     if any("kind" in row.cells for row in rows):
-        facts = _facts(rows, source)
+        facts = _facts(rows)
         rows = [row for row in rows if row.cells.get("kind") == "train"]
     names = list(dict.fromkeys(name for row in rows for name in row.cells))
     loss_column = _find(names, (column,))
     if names and loss_column is None:
         raise UserError(f"{source}: {unknown('column', column, names)}; name the column of the loss")
-    rows = [row for row in rows if loss_column and row.cells.get(loss_column) not in (None, "")]
+    rows = [row for row in rows if loss_column and row.has(loss_column)]
     if not loss_column or not rows:
         raise UserError(f"{source} has no loss: expected at least one number in {column!r}")
-    gradient_column = _find(names, GRADIENT_COLUMNS)
-    steps = _steps(rows, _find(names, STEP_COLUMNS), source)
-    losses = tuple(_number(row, loss_column, source) for row in rows)
-    norms = _gradient_norms(rows, gradient_column, source) if gradient_column else None
+    norm_column = _find(names, GRADIENT_COLUMNS)
+    norms = tuple(row.number(norm_column) if row.has(norm_column) else None for row in rows) if norm_column else None
+    steps, losses = _steps(rows, _find(names, STEP_COLUMNS)), tuple(row.number(loss_column) for row in rows)
     try:
         return LossCurve(steps=steps, losses=losses, gradient_norms=norms, **facts)
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
 
 
-def _facts(rows: Sequence[_Row], source: str) -> dict[str, Any]:
+def _facts(rows: Sequence[_Row]) -> dict[str, Any]:
     """Return what the record of a run says about it: in its line of kind "model", and the last held-out loss."""
-    readers = {"steps": _whole_number, "warmup_steps": _whole_number, "floor": _number, "scale": _number}
-    model = next((row for row in rows if row.cells.get("kind") == "model"), _Row("", {}))
-    facts: dict[str, Any] = {
-        name: read(model, name, source) for name, read in readers.items() if model.cells.get(name) is not None
-    }
+    facts: dict[str, Any] = {}
+    for row in rows:
+        if row.cells.get("kind") == "model":
+            facts |= {name: row.whole_number(name) for name in ("steps", "warmup_steps") if row.has(name)}
+            facts |= {name: row.number(name) for name in ("floor", "scale") if row.has(name)}
+        elif row.cells.get("kind") == "validation" and "loss" in row.cells:
+            facts["held_out"] = row.number("loss")
     if "steps" in facts:
         facts["steps_total"] = facts.pop("steps")
-    validations = [row for row in rows if row.cells.get("kind") == "validation" and "loss" in row.cells]
-    return facts | ({"held_out": _number(validations[-1], "loss", source)} if validations else {})
+    return facts
 
 
 def _find(names: Sequence[str], wanted: Sequence[str]) -> str | None:
     """Return the first column with a wanted name, exactly or but for upper case."""
-    for name in wanted:
-        if name in names:
-            return name
     folded = {name.casefold(): name for name in reversed(names)}
-    return next((folded[name.casefold()] for name in wanted if name.casefold() in folded), None)
+    exact = (name for name in wanted if name in names)
+    return next(exact, None) or next((folded[name] for name in wanted if name in folded), None)
 
 
-def _gradient_norms(rows: Sequence[_Row], column: str, source: str) -> tuple[float | None, ...]:
-    return tuple(None if row.cells.get(column) in (None, "") else _number(row, column, source) for row in rows)
-
-
-def _steps(rows: Sequence[_Row], column: str | None, source: str) -> tuple[int, ...]:
+def _steps(rows: Sequence[_Row], column: str | None) -> tuple[int, ...]:
     if column is None:
         return tuple(range(1, len(rows) + 1))
     steps: list[int] = []
     for row in rows:
-        step = _whole_number(row, column, source)
+        step = row.whole_number(column)
         if steps and step <= steps[-1]:
             raise UserError(
-                f"{source}, {row.place}: step {step} follows step {steps[-1]}: "
-                "sort the rows by step and keep one row a step"
+                f"{row.place}: step {step} follows step {steps[-1]}: sort the rows by step and keep one row a step"
             )
         steps.append(step)
     return tuple(steps)
-
-
-def _whole_number(row: _Row, column: str, source: str) -> int:
-    number = _number(row, column, source)
-    if not math.isfinite(number) or number != int(number):
-        raise UserError(f"{source}, {row.place}: {column} is {row.cells.get(column)!r}, not a whole number")
-    return int(number)
-
-
-def _number(row: _Row, column: str, source: str) -> float:
-    cell = row.cells.get(column)
-    try:
-        if isinstance(cell, bool) or not isinstance(cell, int | float | str):
-            raise ValueError
-        return float(cell)
-    except (ValueError, OverflowError) as error:
-        raise UserError(f"{source}, {row.place}: {column} is {repr(cell)[:40]}, not a number") from error

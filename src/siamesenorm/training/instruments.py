@@ -1,115 +1,68 @@
-"""Instruments watch a run: the console, the log of a worker, TensorBoard and Weights & Biases.
-
-An instrument receives the loop and reads what it needs; it changes nothing of the run.
-"""
+"""Instruments watch a run: the console, the log of a worker, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch import nn
-from torch.optim import Optimizer
+from typing import Any
 
 from siamesenorm.errors import UserError
 from siamesenorm.progress import ProgressDisplay
-from siamesenorm.tasks.task import Task
 from siamesenorm.training.config import RunConfig
+from siamesenorm.training.loop import Instrument, Record, TrainingLoop
 from siamesenorm.training.verdict import Verdict
 
-Record = dict[str, Any]
 SCALARS = ("loss", "learning_rate", "gradient_norm", "step_seconds")
-
-
-class Loop(Protocol):
-    """What an instrument sees of the train loop."""
-
-    config: RunConfig
-    task: Task
-    model: nn.Module
-    optimizer: Optimizer
-
-    def record(self, record: Record) -> None:
-        """Append to the run's record."""
-
-
-class Instrument:
-    """What the loop calls; every method does nothing by default."""
-
-    def on_start(self, loop: Loop, step: int) -> None:
-        """Training starts, or resumes after `step`."""
-
-    def on_record(self, loop: Loop, record: Record) -> None:
-        """A record of any kind was written."""
-
-    def on_step(self, loop: Loop, record: Record) -> None:
-        """An optimizer step was recorded."""
-
-    def on_validation(self, loop: Loop, record: Record) -> None:
-        """An evaluation was recorded."""
-
-    def on_note(self, loop: Loop, line: str) -> None:
-        """The run has something to say to a person."""
-
-    def on_end(self, loop: Loop, verdict: Verdict) -> None:
-        """The run is finished."""
-
-    def close(self) -> None:
-        """The run has ended, or failed."""
 
 
 class Console(Instrument):
     """Shows step, loss, rate and time left on standard error."""
 
-    def __init__(self) -> None:
-        self.display: ProgressDisplay | None = None
-        self.held_out = ""
+    display: ProgressDisplay
+    held_out = ""
 
-    def on_start(self, loop: Loop, step: int) -> None:
+    def on_start(self, loop: TrainingLoop, step: int) -> None:
         """Show where the run starts or resumes."""
-        config, self.display = loop.config, ProgressDisplay(unit=f"{loop.task.item}s")
+        config, item = loop.config, f"{loop.task.item}s"
+        self.display = ProgressDisplay(unit=item)
         self.items = config.batch * loop.task.items_per_sample
         where = "starts" if step == 0 else f"resumes after step {step}"
         self.display.line(
             f"{config.label} @ {config.optimizer.learning_rate:g}, seed {config.seed}: "
-            f"{config.steps} steps of {self.items:,} {loop.task.item}s, {where}"
+            f"{config.steps} steps of {self.items:,} {item}, {where}"
         )
         self.display.start(config.steps * self.items, step * self.items)
 
-    def on_step(self, loop: Loop, record: Record) -> None:
+    def on_step(self, loop: TrainingLoop, record: Record) -> None:
         """Show the newest loss."""
-        if self.display is not None:
-            text = f"step {record['step']}/{loop.config.steps}: loss {record['loss']:.3f}{self.held_out}"
-            self.display.update(record["step"] * self.items, text)
+        text = f"step {record['step']}/{loop.config.steps}: loss {record['loss']:.3f}{self.held_out}"
+        self.display.update(record["step"] * self.items, text)
 
-    def on_validation(self, loop: Loop, record: Record) -> None:
-        """Remember the metrics, for the next line."""
+    def on_validation(self, loop: TrainingLoop, record: Record) -> None:
+        """Keep the metrics for the next line."""
         found = (f"held-out {metric.label} {record[metric.name]:{metric.format}}" for metric in loop.task.metrics)
         self.held_out = "".join(f", {each}" for each in found)
 
-    def on_note(self, loop: Loop, line: str) -> None:
+    def on_note(self, loop: TrainingLoop, line: str) -> None:
         """Show a line."""
-        if self.display is not None:
-            self.display.line(line)
+        self.display.line(line)
 
-    def on_end(self, loop: Loop, verdict: Verdict) -> None:
+    def on_end(self, loop: TrainingLoop, verdict: Verdict) -> None:
         """Show the verdict."""
         self.close()
-        if self.display is not None:
-            self.display.line(f"{verdict.sentence()}{self.held_out}")
+        self.display.line(f"{verdict.sentence()}{self.held_out}")
 
     def close(self) -> None:
-        """Remove the live line."""
-        if self.display is not None:
+        """Remove the live line, if the run was started."""
+        if hasattr(self, "display"):
             self.display.close()
 
 
 class WorkerLog(Instrument):
     """Prints notes to standard output, which an experiment keeps as the run's log."""
 
-    def on_note(self, loop: Loop, line: str) -> None:
+    def on_note(self, loop: TrainingLoop, line: str) -> None:
         """Print the line at once: what is on standard error comes after it."""
         print(line, flush=True)
 
@@ -117,24 +70,23 @@ class WorkerLog(Instrument):
 class TensorBoardTracker(Instrument):
     """Writes the numbers of every record as TensorBoard events."""
 
-    def __init__(self, config: RunConfig, directory: Path) -> None:
-        self.module = _import("torch.utils.tensorboard", "tensorboard")
-        self.directory = directory
+    def __init__(self, directory: Path) -> None:
+        self.module, self.directory = _import("torch.utils.tensorboard", "tensorboard"), directory
 
-    def on_start(self, loop: Loop, step: int) -> None:
+    def on_start(self, loop: TrainingLoop, step: int) -> None:
         """Open the file, without what an interrupted process wrote of the steps that are repeated."""
         self.writer = self.module.SummaryWriter(str(self.directory / "tensorboard"), purge_step=step + 1)
 
-    def on_record(self, loop: Loop, record: Record) -> None:
+    def on_record(self, loop: TrainingLoop, record: Record) -> None:
         """Write the numbers of a record."""
         for name, value in _scalars(loop, record).items():
             self.writer.add_scalar(name, value, record["step"])
 
-    def on_note(self, loop: Loop, line: str) -> None:
+    def on_note(self, loop: TrainingLoop, line: str) -> None:
         """Write the line as text."""
         self.writer.add_text("notes", line)
 
-    def on_end(self, loop: Loop, verdict: Verdict) -> None:
+    def on_end(self, loop: TrainingLoop, verdict: Verdict) -> None:
         """Write the verdict and close."""
         self.writer.add_text("verdict", verdict.sentence())
         self.writer.close()
@@ -143,42 +95,37 @@ class TensorBoardTracker(Instrument):
 class WandbTracker(Instrument):
     """Mirrors the numbers of every record to Weights & Biases; a resumed run continues under its name."""
 
-    def __init__(self, config: RunConfig, directory: Path) -> None:
-        self.module = _import("wandb", "wandb")
-        self.directory = directory
+    def __init__(self, directory: Path) -> None:
+        self.module, self.directory = _import("wandb", "wandb"), directory
 
-    def on_start(self, loop: Loop, step: int) -> None:
+    def on_start(self, loop: TrainingLoop, step: int) -> None:
         """Open the run, new or resumed."""
+        config = loop.config
         self.run = self.module.init(
-            project="siamesenorm",
-            id=loop.config.identity[:12],
-            name=loop.config.label,
-            config=loop.config.to_json(),
-            dir=str(self.directory),
-            resume="allow",
-        )
+            project="siamesenorm", id=config.identity[:12], name=config.label, config=config.to_json(),
+            dir=str(self.directory), resume="allow",
+        )  # fmt: skip
 
-    def on_record(self, loop: Loop, record: Record) -> None:
+    def on_record(self, loop: TrainingLoop, record: Record) -> None:
         """Log the numbers of a record."""
         if values := _scalars(loop, record):
             self.run.log(values, step=record["step"])
 
-    def on_end(self, loop: Loop, verdict: Verdict) -> None:
+    def on_end(self, loop: TrainingLoop, verdict: Verdict) -> None:
         """Log the verdict and close."""
         self.run.summary["verdict"] = verdict.sentence()
         self.run.finish()
 
 
+TRACKERS: dict[str, Callable[[Path], Instrument]] = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
+
+
 def build_trackers(config: RunConfig, directory: Path) -> tuple[Instrument, ...]:
     """Return the trackers that the configuration names; raises UserError where one is not installed."""
-    classes: dict[str, Callable[[RunConfig, Path], Instrument]] = {
-        "tensorboard": TensorBoardTracker,
-        "wandb": WandbTracker,
-    }
-    return tuple(classes[name](config, directory) for name in config.execution.trackers)
+    return tuple(TRACKERS[name](directory) for name in config.execution.trackers)
 
 
-def _scalars(loop: Loop, record: Record) -> dict[str, float]:
+def _scalars(loop: TrainingLoop, record: Record) -> dict[str, float]:
     names = {*SCALARS, *(metric.name for metric in loop.task.metrics)}
     return {f"{record['kind']}/{name}": record[name] for name in sorted(names & record.keys()) if "step" in record}
 

@@ -7,11 +7,11 @@ run ends with the same bits as one never interrupted, but for the time fields an
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import resource
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
+from siamesenorm.training import execution
 from siamesenorm.training.checkpoint import (
+    Checkpoint,
     Stage,
     capture_random_state,
     keep_last_weights,
@@ -28,11 +30,8 @@ from siamesenorm.training.checkpoint import (
     save_checkpoint,
 )
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.environment import choose, find_device, require_memory
-from siamesenorm.training.instruments import Instrument
 from siamesenorm.training.metrics import MetricsLog, read_metrics
 from siamesenorm.training.optimizer import build_optimizer, optimizer_tensors, restore_optimizer, set_learning_rate
-from siamesenorm.training.parallel import checkpoint_blocks, compile_blocks
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.verdict import StabilityMonitor, Verdict
 from siamesenorm.training.warm_start import load_start, require_start
@@ -40,13 +39,29 @@ from siamesenorm.training.warm_start import load_start, require_start
 Record = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Interrupted:
-    """How far an earlier process came."""
+class Instrument:
+    """What watches a run: it reads what it needs from the loop; every method does nothing by default."""
 
-    step: int = 0
-    seconds: float = 0.0
-    skipped: tuple[str, ...] = ()
+    def on_start(self, loop: TrainingLoop, step: int) -> None:
+        """Training starts, or resumes after `step`."""
+
+    def on_record(self, loop: TrainingLoop, record: Record) -> None:
+        """A record of any kind was written."""
+
+    def on_step(self, loop: TrainingLoop, record: Record) -> None:
+        """An optimizer step was recorded."""
+
+    def on_validation(self, loop: TrainingLoop, record: Record) -> None:
+        """An evaluation was recorded."""
+
+    def on_note(self, loop: TrainingLoop, line: str) -> None:
+        """A line for people was recorded."""
+
+    def on_end(self, loop: TrainingLoop, verdict: Verdict) -> None:
+        """The run is finished."""
+
+    def close(self) -> None:
+        """The run has ended, or failed."""
 
 
 def train(
@@ -82,20 +97,20 @@ class TrainingLoop:
         self.config, self.run_directory, self.instruments, self.at_stage = config, run, instruments, at_stage
         if not run.checkpoints.exists():
             require_start(config)
-        self.device = find_device(config.execution.device)
+        self.device = execution.find_device(config.execution.device)
         torch.manual_seed(config.seed)
         self.task = config.task.build(config.seed)
         blueprint = self.task.build_model(torch.device("meta"))
-        require_memory(blueprint, self.device)
+        execution.require_memory(blueprint, self.device)
         self.description = self.task.describe(blueprint)
         operations = self.description["flops_per_sample"] * config.batch * config.steps
         earlier = next(iter(run.read_environments()), None) if run.checkpoints.exists() else None
-        self.choices = choose(config.execution, operations, earlier)
+        self.choices = execution.choose(config.execution, operations, earlier)
         self.model: nn.Module = self.task.build_model(self.device, self.choices.kernels)
         if config.checkpoint_activations:
-            checkpoint_blocks(self.model)
+            execution.checkpoint_blocks(self.model)
         if self.choices.compiled:
-            compile_blocks(self.model)
+            execution.compile_blocks(self.model)
         self.optimizer: torch.optim.Optimizer = build_optimizer(self.model, config.optimizer)
         self.schedule = config.optimizer.schedule(config.steps)
         self.monitor = StabilityMonitor(
@@ -108,40 +123,38 @@ class TrainingLoop:
 
     def run(self) -> Verdict:
         """Train to the end, or to an early one, and write the verdict."""
+        config = self.config
         with MetricsLog(self.run_directory.metrics_file) as self.log:
-            before = self._resume()
-            elsewhere = self.run_directory.record_environment(self.config.execution.device, self.choices)
-            self.clock = time.perf_counter() - before.seconds
+            checkpoint = self._resume()
+            step = checkpoint.step if checkpoint else 0
+            self.clock = time.perf_counter() - (checkpoint.state["seconds"] if checkpoint else 0.0)
+            changes = self.run_directory.record_environment(
+                execution.describe_environment(config.execution.device)
+                | dataclasses.asdict(self.choices)
+                | {"operators": execution.operators_in_use(self.model, self.device)}
+            )
             for instrument in self.instruments:
-                instrument.on_start(self, before.step)
-            for damaged in before.skipped:
-                self.note(f"skipped the damaged checkpoint {damaged}; resumes after step {before.step}")
-            if elsewhere and before.step:
-                self.note(elsewhere)
-            if before.step == 0:
+                instrument.on_start(self, step)
+            for damaged in checkpoint.skipped if checkpoint else ():
+                self.note(f"skipped the damaged checkpoint {damaged}; resumes after step {step}")
+            if changes and step:
+                self.note(changes)
+            if step == 0:
                 self._begin()
-            step = before.step
-            while step < self.config.steps and not self._gives_up():
+            while step < config.steps and not (config.stop_early and self.monitor.should_stop):
                 step += 1
                 self._train_step(step)
-                if step % self.config.validation_every == 0 or step == self.config.steps:
+                if step % config.validation_every == 0 or step == config.steps:
                     self._validate(step)
-                if step % self.config.execution.checkpoint_every == 0 or step == self.config.steps:
+                if step % config.execution.checkpoint_every == 0 or step == config.steps:
                     self._save(step)
             return self._finish(step)
 
     def _begin(self) -> None:
         """Write the first record; a run with a warm start loads its weights and is evaluated as it is."""
-        if self.config.warm_start is None:
-            return self.record({"kind": "model", **self._introduction()})
-        weights, start = load_start(self.config.warm_start, self.task)
-        self.model.load_state_dict(weights)
-        self.record({"kind": "model", **self._introduction(), "start": start})
-        self._validate(0)
-
-    def _introduction(self) -> Record:
         config, task = self.config, self.task
-        return {
+        record: Record = {
+            "kind": "model",
             "label": config.label,
             **self.description,
             "floor": task.floor,
@@ -154,6 +167,12 @@ class TrainingLoop:
             "warmup_steps": config.optimizer.warmup_steps,
             "batch": config.batch,
         }
+        if config.warm_start is None:
+            return self.record(record)
+        weights, start = load_start(config.warm_start, task)
+        self.model.load_state_dict(weights)
+        self.record({**record, "start": start})
+        self._validate(0)
 
     def _train_step(self, step: int) -> None:
         config, begin = self.config, time.perf_counter()
@@ -207,22 +226,25 @@ class TrainingLoop:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
     def _save(self, step: int) -> None:
-        tensors = optimizer_tensors(self.optimizer)
         save_checkpoint(
             self.run_directory.checkpoints,
             step,
-            {"model": dict(self.model.state_dict()), "optimizer": tensors, "random": capture_random_state()},
+            {
+                "model": dict(self.model.state_dict()),
+                "optimizer": optimizer_tensors(self.optimizer),
+                "random": capture_random_state(),
+            },
             {"metrics_offset": self.log.sync(), "seconds": time.perf_counter() - self.clock},
             keep=self.config.execution.keep_checkpoints,
             at_stage=self.at_stage,
         )
 
-    def _resume(self) -> _Interrupted:
+    def _resume(self) -> Checkpoint | None:
         """Restore the newest whole checkpoint and cut the record back to it; start over where there is none."""
         checkpoint = load_checkpoint(self.run_directory.checkpoints)
+        self.log.truncate(checkpoint.state["metrics_offset"] if checkpoint else 0)
         if checkpoint is None:
-            self.log.truncate(0)
-            return _Interrupted()
+            return None
         self.model.load_state_dict(checkpoint.tensors["model"])
         if "optimizer" in checkpoint.tensors:
             restore_optimizer(self.optimizer, checkpoint.tensors["optimizer"])
@@ -232,16 +254,12 @@ class TrainingLoop:
                 f"{checkpoint.path} has no optimizer state, because its run had ended: remove "
                 f"{self.run_directory.checkpoints} to train from the start"
             )
-        self.log.truncate(checkpoint.state["metrics_offset"])
         for record in read_metrics(self.run_directory.metrics_file):
             if record["kind"] == "train":
                 self.monitor.observe(record["loss"], record["gradient_norm"])
             elif record["kind"] == "validation":
                 self.monitor.observe_validation(record["loss"])
-        return _Interrupted(step=checkpoint.step, seconds=checkpoint.state["seconds"], skipped=checkpoint.skipped)
-
-    def _gives_up(self) -> bool:
-        return self.config.stop_early and self.monitor.should_stop
+        return checkpoint
 
     def _finish(self, step: int) -> Verdict:
         verdict = self.monitor.verdict()

@@ -1,7 +1,7 @@
 """The record of a run: `metrics.jsonl`, one JSON object a line, appended step by step.
 
-Every line reaches the operating system before `append` returns, so a killed process loses nothing; `offset` is what a
-checkpoint stores, and `truncate(offset)` what an exact resume does with it. Apart from `TIME_FIELDS` the file is
+Every line reaches the operating system before `append` returns, so a killed process loses nothing. A checkpoint stores
+the length that `sync` returns, and an exact resume truncates the file to it. Apart from `TIME_FIELDS` the file is
 bit-reproducible.
 """
 
@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from io import SEEK_END, FileIO
+from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json, disk_errors, encode_json
 
 TIME_FIELDS = ("time", "step_seconds", "peak_memory_bytes")
-
-_TAIL_BYTES = 65536
 
 
 class MetricsLog:
@@ -30,13 +27,8 @@ class MetricsLog:
         self.path = path
         with disk_errors(path):
             self._file = FileIO(path, "a+")
-            self._offset = _end_of_last_line(self._file)
+            self._offset = path.read_bytes().rfind(b"\n") + 1
             self._file.truncate(self._offset)
-
-    @property
-    def offset(self) -> int:
-        """Bytes written so far: the end of the last whole line."""
-        return self._offset
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record; on a full disk the line is taken back and `UserError` raised."""
@@ -52,7 +44,7 @@ class MetricsLog:
         self._offset += len(line)
 
     def sync(self) -> int:
-        """Wait until all records are on the disk (a power failure then keeps them) and return `offset`."""
+        """Wait until all records are on the disk (a power failure then keeps them) and return their length in bytes."""
         with disk_errors(self.path):
             os.fsync(self._file.fileno())
         return self._offset
@@ -77,22 +69,9 @@ class MetricsLog:
         """Return the log itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close the file."""
         self.close()
-
-
-def _end_of_last_line(file: FileIO) -> int:
-    end = file.seek(0, SEEK_END)
-    while end > 0:
-        start = max(0, end - _TAIL_BYTES)
-        newline = os.pread(file.fileno(), end - start, start).rfind(b"\n")
-        if newline >= 0:
-            return start + newline + 1
-        end = start
-    return 0
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

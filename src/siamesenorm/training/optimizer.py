@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.norms import DeclaredModule, declared_parameters
+from siamesenorm.norms import declared_parameters
 
 Shape = Literal["cosine", "linear", "wsd", "constant"]
 Decay = Literal["declared", "all-but-embeddings"]
@@ -62,13 +62,7 @@ class OptimizerConfig:
 
     def schedule(self, steps: int) -> Schedule:
         """Return the schedule of a run of this many steps; raises UserError for values that make none."""
-        return Schedule(
-            total_steps=steps,
-            warmup_steps=self.warmup_steps,
-            shape=self.shape,
-            final_fraction=self.final_fraction,
-            decay_fraction=self.decay_fraction,
-        )
+        return Schedule(config=self, total_steps=steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,29 +83,27 @@ class Schedule:
     Raises `UserError` on values that make no schedule.
     """
 
+    config: OptimizerConfig
     total_steps: int
-    warmup_steps: int = 0
-    shape: Shape = "cosine"
-    final_fraction: float = 0.1
-    decay_fraction: float = 0.2
 
     def __post_init__(self) -> None:
         """Refuse values that make no schedule."""
-        if self.shape not in get_args(Shape):
-            raise unknown("schedule", self.shape, get_args(Shape))
-        if self.total_steps < 1:
-            raise UserError(f"total_steps is {self.total_steps}: a schedule needs at least one step")
-        if not 0 <= self.warmup_steps < self.total_steps:
+        config, steps = self.config, self.total_steps
+        if config.shape not in get_args(Shape):
+            raise unknown("schedule", config.shape, get_args(Shape))
+        if steps < 1:
+            raise UserError(f"total_steps is {steps}: a schedule needs at least one step")
+        if not 0 <= config.warmup_steps < steps:
             raise UserError(
-                f"warmup_steps is {self.warmup_steps}: it must be at least 0 and less than the {self.total_steps} steps"
+                f"warmup_steps is {config.warmup_steps}: it must be at least 0 and less than the {steps} steps"
             )
-        if not 0 <= self.final_fraction <= 1:
-            raise UserError(f"final_fraction is {self.final_fraction}: it must be between 0 and 1")
-        most = 1 - self.warmup_steps / self.total_steps
-        if self.shape == "wsd" and not 0 < self.decay_fraction <= most + 1e-9:
+        if not 0 <= config.final_fraction <= 1:
+            raise UserError(f"final_fraction is {config.final_fraction}: it must be between 0 and 1")
+        most = 1 - config.warmup_steps / steps
+        if config.shape == "wsd" and not 0 < config.decay_fraction <= most + 1e-9:
             raise UserError(
-                f"decay_fraction is {self.decay_fraction}: with {self.warmup_steps} of {self.total_steps} steps of "
-                f"warm-up it must be above 0 and at most {most:g}"
+                f"decay_fraction is {config.decay_fraction}: with {config.warmup_steps} of {steps} steps of warm-up "
+                f"it must be above 0 and at most {most:g}"
             )
 
     def factor(self, step: int) -> float:
@@ -119,19 +111,19 @@ class Schedule:
 
         Step 0 is where the warm-up starts: 0, or without warm-up the peak. Raises `ValueError` below that.
         """
+        config = self.config
         if step < 0:
             raise ValueError(f"step is {step}: steps are counted from 1")
-        if step < self.warmup_steps:
-            return step / self.warmup_steps
-        step = min(step, self.total_steps)
-        if self.shape == "constant":
+        if step < config.warmup_steps:
+            return step / config.warmup_steps
+        if config.shape == "constant":
             return 1.0
-        start = float(self.warmup_steps)
-        if self.shape == "wsd":
-            start = self.total_steps * (1 - self.decay_fraction)
-        progress = max(0.0, (step - start) / (self.total_steps - start))
-        remaining = (1 + math.cos(math.pi * progress)) / 2 if self.shape == "cosine" else 1 - progress
-        return self.final_fraction + (1 - self.final_fraction) * remaining
+        start = float(config.warmup_steps)
+        if config.shape == "wsd":
+            start = self.total_steps * (1 - config.decay_fraction)
+        progress = max(0.0, (min(step, self.total_steps) - start) / (self.total_steps - start))
+        remaining = (1 + math.cos(math.pi * progress)) / 2 if config.shape == "cosine" else 1 - progress
+        return config.final_fraction + (1 - config.final_fraction) * remaining
 
 
 def decayed_parameters(model: nn.Module, rule: str) -> dict[str, bool]:
@@ -140,26 +132,19 @@ def decayed_parameters(model: nn.Module, rule: str) -> dict[str, bool]:
     "declared": matrices of projections, and declared parameters that say so; neither biases nor embeddings.
     "all-but-embeddings": everything but embeddings, gains and biases included, as in OLMo. A tied head is an embedding.
     """
-    exempt = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for parameter in module.parameters()
-    }
+    embeddings = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     declared = {id(parameter): declaration.decay for _, parameter, declaration in declared_parameters(model)}
     decisions: dict[str, bool] = {}
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(prefix, recurse=False):
-            if not parameter.requires_grad or id(parameter) in exempt:
-                decisions[name] = False
-            elif rule == "all-but-embeddings":
-                decisions[name] = True
-            elif isinstance(module, DeclaredModule):
-                decisions[name] = declared[id(parameter)]
-            else:
-                decisions[name] = parameter.ndim >= 2
-    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return {name: decay for name, decay in decisions.items() if name in names}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) in embeddings:
+            decisions[name] = False
+        elif rule == "all-but-embeddings":
+            decisions[name] = True
+        else:
+            decisions[name] = declared.get(id(parameter), parameter.ndim >= 2)
+    return decisions
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:

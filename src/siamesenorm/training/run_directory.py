@@ -12,14 +12,12 @@ from typing import Any
 
 from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json, disk_errors, encode_json, exclusive, write_atomically
-from siamesenorm.training.config import RunConfig
-from siamesenorm.training.environment import Choices, describe_environment
-from siamesenorm.training.identity import described, first_difference
+from siamesenorm.training.config import RunConfig, described, first_difference
 from siamesenorm.training.verdict import Verdict
 
 LOCK_FILE = "lock"
 LOG_FILE = "log.txt"
-DECISIVE = ("device", "torch", "commit", "kernels", "compiled")
+DECISIVE = ("device", "torch", "commit", "kernels", "operators", "compiled")
 """What changes the bits of the steps to come when it changes on resume."""
 
 
@@ -58,18 +56,20 @@ class RunDirectory:
         if not (self.config_file.is_file() and self.verdict_file.is_file()):
             self._write(self.config_file, config.resolved().to_json())
 
-    def record_environment(self, device: str, choices: Choices) -> str | None:
+    def record_environment(self, environment: dict[str, Any]) -> str | None:
         """Write what this process trains on, with that of earlier ones under "earlier", the newest first.
 
         Returns a line when something that changes the bits is not that of the process before.
         """
-        now = describe_environment(device, choices)
         before = self.read_environments()
-        if before and before[0] == now:
+        if before and before[0] == environment:
             return None
-        self._write(self.environment_file, {**now, "earlier": before} if before else now)
-        last = before[0] if before else now
-        changes = [f"{name} {now[name]} (was {last.get(name)})" for name in DECISIVE if now.get(name) != last.get(name)]
+        self._write(self.environment_file, {**environment, "earlier": before} if before else environment)
+        changes = [
+            f"{name} {environment[name]} (was {before[0].get(name)})"
+            for name in DECISIVE
+            if before and environment[name] != before[0].get(name)
+        ]
         return f"resumes with {', '.join(changes)}: its bits may differ from here on" if changes else None
 
     def read_environments(self) -> list[dict[str, Any]]:

@@ -1,7 +1,4 @@
-"""Measures of a loss curve that single bad batches do not move: running medians, excursions, sensitivity to the rate.
-
-Everything here is a plain function of numbers; `verdict.py` sets the thresholds and gives the results their words.
-"""
+"""Measures of a loss curve that single bad batches do not move: running medians, excursions, dependence on the rate."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from statistics import median
 
 SIGMA_PER_MAD = 1.4826
 """Standard deviation over median absolute deviation, of a normal distribution."""
@@ -39,21 +36,11 @@ class RunningMedian:
     @property
     def median(self) -> float:
         """The median; of an even number of values, the mean of the middle two."""
-        return _middle(self._sorted)
+        return median(self._sorted)
 
     def quantile(self, part: float) -> float:
         """Return the value below which this part of the window lies."""
         return self._sorted[int(part * len(self._sorted))]
-
-
-def median(values: Sequence[float]) -> float:
-    """Return the median; of an even number of values, the mean of the middle two."""
-    return _middle(sorted(values))
-
-
-def _middle(ordered: Sequence[float]) -> float:
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def centred_medians(values: Sequence[float], half_width: int) -> list[float]:
@@ -81,40 +68,29 @@ def centred_medians(values: Sequence[float], half_width: int) -> list[float]:
     return medians
 
 
-@dataclass(frozen=True, slots=True)
-class ExcursionRule:
-    """When a value counts as an excursion above its surroundings.
+def excursions(
+    values: Sequence[float], *, window: int, history: int, sigmas: float, rise: float, shortest: int, after: int = 0
+) -> tuple[int, ...]:
+    """Return where the excursions of a series above its surroundings begin, counted from 1.
 
     The residual r_t = x_t - m_t from the centred median over `window` values exceeds `rise` and `sigmas` robust
     standard deviations (1.4826 MAD) of the residuals in a window twice as wide, for at least `shortest` values in a
-    row. The first `history` values are never excursions, for lack of surroundings.
-    """
-
-    window: int
-    history: int
-    sigmas: float
-    rise: float
-    shortest: int
-
-
-def excursions(values: Sequence[float], rule: ExcursionRule, *, after: int = 0) -> tuple[int, ...]:
-    """Return where the excursions of a series begin, counted from 1; values up to number `after` do not count.
-
-    A value that is not finite belongs to an excursion.
+    row. A value that is not finite belongs to an excursion. The first `history` values are never excursions, for lack
+    of surroundings, and values up to number `after` do not count.
     """
     finite = [index for index, value in enumerate(values) if math.isfinite(value)]
     x = [values[index] for index in finite]
-    residuals = [value - middle for value, middle in zip(x, centred_medians(x, rule.window // 2), strict=True)]
+    residuals = [value - middle for value, middle in zip(x, centred_medians(x, window // 2), strict=True)]
     out = [not math.isfinite(value) for value in values]
-    for position in range(rule.history, len(x)):
-        if residuals[position] > rule.rise:
-            around = residuals[max(0, position - rule.window) : position + rule.window + 1]
-            out[finite[position]] = residuals[position] > rule.sigmas * robust_sigma(around)
+    for position in range(history, len(x)):
+        if residuals[position] > rise:
+            around = residuals[max(0, position - window) : position + window + 1]
+            out[finite[position]] = residuals[position] > sigmas * robust_sigma(around)
     starts, length = [], 0
     for index, is_out in enumerate(out):
         length = length + 1 if is_out and index >= after else 0
-        if length == rule.shortest:
-            starts.append(index - rule.shortest + 2)
+        if length == shortest:
+            starts.append(index - shortest + 2)
     return tuple(starts)
 
 
@@ -122,11 +98,6 @@ def robust_sigma(values: Sequence[float]) -> float:
     """Return the robust standard deviation: 1.4826 times the median absolute deviation from the median."""
     centre = median(values)
     return SIGMA_PER_MAD * median([abs(value - centre) for value in values])
-
-
-def logarithms(values: Sequence[float]) -> list[float]:
-    """Return the logarithms of values of at least 1e-12; NaN for what is not finite."""
-    return [math.log(max(value, 1e-12)) if math.isfinite(value) else math.nan for value in values]
 
 
 def part_far_above(

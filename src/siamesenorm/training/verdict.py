@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
@@ -119,10 +119,6 @@ class Thresholds:
     def steps(self, fraction: float, steps_total: int) -> int:
         """Return a fraction of the run as a whole number of steps, at least one."""
         return max(1, math.ceil(fraction * steps_total - 1e-9))
-
-    def spike_rule(self, *, rise: float, shortest: int) -> stability.ExcursionRule:
-        """Return the rule for spikes of at least this rise and length."""
-        return stability.ExcursionRule(self.spike_window, self.spike_history, self.spike_sigmas, rise, shortest)
 
 
 DEFAULT_THRESHOLDS = Thresholds()
@@ -274,16 +270,15 @@ class StabilityMonitor:
         """Return the verdict on the steps so far; raises UserError before the first."""
         if not self._losses:
             raise UserError("there are no losses to judge: expected at least one step")
-        thresholds, steps = self._thresholds, len(self._losses)
+        thresholds, scale = self._thresholds, self._scale
         divergence, divergence_step = self._divergence()
-        rule = thresholds.spike_rule(rise=thresholds.spike_rise * self._scale, shortest=thresholds.spike_steps)
-        spikes = stability.excursions(self._losses, rule, after=self._warmup_steps)
+        spikes = self._excursions(self._losses, rise=thresholds.spike_rise * scale, shortest=thresholds.spike_steps)
         # Clipped norms are nearly constant: by a tenth at least.
-        tenth = thresholds.spike_rule(rise=math.log(1.1), shortest=1)
-        norm_spikes = stability.excursions(stability.logarithms(self._gradient_norms), tenth, after=self._warmup_steps)
+        logarithms = [math.log(max(each, 1e-12)) if math.isfinite(each) else math.nan for each in self._gradient_norms]
+        norm_spikes = self._excursions(logarithms, rise=math.log(1.1), shortest=1)
         high_part = stability.part_far_above(
             self._losses, window=thresholds.spike_window, history=thresholds.spike_history,
-            rise=thresholds.high_rise * self._scale, spreads=thresholds.high_spreads, after=self._warmup_steps,
+            rise=thresholds.high_rise * scale, spreads=thresholds.high_spreads, after=self._warmup_steps,
         )  # fmt: skip
         found = {
             divergence: divergence is not None,
@@ -295,7 +290,7 @@ class StabilityMonitor:
         return Verdict(
             label=reasons[0].label if reasons else "stable",
             reasons=reasons,
-            unchecked=tuple(self._unchecked()),
+            unchecked=self._unchecked(),
             divergence_step=divergence_step,
             spikes=spikes,
             gradient_spikes=len(norm_spikes),
@@ -305,8 +300,8 @@ class StabilityMonitor:
             final=self._final,
             held_out=self._held_out,
             floor=self._floor,
-            scale=self._scale,
-            steps=steps,
+            scale=scale,
+            steps=len(self._losses),
             steps_total=self._steps_total,
             warmup_steps=self._warmup_steps,
             thresholds=thresholds,
@@ -321,6 +316,13 @@ class StabilityMonitor:
         """Whether two windows of the smoothed loss do not fit into the steps so far."""
         least = self._thresholds.smoothing_least
         return len(self._losses) < 2 * max(least, self._thresholds.smoothing_window(self._steps_total))
+
+    def _excursions(self, values: Sequence[float], *, rise: float, shortest: int) -> tuple[int, ...]:
+        thresholds = self._thresholds
+        return stability.excursions(
+            values, window=thresholds.spike_window, history=thresholds.spike_history, sigmas=thresholds.spike_sigmas,
+            rise=rise, shortest=shortest, after=self._warmup_steps,
+        )  # fmt: skip
 
     def _divergence(self) -> tuple[Reason | None, int | None]:
         broken = [step for step, loss in enumerate(self._losses, start=1) if not math.isfinite(loss)]
@@ -339,16 +341,15 @@ class StabilityMonitor:
         learned = self._final < line or (self._held_out is not None and self._held_out < line)
         return not learned and not stability.still_falls(self._losses, fall=self._thresholds.fall * self._scale)
 
-    def _unchecked(self) -> Iterable[Unchecked]:
-        thresholds, steps = self._thresholds, len(self._losses)
-        first = max(thresholds.spike_history, self._warmup_steps)
+    def _unchecked(self) -> tuple[Unchecked, ...]:
+        first_spike = max(self._thresholds.spike_history, self._warmup_steps) + self._thresholds.spike_steps
         found = {
             Unchecked.NO_FLOOR: self._floor is None,
             Unchecked.NOT_ENDED: not self._ended,
             Unchecked.TOO_SHORT_FOR_TRENDS: self._is_short,
-            Unchecked.TOO_SHORT_FOR_SPIKES: steps < first + thresholds.spike_steps,
+            Unchecked.TOO_SHORT_FOR_SPIKES: len(self._losses) < first_spike,
         }
-        return (each for each, holds in found.items() if holds)
+        return tuple(each for each, holds in found.items() if holds)
 
 
 def judge(record: LossCurve | Iterable[Mapping[str, Any]], thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Verdict:
@@ -365,11 +366,9 @@ def judge(record: LossCurve | Iterable[Mapping[str, Any]], thresholds: Threshold
     every n steps is judged by its points. Raises UserError where there are no losses.
     """
     curve = record if isinstance(record, LossCurve) else loss_curve(record)
-    if not curve.losses:
-        raise UserError("there are no losses to judge: expected at least one step")
     points = len(curve.losses)
     monitor = StabilityMonitor(
-        steps_total=points + curve.missing_points,
+        steps_total=max(1, points + curve.missing_points),
         warmup_steps=curve.warmup_points,
         floor=curve.floor,
         scale=curve.scale,
@@ -379,20 +378,15 @@ def judge(record: LossCurve | Iterable[Mapping[str, Any]], thresholds: Threshold
         monitor.observe(loss, gradient_norm)
     if curve.held_out is not None:
         monitor.observe_validation(curve.held_out)
-    return _in_steps(monitor.verdict(), curve)
-
-
-def _in_steps(verdict: Verdict, curve: LossCurve) -> Verdict:
-    """Return the verdict on a curve's points with its places as steps."""
-
-    def step(point: int | None) -> int | None:
-        return None if point is None else curve.steps[point - 1]
-
+    verdict = monitor.verdict()
+    # Points of the curve as steps of the run.
+    step_of: dict[int | None, int | None] = {None: None}
+    step_of.update(enumerate(curve.steps, start=1))
     return dataclasses.replace(
         verdict,
-        divergence_step=step(verdict.divergence_step),
+        divergence_step=step_of[verdict.divergence_step],
         spikes=tuple(curve.steps[point - 1] for point in verdict.spikes),
-        best_step=step(verdict.best_step),
+        best_step=step_of[verdict.best_step],
         steps=curve.steps[-1],
         steps_total=max(curve.steps[-1], curve.steps_total or 0),
         warmup_steps=curve.warmup_steps,

@@ -1,4 +1,4 @@
-"""The look of figures: a light and a dark theme, one colour and dash for a method, and labels at the ends of curves.
+"""The style of figures: a light and a dark theme, one colour and dash for a method, labels at the ends of curves.
 
 Families of topologies, the part of the name before a hyphen, share a hue (`pre` the colour of ink, `siamese` green, the
 others in the order of the experiment), and their members differ by dash. The hues keep their distance under simulated
@@ -7,18 +7,25 @@ protanopia and deuteranopia, and a contrast of 3:1 on their surface; a test chec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import io
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib as mpl
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Drawing
+from scipy.optimize import isotonic_regression
 
 Dash = tuple[float, tuple[float, ...]]
 
+FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
+"""The page's fonts. Drawings are laid out in DejaVu Sans, which is wider than these: no text outgrows its place."""
+PNG_DOTS_PER_INCH = 200
 WIDTH = 4.6
 """The width of every figure in inches: small, so that its text can still be read on a telephone."""
 LABEL_SIZE = 8.5
@@ -99,6 +106,31 @@ DARK = Theme(
 )
 
 THEMES = (LIGHT, DARK)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A figure to draw in a theme: its file name, title, caption and the text that replaces it."""
+
+    name: str
+    title: str
+    caption: str
+    alternative: str
+    draw: Callable[[Theme], Drawing]
+
+
+def render(figure: Figure, theme: Theme, form: Literal["svg", "png"]) -> bytes:
+    """Draw a figure as a file; the same findings give the same bytes."""
+    buffer = io.BytesIO()
+    with applied(theme):
+        drawing = figure.draw(theme)
+        metadata = {"Date": None} if form == "svg" else {"Software": None}
+        drawing.savefig(buffer, format=form, dpi=PNG_DOTS_PER_INCH, metadata=metadata)
+    if form == "png":
+        return buffer.getvalue()
+    # The page's fonts, and two decimals in the paths instead of six.
+    svg = re.sub(r"(font: [^';\"]*px) [^;\"]*", rf"\1 {FONTS}", buffer.getvalue().decode())
+    return re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path.group()), svg).encode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,11 +215,6 @@ class CurveLabel:
     width: float
 
 
-def grid_height(methods: int) -> float:
-    """Return the height in inches of the two figures over all methods, side by side in the page."""
-    return max(3.0, 0.95 + 0.34 * methods)
-
-
 def label_of(style: MethodStyle, theme: Theme, *, height: float, text: str) -> CurveLabel:
     """Return the label of a method's line."""
     return CurveLabel(height=height, text=text, color=style.color(theme), dash=style.dash, width=style.width)
@@ -226,22 +253,13 @@ def name_room(names: Iterable[str]) -> float:
 def spread(positions: Sequence[float], gap: float, low: float, high: float) -> npt.NDArray[np.float64]:
     """Return the nearest positions (least squares) at least `gap` apart, in the same order, moved into [low, high].
 
-    With the gaps taken out, this is isotonic regression, which pooling adjacent violators solves.
+    With the gaps taken out, this is isotonic regression.
     """
     order = np.argsort(positions, kind="stable")
-    targets = np.asarray(positions, dtype=float)[order] - gap * np.arange(len(positions))
-    pools: list[tuple[float, int]] = []
-    for target in targets:
-        mean, size = float(target), 1
-        while pools and pools[-1][0] > mean:
-            other, count = pools.pop()
-            mean, size = (mean * size + other * count) / (size + count), size + count
-        pools.append((mean, size))
-    placed = np.repeat([mean for mean, _ in pools], [size for _, size in pools])
-    room = high - gap * (len(positions) - 1)
-    placed = np.clip(placed, low, max(low, room)) + gap * np.arange(len(positions))
+    gaps = gap * np.arange(len(positions))
+    placed = isotonic_regression(np.asarray(positions, dtype=float)[order] - gaps).x
     result = np.empty(len(positions))
-    result[order] = placed
+    result[order] = np.clip(placed, low, max(low, high - gap * (len(positions) - 1))) + gaps
     return result
 
 

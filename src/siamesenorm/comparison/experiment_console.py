@@ -6,15 +6,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
 from rich.table import Table
 from rich.text import Text
 
-from siamesenorm.comparison import quantities
+from siamesenorm.comparison import formatting
 from siamesenorm.comparison.experiment import ExperimentObserver, Job
-from siamesenorm.comparison.tables import TERMINAL_STYLES, TONES
+from siamesenorm.comparison.report_parts import TONES
+from siamesenorm.comparison.report_writer import TERMINAL_STYLES
 from siamesenorm.errors import UserError
 from siamesenorm.progress import ProgressDisplay, format_duration
 from siamesenorm.training.metrics import read_metrics
@@ -47,13 +46,7 @@ class ExperimentConsole(ExperimentObserver):
         self.estimated = False
         self.display = ProgressDisplay(unit="samples", line_seconds=LINE_SECONDS, above=self._table, keep=True)
 
-    def __enter__(self) -> Self:
-        """Return the console."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         """Show the last state."""
         self.running = []
         self.display.close()
@@ -70,7 +63,7 @@ class ExperimentConsole(ExperimentObserver):
             if verdict is not None:
                 self.words[job] = verdict.label
                 done += 1
-        self._print(f"{quantities.plural(len(jobs), 'run')} in {self.directory}, {done} of them finished before")
+        self._print(f"{formatting.plural(len(jobs), 'run')} in {self.directory}, {done} of them finished before")
 
     def progressed(self, running: Sequence[Job]) -> None:
         """Read the records of the running jobs."""
@@ -98,7 +91,7 @@ class ExperimentConsole(ExperimentObserver):
         self._print(f"[{len(self.words)}/{len(self.jobs)}] {job.name}: {result}{held_out}; {self._time()}")
         left = len(self.jobs) - len(self.words)
         if left and not self.estimated and (time_left := self.display.time_left()):
-            self.note(f"{quantities.plural(left, 'run')} of {len(self.jobs)} to train: about {time_left}")
+            self.note(f"{formatting.plural(left, 'run')} of {len(self.jobs)} to train: about {time_left}")
         self.estimated = True
 
     def note(self, line: str) -> None:
@@ -153,11 +146,22 @@ class ExperimentConsole(ExperimentObserver):
 def read_progress(path: Path) -> RunProgress:
     """Return the state of a run, from the last lines of its record."""
     step, loss, held_out = 0, None, None
-    for record in _last_records(path):
-        if record.get("kind") == "train":
-            step, loss = record["step"], _number(record["loss"])
-        elif record.get("kind") == "validation":
-            held_out = _number(record["loss"])
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            lines = file.read().split(b"\n")
+    except OSError:
+        lines = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:  # the first line is cut off, the last may be half-written
+            continue
+        match record:
+            case {"kind": "train"}:
+                step, loss = record["step"], _number(record["loss"])
+            case {"kind": "validation"}:
+                held_out = _number(record["loss"])
     return RunProgress(step, loss, held_out)
 
 
@@ -167,24 +171,6 @@ def read_notes(run: RunDirectory) -> list[str]:
         return [str(record["text"]) for record in read_metrics(run.metrics_file) if record.get("kind") == "note"]
     except UserError:  # not started, or damaged: the report says so
         return []
-
-
-def _last_records(path: Path) -> list[dict[str, Any]]:
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            lines = file.read().split(b"\n")
-    except OSError:
-        return []
-    records = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
 
 
 def _number(value: float | str) -> float | None:

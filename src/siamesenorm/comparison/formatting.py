@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from siamesenorm.comparison.statistics import Estimate
 
 NOTHING = "—"
+"""In place of a number that does not exist."""
 MINUS = "\N{MINUS SIGN}"
 
 
@@ -34,11 +37,6 @@ def estimate(value: Estimate, form: str) -> str:
 def formatted(value: float, form: str) -> str:
     """Write a value in the format of its metric."""
     return significant(value, int(form[1:-1])) if form.endswith("g") else format(value, form)
-
-
-def loss_estimate(value: Estimate) -> str:
-    """Write a mean loss and the half width of its interval, if it has one."""
-    return estimate(value, ".4f")
 
 
 def signed(value: float, decimals: int = 4) -> str:
@@ -84,7 +82,7 @@ def plural(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def listed(names: list[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """Write names as a sentence does: `a`, `a and b`, `a, b and c`."""
     if len(names) < 2:
         return "".join(names)

@@ -1,13 +1,16 @@
-"""The boundary between two sublayers as one functional custom operator.
+"""The boundary between two sublayers, and a norm of every row, as functional custom operators.
 
-Everything from one sublayer's output O to the next one's input H: the write to one or two streams, the post-norm, the
-gate, the identity stream's norm and the input norm; `boundary_plain` has the formulas. It must equal the write and the
-read of the plain connections in `topologies`. On CUDA the Triton kernels compute it; elsewhere, in fp64 and for rows
-too long for them, the plain formulas do. The operator is opaque to the compiler, mutates nothing, returns what the
-backward pass needs among its results, and its gradient is that with respect to each input, whatever else uses the
-streams.
+The boundary is everything from one sublayer's output O to the next one's input H: the write to one or two streams, the
+post-norm, the gate, the identity stream's norm and the input norm. It must equal the write and the read of the plain
+connections in `topologies`, and the norm the formulas in `norms`; `boundary_plain` and `norm_plain` have the formulas.
 
-**Recomputation** (`kernels="lean"`). With `next_scale` the operator does not keep Y' for the backward pass. The last
+The Triton kernels compute an operator on CUDA; elsewhere, in fp64 and for rows too long for them, plain PyTorch does.
+Operators are opaque to the compiler, mutate nothing, and return what the backward pass needs among their results. The
+boundary's gradient is that with respect to each input, whatever else uses the streams. A norm keeps x, one number a
+token (two for LayerNorm) and one a head, and its gradient can be differentiated again, at the cost of the plain
+formulas. `torch.func` cannot transform operators.
+
+**Recomputation** (`kernels="lean"`). With `next_scale` the boundary does not keep Y' for the backward pass. The last
 write added the same O to both streams, so the *stream difference* Y' - U / s of a boundary equals Y' - X' / s of the
 previous one, s being the scale of the write to X between the two. Each backward pass returns it to the previous
 boundary, which recomputes its own X' from U, which is kept:
@@ -32,26 +35,20 @@ import torch
 from torch import Tensor
 
 from siamesenorm.errors import UserError
-from siamesenorm.kernels import boundary_plain
-from siamesenorm.kernels.boundary_plain import (
-    Backward,
-    Forward,
-    Gains,
-    Grads,
-    Kept,
-    Parts,
-    empty_backward,
-    empty_forward,
-    shares_gradient,
-)
-from siamesenorm.kernels.launch import can_launch_on
+from siamesenorm.kernels import boundary_plain, norm_plain
+from siamesenorm.kernels.boundary_plain import Backward, Forward, Gains, Grads, Kept, Parts
+from siamesenorm.kernels.launch import can_launch_on, power_of_two
+from siamesenorm.kernels.norm_plain import ACTIVATIONS, Form, Weights, widest
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 LONGEST_ROW = 16_384
-"""The longest row that the Triton kernels take."""
+"""The longest row that the Triton kernels take, once the heads of a norm and their channels are powers of two."""
 
 
-PARTS = (
+# --- boundaries
+
+
+BOUNDARY_PARTS = (
     "Tensor? skip, Tensor? scale, Tensor? identity_scale, Tensor? post_norm_gain, Tensor? gate, Tensor? identity_gain, "
     "Tensor? input_gain, Tensor? post_norm_bias, Tensor? identity_bias, Tensor? input_bias, float eps, bool centred"
 )
@@ -61,8 +58,8 @@ PARTS = (
 @torch.library.custom_op(
     "siamesenorm::boundary",
     mutates_args=(),
-    schema=f"(Tensor bounded, Tensor output, Tensor? identity, {PARTS}, Tensor? next_scale=None, Tensor? handle=None) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor bounded, Tensor output, Tensor? identity, {BOUNDARY_PARTS}, Tensor? next_scale=None, "
+    "Tensor? handle=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def boundary(bounded: Tensor, output: Tensor, identity: Tensor | None, *rest: Any) -> Results:
     """Return (X', Y', H, U, statistics, handle): streams, the next sublayer's input, and what the backward pass needs.
@@ -76,7 +73,7 @@ def boundary(bounded: Tensor, output: Tensor, identity: Tensor | None, *rest: An
     boundary's, None for the first. Else the handle is empty. Raises ValueError for shapes and dtypes that do not fit.
     """
     parts, next_scale = Parts.of(rest), _optional(rest, 12)
-    check(bounded, output, identity, parts.gains)
+    check_boundary(bounded, output, identity, parts.gains)
     if next_scale is not None:
         check_recomputation(bounded, parts)
     result: Forward = implementation(bounded).forward(bounded, output, identity, parts)
@@ -86,15 +83,15 @@ def boundary(bounded: Tensor, output: Tensor, identity: Tensor | None, *rest: An
 @boundary.register_fake
 def _(bounded: Tensor, output: Tensor, identity: Tensor | None, *rest: Any) -> Results:
     parts = Parts.of(rest)
-    check(bounded, output, identity, parts.gains)
-    return *empty_forward(bounded, output, identity, parts), _new_handle(bounded, _optional(rest, 12))
+    check_boundary(bounded, output, identity, parts.gains)
+    return *boundary_plain.empty_forward(bounded, output, identity, parts), _new_handle(bounded, _optional(rest, 12))
 
 
 @torch.library.custom_op(
     "siamesenorm::boundary_backward",
     mutates_args=(),
     schema="(Tensor? grad_bounded_next, Tensor? grad_identity, Tensor grad_h, Tensor kept, Tensor? identity, "
-    f"Tensor statistics, {PARTS}, Tensor? next_scale=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor statistics, {BOUNDARY_PARTS}, Tensor? next_scale=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def boundary_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of (X, Y, O), [parts, dim] of the gains and biases present, and the stream difference.
@@ -110,7 +107,7 @@ def boundary_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, 
 
 @boundary_backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return empty_backward(*_backward_arguments(arguments))
+    return boundary_plain.empty_backward(*_backward_arguments(arguments))
 
 
 def _backward_arguments(arguments: tuple[Any, ...]) -> tuple[Grads, Kept, Parts]:
@@ -124,7 +121,7 @@ def _optional(values: Sequence[Any], index: int) -> Any:
     return values[index] if index < len(values) else None
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+def _keep_for_boundary(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     bounded_next, identity, h, updated, statistics, handle = output
     constants, gains, eps, centred = Parts.of(inputs[3:])
     next_scale = inputs[15]
@@ -143,7 +140,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Results) -> No
     ctx.fixed, ctx.h_dtype, ctx.takes_handle = (eps, centred), h.dtype, inputs[16] is not None
 
 
-def _backward(
+def _boundary_backward(
     ctx: Any,
     grad_bounded_next: Tensor | None,
     grad_identity: Tensor | None,
@@ -169,7 +166,7 @@ def _backward(
     row = iter(sums.unbind())
     return (
         bounded,
-        bounded if shares_gradient(grads, kept, parts) else output,
+        bounded if boundary_plain.shares_gradient(grads, kept, parts) else output,
         grad_identity if parts.gains.identity_gain is None else through_norm,
         *(None for _ in parts.constants),
         *(None if gain is None else next(row).to(gain.dtype) for gain in parts.gains),
@@ -183,7 +180,7 @@ def refuse_second_derivative(*_: Any) -> None:
     raise RuntimeError("the fused boundary has no second derivative: use kernels='plain'")
 
 
-boundary.register_autograd(_backward, setup_context=_keep_for_backward)
+boundary.register_autograd(_boundary_backward, setup_context=_keep_for_boundary)
 boundary_backward.register_autograd(refuse_second_derivative)
 
 
@@ -211,19 +208,19 @@ def start_recomputation(hidden: Tensor, handle: Tensor, bounded: Tensor, identit
 
 def implementation(x: Tensor) -> ModuleType:
     """Return the module whose `forward` and `backward` compute streams like x."""
-    if not has_kernels_for(x):
+    if not has_boundary_kernels(x):
         return boundary_plain
     from siamesenorm.kernels import boundary_launch
 
     return boundary_launch
 
 
-def has_kernels_for(x: Tensor) -> bool:
+def has_boundary_kernels(x: Tensor) -> bool:
     """Return whether the boundary of streams like x is computed by Triton kernels."""
     return can_launch_on(x) and x.shape[-1] <= LONGEST_ROW
 
 
-def check(bounded: Tensor, output: Tensor, identity: Tensor | None, gains: Gains) -> None:
+def check_boundary(bounded: Tensor, output: Tensor, identity: Tensor | None, gains: Gains) -> None:
     """Raise ValueError where a kernel would read beyond its tensors."""
     for name, part in (("output", output), ("identity stream", identity)):
         if part is not None and part.shape != bounded.shape:
@@ -253,3 +250,107 @@ def check_recomputation(bounded: Tensor, parts: Parts) -> None:
 def _new_handle(x: Tensor, next_scale: Tensor | None) -> Tensor:
     """Return a handle of the shape of x (its gradient must have its shape) whose elements are all one number."""
     return x.new_empty(0) if next_scale is None else x.new_zeros(1).expand(x.shape)
+
+
+# --- norms
+
+
+NORM_PARTS = (
+    "Tensor? alpha, Tensor? beta, Tensor? gain, Tensor? bias, "
+    "float offset, int heads, float dot_scale, str activation, float eps, bool centred"
+)
+"""The fields of `Weights` and `Form` as arguments of the operators."""
+
+
+@torch.library.custom_op(
+    "siamesenorm::normalise", mutates_args=(), schema=f"(Tensor x, {NORM_PARTS}) -> (Tensor, Tensor, Tensor)"
+)
+def normalise(x: Tensor, *parts: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y = (gain + offset + sigma(dot_scale x . beta) alpha) x^ + bias, the statistics, and the dot products.
+
+    x is [..., dim]; the other arguments are the fields of `Weights` and `Form`. x and beta are cut into `heads` parts,
+    and part h of the row has its own dot product. y has the dtype of x; the arithmetic is in at least fp32. Statistics
+    and dot products are for the backward pass and carry no gradient. Raises ValueError for shapes that do not fit.
+    """
+    weights, form = Weights(*parts[:4]), Form(*parts[4:])
+    check_norm(x, weights, form)
+    if has_norm_kernels(x, form.heads):
+        from siamesenorm.kernels import norm_triton
+
+        return norm_triton.forward(x, weights, form)
+    return norm_plain.forward(x, weights, form)
+
+
+@normalise.register_fake
+def _(x: Tensor, *parts: Any) -> tuple[Tensor, Tensor, Tensor]:
+    weights, form = Weights(*parts[:4]), Form(*parts[4:])
+    check_norm(x, weights, form)
+    return norm_plain.empty_results(x, weights, form)
+
+
+@torch.library.custom_op(
+    "siamesenorm::normalise_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor x, Tensor statistics, Tensor dots, {NORM_PARTS}) -> (Tensor, Tensor)",
+)
+def normalise_backward(grad: Tensor, x: Tensor, statistics: Tensor, dots: Tensor, *parts: Any) -> tuple[Tensor, Tensor]:
+    """Return the gradient of x, and [parts, dim] of the present weights, in order, in at least fp32."""
+    weights, form = Weights(*parts[:4]), Form(*parts[4:])
+    if has_norm_kernels(x, form.heads):
+        from siamesenorm.kernels import norm_triton
+
+        return norm_triton.backward(grad, x, statistics, dots, weights, form)
+    return norm_plain.backward(grad, x, weights, form)
+
+
+@normalise_backward.register_fake
+def _(grad: Tensor, x: Tensor, statistics: Tensor, dots: Tensor, *parts: Any) -> tuple[Tensor, Tensor]:
+    weights = Weights(*parts[:4])
+    return x.new_empty(x.shape), x.new_empty((len(weights.names), x.shape[-1]), dtype=widest(x))
+
+
+def _keep_for_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, statistics, dots = output
+    ctx.save_for_backward(inputs[0], statistics, dots, *inputs[1:5])
+    ctx.mark_non_differentiable(statistics, dots)
+    ctx.set_materialize_grads(False)
+    ctx.form = Form(*inputs[5:])
+
+
+def _norm_backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    x, statistics, dots, *parts = ctx.saved_tensors
+    weights, fixed = Weights(*parts), (None,) * len(Form._fields)
+    if grad is None:
+        return (None,) * (1 + len(weights)) + fixed
+    if torch.is_grad_enabled():  # the gradient will be differentiated, and an operator of its own would stop that
+        grad_x, sums = norm_plain.backward(grad, x, weights, ctx.form)
+    else:
+        grad_x, sums = normalise_backward(grad, x, statistics, dots, *weights, *ctx.form)
+    return grad_x, *norm_plain.by_weight(sums, weights), *fixed
+
+
+normalise.register_autograd(_norm_backward, setup_context=_keep_for_norm)
+
+
+def has_norm_kernels(x: Tensor, heads: int = 1) -> bool:
+    """Return whether Triton kernels compute rows like those of x."""
+    return can_launch_on(x) and tile_length(x.shape[-1], heads) <= LONGEST_ROW
+
+
+def tile_length(dim: int, heads: int) -> int:
+    """Return the length of a row once heads and channels of a head are rounded up to powers of two."""
+    heads = 1 if heads == dim else heads
+    return power_of_two(heads) * power_of_two(dim // heads)
+
+
+def check_norm(x: Tensor, weights: Weights, form: Form) -> None:
+    """Raise ValueError where a kernel would read beyond its tensors."""
+    for name, weight in weights._asdict().items():
+        if weight is not None and weight.shape != x.shape[-1:]:
+            raise ValueError(f"{name} is {list(weight.shape)}: it must be [{x.shape[-1]}]")
+    if weights.alpha is not None and weights.beta is None:
+        raise ValueError("alpha without beta: give both, or leave alpha out")
+    if form.heads < 1 or x.shape[-1] % form.heads:
+        raise ValueError(f"{form.heads} heads do not divide rows of {x.shape[-1]}: choose a divisor")
+    if form.activation not in ACTIVATIONS:
+        raise ValueError(f"activation {form.activation!r}: choose from {', '.join(ACTIVATIONS)}")

@@ -1,0 +1,305 @@
+"""The tables of a comparison, for people and as CSV: by learning rate, at the chosen rates, against the baselines."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from siamesenorm.comparison import formatting
+from siamesenorm.comparison.findings import Choice, Comparison, Findings, Outcome, Quantity
+from siamesenorm.comparison.formatting import NOTHING
+from siamesenorm.comparison.plan import ComparisonKind
+from siamesenorm.comparison.report_parts import HIGHER, LOWER, Column, Entry, Pill, Row, RowGroup, Table
+from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, UNFINISHED, ExperimentResults, RunResult
+from siamesenorm.comparison.statistics import Estimate
+from siamesenorm.tasks.task import Metric
+
+T = TypeVar("T")
+Record = dict[str, object]
+
+METHOD = Column("Method", "topology, and attention norm or operator where they are not the usual ones", numeric=False)
+VERDICT = Column("Verdict", "the worst verdict of the seeds", numeric=False)
+
+KIND_TITLES = {
+    ComparisonKind.TOPOLOGY: "Topology: against Pre-Norm with the same operator",
+    ComparisonKind.CONTROL: "Topology: against Pre-Norm with the same operator and QKV-norm",
+    ComparisonKind.OPERATOR: "Operator: against the same topology with the usual operator",
+    ComparisonKind.ABLATION: "One part changed: against the same method without the change",
+}
+
+RUN_COLUMNS = (
+    *("held_out_step", "steps", "steps_done", "items", "passes_over_data", "parameters", "flops_per_item"),
+    *("step_seconds", "peak_memory_bytes"),
+)
+"""Columns that are fields of `RunResult`."""
+COMPARISON_COLUMNS = (
+    *("method", "baseline", "kind", "learning_rate", "seeds", "difference", "t_low", "t_high", "p_value"),
+    *("holm_low", "holm_high", "holm_p_value", "conclusion"),
+)
+
+
+def comparison_tables(findings: Findings) -> tuple[Table, ...]:
+    """Return the tables of a comparison; the one of differences is left out where nothing is compared."""
+    groups = by_kind(findings.comparisons)
+    differences = (against_baselines(groups, findings.results.unit),) if groups else ()
+    return (at_chosen_rates(findings), *differences, by_learning_rate(findings))
+
+
+def by_learning_rate(findings: Findings) -> Table:
+    """Build the papers' table: methods under each learning rate, with metrics, verdict, spread and cost."""
+    results = findings.results
+    trained = training_metric(results)
+    item = results.runs[0].item
+    columns = (
+        METHOD,
+        Column(
+            f"Train {trained.label}{_arrow(trained)}",
+            f"{trained.label} of the mean training loss over the last 10 % of steps",
+        ),
+        *map(_held_out_column, results.metrics),
+        VERDICT,
+        Column("Seeds", "the seeds that every method has finished at this rate"),
+        Column("Parameters", "all parameters, and the change against the baseline if there is one"),
+        Column(f"FLOPs/{item}", f"training on one {item}, three times the forward pass; norms are not counted"),
+        Column("Step time", "median over the faster half of the steps, and the ratio to the baseline"),
+        Column("Memory", "peak memory of the process or the device"),
+    )
+    groups = tuple(
+        RowGroup(
+            f"Learning rate {formatting.rate(rate)}",
+            tuple(_outcome_row(findings, outcome) for outcome in findings.at(rate)),
+        )
+        for rate in results.learning_rates
+    )
+    return Table("Results by learning rate", columns, groups).without_empty_columns()
+
+
+def at_chosen_rates(findings: Findings) -> Table:
+    """Build the table of every method at the rate that its selection runs chose."""
+    columns = (
+        METHOD,
+        Column("Chosen rate", "lowest held-out loss of the selection runs that did not diverge"),
+        Column("Seeds", "reported seeds, the selection seed left out where there are others"),
+        *map(_held_out_column, findings.results.metrics),
+        VERDICT,
+        Column(f"Rate sensitivity{LOWER}", "mean excess loss over the grid of rates"),
+    )
+    rows = tuple(_choice_row(findings, method) for method in findings.results.methods)
+    return Table("Every method at its own best rate", columns, (RowGroup("", rows),))
+
+
+def by_kind(comparisons: Sequence[Comparison]) -> dict[str, list[Comparison]]:
+    """Group comparisons by what differs between method and baseline."""
+    groups = {title: [each for each in comparisons if each.kind is kind] for kind, title in KIND_TITLES.items()}
+    return {title: group for title, group in groups.items() if group}
+
+
+def against_baselines(groups: Mapping[str, Sequence[Comparison]], unit: str) -> Table:
+    """Build the table of differences paired by seed, with both intervals, from groups with their titles."""
+    columns = (
+        METHOD,
+        Column("Baseline", "the method it is compared with", numeric=False),
+        Column("Seeds", "seeds that both have"),
+        Column(f"Difference ({unit})", "held-out loss minus that of the baseline, mean over the seeds"),
+        Column("95 % t interval", "of this difference alone"),
+        Column("Holm interval", "widened so that all tests of the table together are wrong at most once in 20"),
+        Column("Conclusion", "confirmed where the Holm interval excludes zero", numeric=False),
+    )
+    rows = tuple(RowGroup(title, tuple(map(_comparison_row, group))) for title, group in groups.items())
+    return Table("Against the baselines", columns, rows)
+
+
+def verdict_entry(outcome: Outcome) -> Entry:
+    """Return the verdict of an outcome, with the number of seeds where they disagree."""
+    if not outcome.complete:
+        return Entry(pill=Pill(UNFINISHED, UNFINISHED))
+    if outcome.verdict is None:
+        return Entry(pill=Pill("none", "no verdict"))
+    total = len(outcome.complete)
+    share = "" if outcome.with_verdict == total else f" {outcome.with_verdict}/{total}"
+    return Entry(pill=Pill(outcome.verdict, f"{outcome.verdict}{share}"))
+
+
+def estimate_text(value: Estimate | None, form: str) -> str:
+    """Write a mean and its interval in the format of a metric, a dash where there is none."""
+    return NOTHING if value is None else formatting.estimate(value, form)
+
+
+def training_metric(results: ExperimentResults) -> Metric:
+    """Return the metric in which training losses are shown: the last one that follows from the loss."""
+    return next(metric for metric in reversed(results.metrics) if metric.of_loss)
+
+
+def runs_csv(results: ExperimentResults) -> str:
+    """Return one row a run, the unfinished and the missing included; an unknown number is an empty field."""
+    rows = [_run_record(run) for run in results.runs]
+    missing: list[Record] = [
+        {"run": run.path.name, "status": "missing", "reason": run.reason} for run in results.missing
+    ]
+    return _csv(list(rows[0]), [*rows, *missing])
+
+
+def comparisons_csv(comparisons: Sequence[Comparison]) -> str:
+    """Return one row a comparison: paired difference, both intervals, Holm's p-value, conclusion."""
+    return _csv(COMPARISON_COLUMNS, [_comparison_record(each) for each in comparisons])
+
+
+def _comparison_row(comparison: Comparison) -> Row:
+    conclusion = comparison.conclusion
+    return (
+        Entry(comparison.method),
+        Entry(comparison.baseline),
+        Entry(str(len(comparison.difference.by_seed))),
+        Entry(_written(comparison.interval, lambda value: formatting.signed(value.mean))),
+        Entry(_written(comparison.interval, formatting.interval)),
+        Entry(_written(comparison.corrected, formatting.interval)),
+        Entry(pill=Pill(conclusion, conclusion)),
+    )
+
+
+def _held_out_column(metric: Metric) -> Column:
+    explanation = f"{metric.label} at the last validation, mean ± half width of the 95 % t interval over seeds"
+    return Column(f"Held-out {metric.label}{_arrow(metric)}", explanation)
+
+
+def _arrow(metric: Metric) -> str:
+    return LOWER if metric.direction == "lower" else HIGHER
+
+
+def _outcome_row(findings: Findings, outcome: Outcome) -> Row:
+    results = findings.results
+    baselines = [each.baseline for each in results.plan.comparisons if each.method == outcome.method]
+    named = {other.method: other for other in findings.at(outcome.learning_rate)}
+    reference = next((named[name] for name in baselines if name in named), None)
+    trained = training_metric(results)
+    return (
+        Entry(outcome.method),
+        _metric_entry(
+            findings,
+            outcome,
+            trained,
+            lambda run: None if run.train_loss is None else trained.from_loss(run.train_loss),
+        ),
+        *(_metric_entry(findings, outcome, metric, _held_out(metric)) for metric in results.metrics),
+        verdict_entry(outcome),
+        Entry(str(len(outcome.complete)) if outcome.complete else NOTHING),
+        Entry(_parameters(outcome, reference)),
+        Entry(_written(outcome.median(lambda run: run.flops_per_item), formatting.count)),
+        Entry(_step_time(outcome, reference) if results.measured_alone else NOTHING),
+        Entry(_written(outcome.median(lambda run: run.peak_memory_bytes), formatting.memory)),
+    )
+
+
+def _held_out(metric: Metric) -> Quantity:
+    return lambda run: run.held_out.get(metric.name)
+
+
+def _metric_entry(findings: Findings, outcome: Outcome, metric: Metric, quantity: Quantity) -> Entry:
+    """Return *diverge* instead of a number, as the papers do, a mark on a spiked or unlearned run, the best in bold."""
+    if outcome.all_diverged:
+        return Entry("diverge", emphasis=True)
+    estimate = outcome.estimate(quantity)
+    if estimate is None:
+        return Entry(NOTHING)
+    mark = {SPIKED: "*", DIVERGED: "†", NOT_LEARNED: "‡"}.get(outcome.verdict or "", "")
+    best = findings.is_best(outcome, quantity, lowest=metric.direction == "lower")
+    return Entry(formatting.estimate(estimate, metric.format) + mark, strong=best)
+
+
+def _parameters(outcome: Outcome, reference: Outcome | None) -> str:
+    own = outcome.median(lambda run: run.parameters)
+    base = reference.median(lambda run: run.parameters) if reference else None
+    if own is None or not base or own == base:
+        return _written(own, formatting.count)
+    return f"{formatting.count(own)} ({formatting.percent(own / base - 1)})"
+
+
+def _step_time(outcome: Outcome, reference: Outcome | None) -> str:
+    own = outcome.median(lambda run: run.step_seconds)
+    base = reference.median(lambda run: run.step_seconds) if reference else None
+    if own is None or not base:
+        return _written(own, formatting.seconds)
+    return f"{formatting.seconds(own)} ({own / base:.2f}×)"
+
+
+def _choice_row(findings: Findings, method: str) -> Row:
+    choice, metrics = findings.choices.get(method), findings.results.metrics
+    sensitivity = Entry(_written(findings.sensitivities.get(method), lambda value: f"{value:.4f}"))
+    if choice is None:
+        nothing = [Entry(NOTHING)] * (len(metrics) + 2)
+        return (Entry(method), _why_no_choice(findings, method), *nothing, sensitivity)
+    leading = findings.same_seeds and findings.ranked()[:1] == [choice]
+    return (
+        Entry(method),
+        Entry(formatting.rate(choice.learning_rate), None if choice.edge is None else Pill("edge", choice.edge)),
+        Entry(_reported_seeds(choice)),
+        *(
+            Entry(estimate_text(choice.metric(each.name), each.format), strong=leading and each == metrics[0])
+            for each in metrics
+        ),
+        verdict_entry(choice),
+        sensitivity,
+    )
+
+
+def _why_no_choice(findings: Findings, method: str) -> Entry:
+    complete = [run for run in findings.results.runs_of(method) if run.complete]
+    if complete and all(run.diverged for run in complete):
+        return Entry(pill=Pill(DIVERGED, "diverged at every rate"))
+    return Entry(pill=Pill(UNFINISHED, "no finished run"))
+
+
+def _reported_seeds(choice: Choice) -> str:
+    if choice.on_selection_seed:
+        return "1 (the selection seed)"
+    return f"{len(choice.losses)} of {len(choice.runs)}" if choice.diverged else str(len(choice.runs))
+
+
+def _written(value: T | None, how: Callable[[T], str]) -> str:
+    return NOTHING if value is None else how(value)
+
+
+def _run_record(run: RunResult) -> Record:
+    return {
+        "run": run.path.name,
+        "method": run.method,
+        "part": run.planned.part,
+        "learning_rate": run.learning_rate,
+        "seed": run.seed,
+        "status": run.status,
+        "verdict": run.word,
+        "reason": run.verdict and run.verdict.sentence(),
+        "spikes": run.verdict and len(run.verdict.spikes),
+        "train_loss": run.train_loss,
+        **{f"held_out_{metric.name}": run.held_out.get(metric.name) for metric in run.metrics},
+        **{name: getattr(run, name) for name in RUN_COLUMNS},
+    }
+
+
+def _comparison_record(comparison: Comparison) -> Record:
+    interval, corrected = comparison.interval, comparison.corrected
+    return {
+        "method": comparison.method,
+        "baseline": comparison.baseline,
+        "kind": comparison.kind,
+        "learning_rate": comparison.learning_rate,
+        "seeds": " ".join(str(seed) for seed in comparison.difference.by_seed),
+        "difference": interval and interval.mean,
+        "t_low": interval and interval.low,
+        "t_high": interval and interval.high,
+        "p_value": comparison.difference.p_value,
+        "holm_low": corrected and corrected.low,
+        "holm_high": corrected and corrected.high,
+        "holm_p_value": comparison.decision and comparison.decision.adjusted_p,
+        "conclusion": comparison.conclusion,
+    }
+
+
+def _csv(columns: Sequence[str], rows: Sequence[Record]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

@@ -1,0 +1,216 @@
+"""How a run is executed, and on what: device, kernels, compilation, recomputation and sharding of blocks, versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import siamesenorm
+from siamesenorm.errors import UserError
+from siamesenorm.kernels.launch import HAS_TRITON
+from siamesenorm.norms import Norm
+from siamesenorm.topologies import Kernels
+from siamesenorm.topologies.boundary import BoundaryConnection
+
+if TYPE_CHECKING:
+    from siamesenorm.training.config import Execution
+
+COMPILING_PAYS = 2e14
+"""Operations of training from which compiling saves more than it costs: 2 to 4 % of a step of width 512 (performance
+page) against 15 to 30 s for the first call, or more on a loaded machine, at some 1e11 operations a second."""
+BYTES_PER_PARAMETER = 16
+"""Weight, gradient and AdamW's two moments in fp32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What "auto" became in a run: the kernels of the model, and whether blocks are compiled.
+
+    Kernels that remain "auto" are fused operators for large tensors; see `operators_in_use`.
+    """
+
+    kernels: Kernels
+    compiled: bool
+
+
+def choose(execution: Execution, operations: float, started_with: Mapping[str, Any] | None = None) -> Choices:
+    """Return the choices of a run of so many operations; a resumed run keeps what it was started with.
+
+    Raises UserError where blocks were or are to be compiled and there is no C++ compiler.
+    """
+    on_cpu, earlier = execution.device.startswith("cpu"), started_with or {}
+    kernels, compiled = execution.kernels, execution.compile == "on"
+    if kernels == "auto":
+        kernels = earlier.get("kernels", "auto" if HAS_TRITON and execution.device.startswith("cuda") else "plain")
+    if execution.compile == "auto":
+        pays = on_cpu and operations >= COMPILING_PAYS and compiler_for_cpu() is not None
+        compiled = earlier.get("compiled", pays)
+    if compiled:
+        require_compiler(execution.device)
+    return Choices(kernels=kernels, compiled=compiled)
+
+
+def operators_in_use(model: nn.Module, device: torch.device) -> list[str]:
+    """Return which fused operators a model uses on a device: "boundary", "norm", both or none.
+
+    With kernels "auto", tensors below `kernels.launch.SMALLEST_FUSED_BYTES` are left to the plain formulas.
+    """
+    triton = HAS_TRITON and device.type == "cuda"
+    connections = [each for each in model.modules() if isinstance(each, BoundaryConnection) and each.fused_norms]
+    norms = [each for each in model.modules() if isinstance(each, Norm) and each.kernels != "plain" and each.fusible]
+    used = {"boundary": any(triton or each.everywhere for each in connections), "norm": triton and bool(norms)}
+    return [name for name, is_used in used.items() if is_used]
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device of this name; raises UserError where torch has none."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    # Which of them it is depends on how torch was built.
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise UserError(f"device {name!r} is not available: choose cpu, or a device that torch finds") from error
+    return device
+
+
+def require_memory(model: nn.Module, device: torch.device) -> None:
+    """Raise UserError unless the parameters with their optimizer state fit into the memory of the device."""
+    needed = BYTES_PER_PARAMETER * sum(parameter.numel() for parameter in model.parameters())
+    if device.type == "cuda":
+        available = torch.cuda.mem_get_info(device)[1]
+    elif hasattr(os, "sysconf"):
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        return
+    if needed > available:
+        raise UserError(
+            f"parameters and optimizer state need {needed / 2**30:,.0f} GiB, the device has "
+            f"{available / 2**30:,.0f} GiB: choose a smaller model"
+        )
+
+
+# --- blocks
+#
+# Checkpointing, compilation and sharding, in this order, work on any model that has `.blocks`, and leave its code, the
+# names of its parameters and its state dict alone. A block's connections are inside it, so norms and gates travel with
+# it; a compiled block holds its own recomputation, and sharding gathers a block's weights around both.
+
+
+def checkpoint_blocks(model: nn.Module) -> None:
+    """Keep only the streams between blocks for the backward pass, which computes each block again."""
+    for block in _blocks(model):
+        block.forward = _recomputed(block.forward)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    # A function of this file: the compiler does not enter torch's own, such as a partial of `checkpoint`.
+    def recomputed(*inputs: Any) -> Any:
+        return checkpoint(forward, *inputs, use_reentrant=False)
+
+    return recomputed
+
+
+def compile_blocks(model: nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile each block as one graph of static shapes, which blocks of one kind share.
+
+    A compiled model equals a compiled model bit for bit, not an eager one: resume a run as it was started.
+    """
+    for block in _blocks(model):
+        block.compile(fullgraph=True, dynamic=False, backend=backend)
+
+
+def shard(
+    model: nn.Module, mesh: DeviceMesh | None = None, *, mixed_precision: MixedPrecisionPolicy | None = None
+) -> None:
+    """Shard parameters, gradients and optimizer state over the processes of `mesh`, block by block (FSDP2).
+
+    A mesh of two dimensions replicates over the first and shards over the second. Give `mixed_precision`
+    `cast_forward_inputs=False`, or FSDP casts the streams too, and overrules the model's `residual_dtype`. Make the
+    optimizer afterwards. Weights are drawn before, by name: they do not depend on the number of processes.
+    """
+    shard_module = partial(fully_shard, mesh=mesh, mp_policy=mixed_precision or MixedPrecisionPolicy())
+    for block in _blocks(model):
+        shard_module(block)
+    shard_module(model)
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    return model.get_submodule("blocks").children()
+
+
+def compiler_for_cpu() -> str | None:
+    """Return the C++ compiler that compiling for a CPU would use, or None."""
+    return next((name for name in _compilers() if shutil.which(shlex.split(name)[0])), None)
+
+
+def require_compiler(device: str) -> None:
+    """Raise `UserError` where blocks are to be compiled for a CPU and there is no C++ compiler."""
+    if device.startswith("cpu") and compiler_for_cpu() is None:
+        raise UserError(
+            f"compiling for a CPU needs a C++ compiler, and {', '.join(_compilers())} cannot be found: name one in "
+            "CXX, or use --execution.compile off"
+        )
+
+
+def _compilers() -> list[str]:
+    return [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+
+
+# --- the machine
+
+
+def describe_environment(device: str) -> dict[str, Any]:
+    """Return versions, hardware, device and the git commit (None outside a checkout) as JSON values."""
+    return {
+        "siamesenorm": siamesenorm.__version__,
+        "commit": _git_commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": version_of("numpy"),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
