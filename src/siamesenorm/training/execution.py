@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import siamesenorm
@@ -28,6 +26,9 @@ from siamesenorm.topologies import Kernels
 from siamesenorm.topologies.boundary import BoundaryConnection
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     from siamesenorm.training.config import Execution
 
 COMPILING_PAYS = 2e14
@@ -143,6 +144,9 @@ def shard(
     `cast_forward_inputs=False`, or FSDP casts the streams too, and overrules the model's `residual_dtype`. Make the
     optimizer afterwards. Weights are drawn before, by name: they do not depend on the number of processes.
     """
+    # Imported here: the import costs a second, which every command would pay.
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     shard_module = partial(fully_shard, mesh=mesh, mp_policy=mixed_precision or MixedPrecisionPolicy())
     for block in _blocks(model):
         shard_module(block)
