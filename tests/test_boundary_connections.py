@@ -329,7 +329,7 @@ def test_fused_refuses_different_norms() -> None:
 
 def test_kernels_that_do_not_exist_are_refused() -> None:
     for build in (lambda: ResidualSpec(dim=8, kernels="triton"), lambda: tiny_model("pre", kernels="triton")):
-        with pytest.raises(UserError, match="unknown kernels 'triton'"):
+        with pytest.raises(UserError, match="triton"):
             build()
 
 

@@ -249,7 +249,7 @@ def test_16_bit_streams_are_refused() -> None:
 
 
 def test_topologies_without_lean_kernels_are_refused() -> None:
-    with pytest.raises(UserError, match="pre"):
+    with pytest.raises(UserError, match="lean"):
         tiny_model("pre", kernels="lean")
 
 
