@@ -47,35 +47,25 @@ class PrepareConfig:
     source: str
     """Text: `builtin`, a .txt, .jsonl or .parquet file (.gz too), a directory or a glob of them, or a dataset on the
     Hugging Face Hub as `hf:OWNER/NAME?name=CONFIG&split=train`."""
-
     out: Path
     """Directory to write."""
-
     tokenizer: str = "bytes"
     """`bytes`, `bpe:4096` (trained on the text), a tokenizer JSON file, or a name on the Hugging Face Hub."""
-
     validation: str | None = None
     """Source of the validation split; without it, a fraction of the documents."""
-
     validation_fraction: float | None = None
     """Fraction of the documents that become the validation split, chosen by their hash: 0.01 if not given (0.04 of the
     small builtin corpus). At least one document is held out, of few documents the last part of the text."""
-
     text_field: str = "text"
     """Field (or column) that holds the text."""
-
     documents: Cut = "passages"
     """Documents of a plain text file: passages of about 30,000 characters, or its paragraphs."""
-
     end_of_text: str | None = None
     """Token that closes a document; found by its usual names if not given. Bytes have an id of their own for it."""
-
     max_documents: int | None = None
     """Read at most so many documents of the source."""
-
     workers: int | None = None
     """Processes that encode; chosen by the size of the source if not given."""
-
     restart: bool = False
     """Start again: discard an unfinished preparation; finished data are replaced when the new data are whole."""
 
@@ -234,10 +224,8 @@ class _Preparation:
             raise self._same_text()
 
     def _same_text(self) -> UserError:
-        return UserError(
-            f"validation {self.config.validation!r}: its text is in source {self.config.source!r}, too: give another "
-            "source, or leave --validation out"
-        )
+        validation, source = self.config.validation, self.config.source
+        return UserError(f"validation {validation!r}: its text is in source {source!r}, too: leave --validation out")
 
     def _tokenizer(self, partial: Path) -> Tokenizer:
         """Return the tokenizer; its file is kept, so that a BPE is trained, or one is downloaded, only once."""
@@ -251,8 +239,8 @@ class _Preparation:
             self.report(PrepareProgress(stage="training the tokenizer"))
             tokenizer = train_bpe(self._training_sample(), self.bpe_size, config.end_of_text)
             if tokenizer.vocabulary != self.bpe_size:
-                given = f"the text is enough for a vocabulary of {tokenizer.vocabulary:,}"
-                self.report(PrepareProgress(stage=f"{given}, not of {self.bpe_size:,}"))
+                sizes = f"{tokenizer.vocabulary:,}, not of {self.bpe_size:,}"
+                self.report(PrepareProgress(stage=f"the text is enough for a vocabulary of {sizes}"))
         elif tokenizer is None:
             tokenizer = load_tokenizer(config.tokenizer, config.end_of_text)
         if tokenizer.content is not None:
