@@ -33,14 +33,13 @@ from siamesenorm.topologies import (
     build_topology,
     transformer_places,
 )
-from siamesenorm.topologies.hybridnorm import HybridNorm
 from siamesenorm.topologies.hyper_connections import HyperConnections
 from siamesenorm.topologies.manifold_hyper_connections import ManifoldHyperConnections
-from siamesenorm.topologies.post_norm import DeepNorm, MixLN, PostNorm
-from siamesenorm.topologies.pre_norm import LayerNormScaling, LayerScale, OutputNorm, PeriNorm, PreNorm, ReZero
-from siamesenorm.topologies.residual import ResiDual
+from siamesenorm.topologies.post_norm_family import DeepNorm, HybridNorm, MixLN, PostNorm
+from siamesenorm.topologies.pre_norm_family import LayerNormScaling, LayerScale, OutputNorm, PeriNorm, PreNorm, ReZero
+from siamesenorm.topologies.resi_dual import ResiDual
 from siamesenorm.topologies.siamese import SiameseHybridPre, SiamesePostPre
-from siamesenorm.topologies.spannorm import SpanNorm
+from siamesenorm.topologies.span_norm import SpanNorm
 
 DIM, TOKENS, BATCH, DEPTH = 8, 4, 2, 3
 

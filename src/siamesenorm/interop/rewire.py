@@ -35,7 +35,7 @@ from siamesenorm.models.conversion import convert, converted_config
 from siamesenorm.models.language import LanguageModel
 from siamesenorm.norms import Norm, NormFunction, NormSpec
 from siamesenorm.topologies import Topology, build_topology, topology_name
-from siamesenorm.topologies.pre_norm import PreNorm
+from siamesenorm.topologies.pre_norm_family import PreNorm
 
 __all__ = ["NormFate", "NormOutcome", "RewireReport", "record_streams", "rewire"]
 

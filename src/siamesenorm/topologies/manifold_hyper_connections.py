@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 from siamesenorm.errors import UserError
 from siamesenorm.norms import DeclaredModule, Inexact, NormFunction, RMSNorm
-from siamesenorm.topologies.boundary import copy_function
 from siamesenorm.topologies.hyper_connections import MixingConnection, MultiStream, mix_streams, without_autocast
-from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, Place, ResidualSpec, Streams
+from siamesenorm.topologies.start_as_pre_norm import copy_function
+from siamesenorm.topologies.topology import Closing, Connection, Place, ResidualSpec, Streams
 
 OWN_LOGIT = 2.0
 """Initial logit of the stream that a sublayer reads, minus that of the others: sigma = 0.88 and 0.12, so that the
@@ -77,12 +77,6 @@ class ManifoldHyperConnections(MultiStream):
             raise UserError(f"iterations of {self.title} is {self.iterations}: choose at least one")
         if self.eps < 0:
             raise UserError(f"eps of {self.title} is {self.eps}: choose 0 or more")
-
-    @property
-    def cost(self) -> BoundaryCost:
-        """One ideal kernel: 2n + 2 passes forward, 3n + 3 backward, n + 1 tensors kept."""
-        n = self.streams
-        return BoundaryCost(forward=2 * n + 2, backward=3 * n + 3, saved=n + 1)
 
     def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return the connection with its logits and its projection."""

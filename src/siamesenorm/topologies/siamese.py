@@ -18,11 +18,10 @@ from siamesenorm.topologies.boundary import (
     DepthScale,
     WriteFactors,
     depth_scale_at,
-    double_norm_eps,
 )
+from siamesenorm.topologies.start_as_pre_norm import double_norm_eps
 from siamesenorm.topologies.topology import (
     AttentionNorm,
-    BoundaryCost,
     Closing,
     Connection,
     Gate,
@@ -147,11 +146,6 @@ class SiamesePostPre(Siamese):
             exact_eps=self.exact_eps or doubled,
         )
 
-    @property
-    def cost(self) -> BoundaryCost:
-        """Reads X, Y, O and writes U, X', Y', H; the backward pass reads five and writes three."""
-        return BoundaryCost(forward=7, backward=8, saved=2)
-
     def opening(self, spec: ResidualSpec) -> Opening:
         """Return two copies of the embedding, the first one gated if asked for."""
         return Opening(spec, count=2, gate=Gate(spec) if self.gated_opening else None)
@@ -202,11 +196,6 @@ class SiameseHybridPre(Siamese):
     def attention_norm(self) -> AttentionNorm:
         """QKV-norm stands in for the attention's input norm."""
         return "qkv-head"
-
-    @property
-    def cost(self) -> BoundaryCost:
-        """Mean of the attention boundary (6 and 8 passes) and the MLP boundary (7 and 8)."""
-        return BoundaryCost(forward=6.5, backward=8, saved=2)
 
     def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return the attention's or the MLP's connection."""

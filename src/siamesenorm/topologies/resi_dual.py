@@ -10,10 +10,9 @@ from torch import nn
 from siamesenorm.errors import UserError
 from siamesenorm.norms import norm_options
 from siamesenorm.topologies.boundary import BoundaryClosing, BoundaryConnection, BoundaryTopology, WriteFactors
-from siamesenorm.topologies.hybridnorm import hybrid_post_norm
+from siamesenorm.topologies.post_norm_family import hybrid_post_norm
 from siamesenorm.topologies.topology import (
     AttentionNorm,
-    BoundaryCost,
     Closing,
     Connection,
     Opening,
@@ -72,11 +71,6 @@ class ResiDual(BoundaryTopology):
     def attention_norm(self) -> AttentionNorm:
         """What the body needs."""
         return "qkv-head" if self.body == "hybridnorm" else "auto"
-
-    @property
-    def cost(self) -> BoundaryCost:
-        """Reads X, D, O and writes U, D', X', H; the backward pass reads four and writes two."""
-        return BoundaryCost(7, 6, 1) if self.body == "post" else BoundaryCost(7, 7, 1)
 
     def write_factors(self, place: Place) -> WriteFactors:
         """Return c on what the dual stream adds."""

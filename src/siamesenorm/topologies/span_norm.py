@@ -52,10 +52,11 @@ class SpanNorm(BoundaryTopology):
         """A block has one norm after attention and another at its end."""
         return True
 
-    @property
-    def cost(self) -> BoundaryCost:
-        """Mean of a block's two boundaries: A keeps the block's input through the attention's, B adds two norms."""
-        return BoundaryCost(forward=4, backward=4.5, saved=1) if self.reading == "A" else BoundaryCost(4.5, 4, 1)
+    def boundary_cost(self, place: Place) -> BoundaryCost:
+        """Return the cost; in reading A the block's input passes through the boundary before the MLP."""
+        if self.reading == "B":
+            return super().boundary_cost(place)
+        return BoundaryCost(forward=4, backward=5 if place.kind == "mlp" else 4, saved=1)
 
     def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return a half of the block: the first has the previous block's norm, in A the second the attention's."""

@@ -1,4 +1,4 @@
-"""Post-Norm, DeepNorm and Mix-LN: the stream is normalised after additions, and the sublayer reads it as it is."""
+"""Topologies that normalise the stream after additions: Post-Norm, DeepNorm, Mix-LN, HybridNorm."""
 
 from __future__ import annotations
 
@@ -6,9 +6,18 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from torch import nn
+
 from siamesenorm.errors import UserError
-from siamesenorm.topologies.boundary import BoundaryClosing, BoundaryConnection, BoundaryTopology, WriteFactors
-from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, Place, ResidualSpec
+from siamesenorm.topologies.boundary import (
+    BoundaryClosing,
+    BoundaryConnection,
+    BoundaryTopology,
+    DepthScale,
+    WriteFactors,
+    depth_scale_at,
+)
+from siamesenorm.topologies.topology import AttentionNorm, Closing, Connection, Place, ResidualSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +41,6 @@ class PostNorm(BoundaryTopology):
     special_cases: ClassVar[tuple[str, ...]] = ("a zero-gated sublayer gives N(x), not the identity",)
 
     final_norm: bool = False
-
-    @property
-    def cost(self) -> BoundaryCost:
-        """Reads X, O and writes U = X + O, X', H; the backward pass reads dX', dH, U and writes dU (= dO)."""
-        return BoundaryCost(forward=5, backward=4, saved=1)
 
     def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return the connection whose post-norm is that of the previous addition, if there is one."""
@@ -73,11 +77,6 @@ class DeepNorm(PostNorm):
     special_cases: ClassVar[tuple[str, ...]] = ("a zero-gated sublayer gives N(alpha x), not the identity",)
 
     initial_scaling: bool = True
-
-    @property
-    def cost(self) -> BoundaryCost:
-        """As Post-Norm; the backward pass writes dX = alpha dU and dO = dU."""
-        return BoundaryCost(forward=5, backward=5, saved=1)
 
     def write_factors(self, place: Place) -> WriteFactors:
         """Return alpha = (2L)^(1/4) on the stream."""
@@ -122,11 +121,6 @@ class MixLN(BoundaryTopology):
         if self.post_blocks != "auto" and self.post_blocks < 0:
             raise UserError(f"post_blocks of {self.title} is {self.post_blocks}: choose 0 or more, or auto (fraction)")
 
-    @property
-    def cost(self) -> BoundaryCost:
-        """Pre-Norm's, and Post-Norm's for its part of the blocks."""
-        return BoundaryCost(forward=4 + self.post_fraction, backward=4, saved=1)
-
     def is_post(self, place: Place) -> bool:
         """Return whether the place is in a Post-Norm block."""
         if self.post_blocks != "auto":
@@ -149,3 +143,53 @@ class MixLN(BoundaryTopology):
         """Return the final norm, after the last Post-Norm if every block is one."""
         post_norm = spec.build_norm("final") if self.is_post(last) else None
         return BoundaryClosing(self, last, spec, post_norm=post_norm, output_norm=spec.build_final_norm())
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridNorm(BoundaryTopology):
+    """HybridNorm (arXiv 2503.04598): x <- N(x + Attention(x)), then x <- x + MLP(x), attention with QKV-norm.
+
+    `first_block`: "same" as the others, or "pre" (HybridNorm*): both sublayers of block 0 are Pre-Norm, and its
+    attention keeps QKV-norm. `depth_scale` multiplies every output by s (row 2 of SiameseNorm's Table 3): "code" =
+    1/sqrt(2(l+1)) with l the 0-based block, "paper_block" = 1/sqrt(l+1), "paper_sublayer" = 1/sqrt(k+1), "none" = 1.
+    """
+
+    title: ClassVar[str] = "HybridNorm"
+    paper: ClassVar[str] = "Zhuo et al. 2025, arXiv 2503.04598"
+    formula: ClassVar[str] = """\
+        open    x = e
+        attention   read h = x (QKV-norm inside the attention),  write x <- N_l(x + s O)
+        MLP         read h = x,                                  write x <- x + s O
+        close   N_f(x)
+        scale   s = 1                  (depth_scale=code: s = 1/sqrt(2(l+1)))
+        first_block=pre, block 0:  read h = N_k(x),  write x <- x + s O"""
+    diagram: ClassVar[str] = """\
+        x ──┬──────────────────────── + ─▶ N ─┬───────────── + ──▶ x
+            └─▶ Attn(QKV-norm) ─▶ O ──┘       └─▶ MLP ─▶ O ──┘"""
+    special_cases: ClassVar[tuple[str, ...]] = (
+        "first_block=same: it is ResiDual-HybridNorm with N_f of the dual stream 0: exact",
+        "first_block=same, depth_scale=none: Hybrid-Pre with N^Y = 0, gamma = N^X = N^in = N^X_f = 1, up to eps",
+    )
+
+    first_block: Literal["same", "pre"] = "same"
+    depth_scale: DepthScale = "none"
+
+    @property
+    def attention_norm(self) -> AttentionNorm:
+        """QKV-norm stands in for the attention's input norm."""
+        return "qkv-head"
+
+    def write_factors(self, place: Place) -> WriteFactors:
+        """Return the depth scale on the output."""
+        return WriteFactors(scale=None if self.depth_scale == "none" else depth_scale_at(place, self.depth_scale))
+
+    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
+        """Return the connection of a Pre-Norm first block, of attention, or of the MLP with the attention's norm."""
+        if self.first_block == "pre" and place.block == 0:
+            return BoundaryConnection(self, place, spec, input_norm=spec.build_input_norm(place))
+        return BoundaryConnection(self, place, spec, post_norm=hybrid_post_norm(place, spec))
+
+
+def hybrid_post_norm(place: Place, spec: ResidualSpec) -> nn.Module | None:
+    """Return the norm of the attention's addition at the MLP's place, None at the attention's."""
+    return spec.build_post_norm(place) if place.kind == "mlp" else None

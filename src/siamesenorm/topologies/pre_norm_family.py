@@ -1,4 +1,4 @@
-"""Topologies whose stream is left alone: Pre-Norm, with factors on the norm or the output, and norms of the output."""
+"""Topologies that never normalise the stream: Pre-Norm, LayerNorm-Scaling, LayerScale, ReZero, OLMo 2, Peri-LN."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from siamesenorm.errors import UserError
 from siamesenorm.norms import RMSNorm
 from siamesenorm.topologies.boundary import BoundaryClosing, BoundaryConnection, BoundaryTopology, ScalarGate
 from siamesenorm.topologies.topology import (
-    BoundaryCost,
     Closing,
     Connection,
     Gate,
@@ -51,11 +50,6 @@ class PreNorm(BoundaryTopology):
             raise UserError(f"{self.title} with embedding_norm changes the embedding: leave embedding_norm out")
         return super().preserving()
 
-    @property
-    def cost(self) -> BoundaryCost:
-        """Reads Y, O and writes Y', H; the backward pass reads dH, dY', Y' and writes dY."""
-        return BoundaryCost(forward=4, backward=4, saved=1)
-
     def opening(self, spec: ResidualSpec) -> Opening:
         """Return the copy, or the normalising opening."""
         if not self.embedding_norm:
@@ -66,10 +60,6 @@ class PreNorm(BoundaryTopology):
     def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return the connection with an input norm."""
         return BoundaryConnection(self, place, spec, input_norm=spec.build_input_norm(place))
-
-    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
-        """Return the final norm."""
-        return BoundaryClosing(self, last, spec, output_norm=spec.build_final_norm())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,11 +119,6 @@ class LayerScale(BoundaryTopology):
         """Return the topology with lambda = 1 at the start."""
         return dataclasses.replace(self, initial=1.0)
 
-    @property
-    def cost(self) -> BoundaryCost:
-        """Reads X, O and writes X', H; the backward pass reads dH, dX', X', O and writes dX, dO."""
-        return BoundaryCost(forward=4, backward=6, saved=2)
-
     def initial_at(self, depth: int) -> float:
         """Return the initial value of lambda in a model of `depth` blocks."""
         if self.initial != "auto":
@@ -144,10 +129,6 @@ class LayerScale(BoundaryTopology):
         """Return the Pre-Norm connection with a scaled output."""
         gate = Gate(spec, initial=self.initial_at(place.depth))
         return BoundaryConnection(self, place, spec, input_norm=spec.build_input_norm(place), output=gate)
-
-    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
-        """Return the final norm."""
-        return BoundaryClosing(self, last, spec, output_norm=spec.build_final_norm())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,11 +149,6 @@ class ReZero(BoundaryTopology):
     pre_norm_refusal: ClassVar[str | None] = "it has no norm"
     has_fused_kernels: ClassVar[bool] = False
     """No read has a norm, so there is nothing to fuse an addition with."""
-
-    @property
-    def cost(self) -> BoundaryCost:
-        """Reads X, O and writes X' (= H); the backward pass reads dH, dX', O and writes dX, dO."""
-        return BoundaryCost(forward=3, backward=5, saved=1)
 
     def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return the connection with a scaled output and no norm."""
@@ -208,19 +184,10 @@ class OutputNorm(BoundaryTopology):
         "it normalises the sublayer's output, which cancels the size of the gate: a gate of zero could not silence it"
     )
 
-    @property
-    def cost(self) -> BoundaryCost:
-        """Reads X, O and writes X' (= H); the backward pass reads dH, dX', O and writes dX, dO."""
-        return BoundaryCost(forward=3, backward=5, saved=1)
-
     def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return the connection with an output norm; raises UserError if the sublayer is conditioned."""
         self.refuse_conditioned(place)
         return BoundaryConnection(self, place, spec, output=spec.build_norm("output"))
-
-    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
-        """Return the final norm."""
-        return BoundaryClosing(self, last, spec, output_norm=spec.build_final_norm())
 
     def refuse_conditioned(self, place: Place) -> None:
         """Raise UserError if the sublayer is conditioned."""
@@ -251,11 +218,6 @@ class PeriNorm(OutputNorm):
     has_fused_kernels: ClassVar[bool] = True
 
     embedding_norm: bool = False
-
-    @property
-    def cost(self) -> BoundaryCost:
-        """Reads X, O and writes X', H; the backward pass reads dH, dX', X', O and writes dX, dO."""
-        return BoundaryCost(forward=4, backward=6, saved=2)
 
     def opening(self, spec: ResidualSpec) -> Opening:
         """Return the copy, or the embedding's norm."""
