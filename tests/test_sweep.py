@@ -400,7 +400,7 @@ def test_another_sweep_in_the_directory_is_refused(
 def test_the_same_sweep_may_be_executed_otherwise(tmp_path: Path, template: RunConfig, workers: Workers) -> None:
     sweep(tmp_path / "sweep", template).run()
     execution = dataclasses.replace(template.execution, threads=2, checkpoint_every=3)
-    same = dataclasses.replace(template, seed=5, execution=execution)
+    same = dataclasses.replace(template, execution=execution)
     workers.started.clear()
     sweep(tmp_path / "sweep", same, learning_rates=(8e-3,)).run()
     assert workers.started == []
