@@ -136,7 +136,12 @@ class _Preparation:
         local = config.tokenizer == "bytes" or Path(config.tokenizer).exists()
         self.tokenizer = load_tokenizer(config.tokenizer, config.end_of_text) if local else None
         self.settings = self._settings()
-        self._require_different_sources()
+        if self.validation is not None:
+            # One file, or one dataset, is not both. Of a file: its name, size and checksum.
+            train, held_out = self.settings["source"], self.settings["validation"]
+            files = [{(size, checksum) for _, size, checksum in each.get("files", ())} for each in (train, held_out)]
+            if files[0] & files[1] or train == held_out:
+                raise self._same_text()
 
     def _settings(self) -> dict[str, Any]:
         """Return everything that the bytes of the result depend on; local files by content, not by place."""
@@ -212,16 +217,6 @@ class _Preparation:
                 if not unseen:
                     raise self._same_text()
             yield "train", text
-
-    def _require_different_sources(self) -> None:
-        """Raise `UserError` if a file, or a dataset, is source and validation at once."""
-        if self.validation is None:
-            return
-        train, validation = self.settings["source"], self.settings["validation"]
-        # Of a file: its name, size and checksum.
-        contents = [{(size, checksum) for _, size, checksum in each.get("files", ())} for each in (train, validation)]
-        if contents[0] & contents[1] or train == validation:
-            raise self._same_text()
 
     def _same_text(self) -> UserError:
         validation, source = self.config.validation, self.config.source

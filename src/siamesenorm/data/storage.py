@@ -38,7 +38,7 @@ DIRECTORIES = ("shards", "shards-2")
 SPLITS = ("train", "validation")
 
 PARTIAL_DIRECTORY = ".partial"
-SHARD_DIRECTORY = "shards"
+SHARD_DIRECTORY = DIRECTORIES[0]
 SETTINGS_FILE = "settings.json"
 LOCK_FILE = "lock"
 # Large enough that a corpus has some thousand files at most, and small enough to lose.

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.kernels.boundary import boundary, has_kernels_for, start_recomputation
 from siamesenorm.kernels.launch import refuse_transformations, suits_operator
+from siamesenorm.kernels.operators import boundary, has_boundary_kernels, start_recomputation
 from siamesenorm.norms import DeclaredModule, Inexact, LayerNorm, Norm, NormFunction, RMSNorm
 from siamesenorm.topologies.start_as_pre_norm import copy_function, zero_gain
 from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, Place, ResidualSpec, Streams, Topology
@@ -269,7 +269,7 @@ class BoundaryConnection(Connection):
         if self.everywhere:
             refuse_transformations("boundary")
             return self.fused_norms
-        return self.fused_norms if has_kernels_for(x) and suits_operator(x) else None
+        return self.fused_norms if has_boundary_kernels(x) and suits_operator(x) else None
 
     def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
         """Set X's contribution to 0, and copy the gain of `norm` to the last norm before the sublayer."""
