@@ -384,7 +384,7 @@ def test_a_model_with_adapters_is_refused_with_what_merges_them(exported: Path) 
 
 
 def test_a_choice_longer_than_the_context_is_refused(trained: Path) -> None:
-    with pytest.raises(UserError, match=f"more than the {CONTEXT} of the model's context"):
+    with pytest.raises(UserError, match=f"the model's context {CONTEXT}"):
         harness_model(trained).loglikelihood(requests("loglikelihood", [("1", LONG)]), disable_tqdm=True)
 
 
