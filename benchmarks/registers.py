@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from siamesenorm.benchmark.results import Results, Row
-from siamesenorm.kernels.boundary_plain import Constants, Gains, Recompute
+from siamesenorm.kernels.boundary_plain import Constants, Gains, Grads, Kept, Parts
 from siamesenorm.kernels.launch import H200, Launch
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -176,14 +176,13 @@ def boundary_launches(
     constants = Constants(*map(number, Constants._fields))
     identity = rows(streams) if kind.two_streams else None
     normalised = None if gains.identity_gain is None else identity
-    second = Recompute(rows(streams), torch.empty((), device="meta"), 1e-5) if lean else normalised
-    result, launch = plan_forward(rows(streams), rows(output), identity, constants, gains, 1e-5, centred)
+    next_scale = torch.empty((), device="meta") if lean else None
+    parts = Parts(constants, gains, 1e-5, centred)
+    result, launch = plan_forward(rows(streams), rows(output), identity, parts)
     yield "forward", launch
-    kept = result.bounded_next if gains.post_norm_gain is None else result.updated
-    _, launches = plan_backward(
-        rows(streams), identity, rows(output), kept, second,
-        result.statistics, constants, gains, centred, H200,
-    )  # fmt: skip
+    stream = result.bounded_next if gains.post_norm_gain is None else result.updated
+    kept = Kept(stream, normalised, result.statistics, next_scale)
+    _, launches = plan_backward(Grads(rows(streams), identity, rows(output)), kept, parts, H200)
     for launch in launches:
         yield launch.kernel.__name__.removeprefix("boundary_"), launch
 

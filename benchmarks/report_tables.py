@@ -1,6 +1,6 @@
 """Fill the tables of pages from committed experiments, and draw the figures that they show.
 
-    python benchmarks/report_tables.py docs/comparison.md docs/continued.md
+    python benchmarks/report_tables.py docs/comparison.md docs/digits.md docs/continued.md
 
 A table is between `<!-- report EXPERIMENT: TITLE OF THE TABLE -->` and `<!-- end -->`; EXPERIMENT is a directory
 relative to the page. `<!-- figure EXPERIMENT: NAME FILE -->` draws a figure of the report into a file.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from siamesenorm.kernels.boundary_plain import Constants, Gains
+from siamesenorm.kernels.boundary_plain import Constants, Gains, Parts
 
 EPS = 1e-5
 NUMBERS = {"skip": 1.3, "scale": 0.6, "identity_scale": 0.8}
@@ -54,6 +54,10 @@ class Inputs:
     constants: Constants
     gains: Gains
     centred: bool
+
+    @property
+    def parts(self) -> Parts:
+        return Parts(self.constants, self.gains, EPS, self.centred)
 
     @property
     def arguments(self) -> tuple[Any, ...]:

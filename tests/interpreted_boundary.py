@@ -10,8 +10,9 @@ from torch import Tensor
 
 from boundary_cases import CASES, Case, Inputs, draw_inputs, reference, weighted
 from siamesenorm import build_language_model
-from siamesenorm.kernels import boundary as operator
 from siamesenorm.kernels import boundary_launch, boundary_plain
+from siamesenorm.kernels import operators as operator
+from siamesenorm.kernels.boundary_plain import Grads, Kept
 from siamesenorm.kernels.launch import Launch
 
 EACH = pytest.mark.parametrize("case", CASES, ids=str)
@@ -166,11 +167,10 @@ def test_other_dtypes(case: Case, streams: torch.dtype, output: torch.dtype) -> 
     kept = bounded if inputs.gains.post_norm_gain is None else updated
     normalised = None if inputs.gains.identity_gain is None else identity
     second = draw_inputs(case, (6, 100), streams=streams, output=output, seed=6).map(Tensor.detach)
-    arguments: tuple[Any, ...] = (second.bounded, second.identity, second.output, kept, normalised, statistics)
-    found = boundary_launch.backward(*arguments, inputs.constants, inputs.gains, False)
-    wide = inputs.double()
+    arguments = (second.bounded, second.identity, second.output, kept, normalised, statistics)
+    found = boundary_launch.backward(Grads(*arguments[:3]), Kept(*arguments[3:]), inputs.parts)
     doubled = [None if part is None else part.detach().double() for part in arguments]
-    expected = boundary_plain.backward(*doubled, wide.constants, wide.gains, False)
+    expected = boundary_plain.backward(Grads(*doubled[:3]), Kept(*doubled[3:]), inputs.double().parts)
     assert_rounded(complete(found), complete(expected))
 
 
@@ -248,9 +248,8 @@ def test_a_row_that_cannot_be_recomputed(case: Case, centred: bool, part: int, m
     bounded, identity, h, updated, statistics, _ = operator.boundary(*inputs.arguments)
     difference = identity - bounded / next_scale
     difference[3] += 0.1
-    recompute = boundary_plain.Recompute(difference, next_scale, 1e-5)
     kept = bounded if inputs.gains.post_norm_gain is None else updated
-    arguments = (bounded, identity, h, kept, recompute, statistics, inputs.constants, inputs.gains, centred)
+    arguments = (Grads(bounded, identity, h), Kept(kept, difference, statistics, next_scale), inputs.parts)
     found, expected = boundary_launch.backward(*arguments), boundary_plain.backward(*arguments)
     assert expected.identity[3].isnan().all() and expected.gains.isnan().any()
     assert expected.bounded[3].isnan().all() == (inputs.gains.input_gain is not None)

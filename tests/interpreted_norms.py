@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from norm_operator_cases import CASES, gradients, tokens, trained
-from siamesenorm.kernels import norm as operator
-from siamesenorm.kernels import norm_launch
+from siamesenorm.kernels import norm_triton
+from siamesenorm.kernels import operators as operator
 from siamesenorm.kernels.launch import Launch
 
 EACH = pytest.mark.parametrize("case", CASES)
@@ -21,7 +21,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Send every norm below fp64 to the kernels, and collect the names of those that run."""
     names: list[str] = []
     run = Launch.run
-    monkeypatch.setattr(operator, "has_kernel", lambda x, *_: x.dtype != torch.float64)
+    monkeypatch.setattr(operator, "has_norm_kernels", lambda x, *_: x.dtype != torch.float64)
     monkeypatch.setattr(Launch, "run", lambda launch: (names.append(launch.kernel.fn.__name__), run(launch)))
     return names
 
@@ -97,8 +97,8 @@ def test_rows_of_zeros_and_of_large_numbers(case: str) -> None:
 @EACH
 def test_sums_of_long_rows(case: str, monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
     """What rows above 4096 get, at 300: a second kernel sums parts of 64 channels for the weights."""
-    monkeypatch.setattr(norm_launch, "LONGEST_WITH_SUMS", 64)
-    monkeypatch.setattr(norm_launch, "PART_OF_A_ROW", 64)
+    monkeypatch.setattr(norm_triton, "LONGEST_WITH_SUMS", 64)
+    monkeypatch.setattr(norm_triton, "PART_OF_A_ROW", 64)
     assert_close(*both(case, tokens(5, 300, dtype=torch.float32)), 3e-6)
     assert launched == ["norm_forward", "norm_backward", "norm_sums"]
 
@@ -106,8 +106,8 @@ def test_sums_of_long_rows(case: str, monkeypatch: pytest.MonkeyPatch, launched:
 @pytest.mark.parametrize("heads", [10, 50, 300])
 def test_sums_of_several_heads_at_a_time(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of 64 channels are two heads of 30, padded to 32, and eight of 6; 300 heads are channels."""
-    monkeypatch.setattr(norm_launch, "LONGEST_WITH_SUMS", 64)
-    monkeypatch.setattr(norm_launch, "PART_OF_A_ROW", 64)
+    monkeypatch.setattr(norm_triton, "LONGEST_WITH_SUMS", 64)
+    monkeypatch.setattr(norm_triton, "PART_OF_A_ROW", 64)
     assert_close(*both(f"seednorm:heads={heads},scale=1/d", tokens(5, 300, dtype=torch.float32)), 3e-6)
 
 

@@ -33,8 +33,8 @@ from siamesenorm.benchmark.measurement import (
 from siamesenorm.benchmark.results import Results, markdown, measuring
 from siamesenorm.cli import main
 from siamesenorm.errors import UserError
-from siamesenorm.kernels import boundary as boundary_operator
 from siamesenorm.kernels import boundary_plain
+from siamesenorm.kernels import operators as boundary_operator
 from siamesenorm.norms import NormSpec, RMSNorm
 from siamesenorm.topologies import ResidualSpec, available_topologies, build_topology
 

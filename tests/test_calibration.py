@@ -29,7 +29,8 @@ from siamesenorm.training.metrics import MetricsLog
 from siamesenorm.training.verdict import DETECTOR, Thresholds
 
 ROOT = Path(__file__).parents[1]
-SAFE = ROOT / "benchmarks/safe"
+CALIBRATIONS = {"safe": 27, "safe_digits": 20}
+"""Directories of committed calibrations, and how many runs they are of."""
 SMALL = Grid(
     spike_heights=(0.02, 2.0),
     spike_widths=(1, 3),
@@ -167,8 +168,8 @@ def test_the_report_is_json_and_markdown(report, tmp_path):
 # --- the committed calibration
 
 
-def committed():
-    values = decode_json((SAFE / "calibration.json").read_bytes())
+def committed(directory):
+    values = decode_json((ROOT / "benchmarks" / directory / "calibration.json").read_bytes())
     detections = tuple(Detection(**{**each, "fault": Fault(each["fault"])}) for each in values["detections"])
     return CalibrationReport(
         runs=tuple(values["runs"]),
@@ -180,17 +181,19 @@ def committed():
     )
 
 
-def test_the_committed_calibration_is_of_this_detector_and_on_the_page():
-    report = committed()
+@pytest.mark.parametrize(("directory", "runs"), CALIBRATIONS.items())
+def test_a_committed_calibration_is_of_this_detector_and_on_the_page(directory, runs):
+    report = committed(directory)
     assert (report.detector, report.thresholds) == (DETECTOR, Thresholds())
-    assert (len(report.runs), report.flagged) == (27, {})
+    assert (len(report.runs), report.flagged) == (runs, {})
     assert len(report.detections) == DEFAULT_GRID.cells
     assert report.markdown() in (ROOT / "docs/verdict.md").read_text()
 
 
-def test_a_part_of_the_committed_calibration_follows_from_the_runs():
+@pytest.mark.parametrize("directory", CALIBRATIONS)
+def test_a_part_of_a_committed_calibration_follows_from_the_runs(directory):
     """Spikes of one nat and three steps at every place, and the plateaus."""
-    report = committed()
+    report = committed(directory)
     paths = [path for name in report.runs for path in (ROOT / "benchmarks").glob(f"*/runs/{name}")]
     grid = dataclasses.replace(
         DEFAULT_GRID, spike_heights=(1.0,), spike_widths=(3,), divergence_heights=(), divergence_places=1, high_parts=()
@@ -206,7 +209,7 @@ def test_a_part_of_the_committed_calibration_follows_from_the_runs():
 
 
 def test_every_spike_of_one_nat_and_two_steps_is_detected_wherever_it_is():
-    for each in committed().detections:
+    for each in committed("safe").detections:
         if each.fault is Fault.SPIKE and each.height in (1.0, 2.0) and each.width in (2, 3):
             assert each.detected == each.trials > 0
 

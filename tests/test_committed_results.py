@@ -24,8 +24,9 @@ from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.verdict import judge
 
 ROOT = Path(__file__).parents[1]
-BOOKS, SAFE = ROOT / "benchmarks/books", ROOT / "benchmarks/safe"
-RUNS = sorted([*BOOKS.glob("runs/*"), *SAFE.glob("runs/*")])
+BOOKS, DIGITS = ROOT / "benchmarks/books", ROOT / "benchmarks/digits"
+SAFE = sorted((ROOT / "benchmarks").glob("safe*/runs/*"))
+RUNS = sorted([*BOOKS.glob("runs/*"), *DIGITS.glob("runs/*"), *SAFE])
 COMMITTED = sorted((ROOT / "benchmarks").glob("*/runs/*"))
 
 
@@ -38,40 +39,45 @@ def test_a_committed_run_keeps_its_identity(run: Path) -> None:
     assert RunDirectory(run).read_config().identity[:12] == run.name
 
 
-def test_the_tables_of_the_comparison_are_those_of_its_runs() -> None:
-    page = (ROOT / "docs/comparison.md").read_text()
-    for table in comparison_tables(find(read_experiment(BOOKS))):
+@pytest.mark.parametrize(("name", "directory"), [("comparison", BOOKS), ("digits", DIGITS)])
+def test_the_tables_of_a_comparison_are_those_of_its_runs(name: str, directory: Path) -> None:
+    page, results = (ROOT / f"docs/{name}.md").read_text(), read_experiment(directory)
+    for table in comparison_tables(find(results)):
         assert table_in_markdown(table) in page
+    assert not results.unfinished and not results.missing
 
 
-@pytest.fixture
-def printed() -> SweepArguments:
-    """The arguments of the command that docs/comparison.md prints."""
-    page = (ROOT / "docs/comparison.md").read_text()
-    (command,) = re.findall(r"^ {4}siamesenorm (sweep .*)$", page, flags=re.MULTILINE)
+def printed_arguments(page: str) -> SweepArguments:
+    """Return the arguments of the command that a page prints."""
+    (command,) = re.findall(r"^ {4}siamesenorm (sweep .*)$", (ROOT / page).read_text(), flags=re.MULTILINE)
     words = shlex.split(command)
     arguments: SweepArguments = parse(Arguments, words[1:], words[0])
     return arguments
 
 
-def test_the_printed_command_finds_every_run_finished(printed: SweepArguments, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its runs have the identities of the committed ones; the digest stands in for the data, which are not here."""
-    monkeypatch.setattr(RunConfig, "resolved", resolved_without_data)
+@pytest.mark.parametrize(("page", "directory"), [("docs/comparison.md", BOOKS), ("docs/digits.md", DIGITS)])
+def test_the_printed_command_finds_every_run_finished(
+    page: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its runs have the identities of the committed ones; a digest stands in for the books, which are not here."""
+    if directory is BOOKS:
+        monkeypatch.setattr(RunConfig, "resolved", resolved_without_data)
+    printed = printed_arguments(page)
     template = template_of(printed.run)
-    plan = read_plan(BOOKS)
+    plan = read_plan(directory)
     assert plan is not None
-    assert Experiment(directory=BOOKS, template=template, jobs=1).record == plan.template
-    choices = find(read_experiment(BOOKS)).choices
+    assert Experiment(directory=directory, template=template, jobs=1).record == plan.template
+    choices = find(read_experiment(directory)).choices
     asked = {
         Part.SELECTION: {config.identity for _, config in printed.grid.selection_runs(template)},
         Part.REPORT: {
             configured(template, method, choices[method].learning_rate, seed).identity
             for method in printed.grid.reported_methods
-            for seed in printed.seeds
+            for seed in printed.grid.seeds
         },
     }
     for part, identities in asked.items():
-        runs = [RunDirectory(BOOKS / "runs" / name) for name, run in plan.runs.items() if run.part is part]
+        runs = [RunDirectory(directory / "runs" / name) for name, run in plan.runs.items() if run.part is part]
         assert {run.read_config().identity for run in runs} == identities
         assert all(run.read_verdict() for run in runs)
     assert set(comparisons_of(printed.grid.all_methods, template)) == set(plan.comparisons)
@@ -93,5 +99,5 @@ def test_the_verdict_of_a_run_follows_from_its_record(run: Path) -> None:
 
 
 def test_no_run_that_is_called_safe_is_flagged() -> None:
-    words = {run.name: judge(read_loss_curve(run / "metrics.jsonl")).label for run in SAFE.glob("runs/*")}
+    words = {run.name: judge(read_loss_curve(run / "metrics.jsonl")).label for run in SAFE}
     assert words and set(words.values()) == {"stable"}

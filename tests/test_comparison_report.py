@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import json
 import re
 from collections import Counter
 from html.parser import HTMLParser
@@ -14,7 +15,7 @@ import pytest
 from comparison_sweeps import METHODS, runs_of, write_run, write_sweep
 from siamesenorm.cli.report import ReportArguments, build_report, run
 from siamesenorm.comparison import report_writer
-from siamesenorm.comparison.figure_style import DARK, LIGHT
+from siamesenorm.comparison.figure_style import DARK, LIGHT, render
 from siamesenorm.comparison.report_writer import ReportPaths, write_report
 from siamesenorm.errors import UserError
 
@@ -177,3 +178,22 @@ def test_a_single_run_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "loss-8e-3.png",
         "gradient-norm-8e-3.png",
     }
+
+
+def test_the_page_of_a_run_shows_the_streams_that_it_recorded(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", runs_of([METHODS[-1]], steps=60)[1])
+    with open(tmp_path / "run/metrics.jsonl", "a") as file:
+        for step in (1, 30, 60):
+            sublayers = {
+                f"blocks.{depth}.mlp": {
+                    "streams": {"bounded": {"rms": 1.0}, "identity": {"rms": 1.5 + depth * step / 60}}
+                }
+                for depth in range(3)
+            }
+            file.write(json.dumps({"kind": "streams", "step": step, "sublayers": sublayers}) + "\n")
+    report = build_report(tmp_path / "run")
+    (figure,) = [each for each in report.figures if each.name == "streams"]
+    assert (
+        figure.alternative == "At step 60: bounded from 1 to 1 over the depth; identity from 1.5 to 3.5 over the depth"
+    )
+    assert "identity" in render(figure, LIGHT, "svg").decode()

@@ -273,7 +273,7 @@ def test_one_text_of_a_megabyte_works_with_defaults(tmp_path: Path) -> None:
     assert [split.documents for split in data.manifest.splits.values()] == [len(passages) - 1, 1]
     assert decoded(data, "validation") == [min(passages, key=lambda passage: sha256(passage.encode()).digest())]
     assert decoded(data, "train") == [passage for passage in passages if passage != decoded(data, "validation")[0]]
-    assert "one is held out" in seen[0].stage
+    assert f"{len(passages)} documents" in seen[0].stage
 
 
 @pytest.mark.parametrize("fraction", [1e-9, 0.5, 0.99])
@@ -504,7 +504,7 @@ def test_unwritable_directory_is_one_line(source: Path, monkeypatch: pytest.Monk
 
 def test_a_second_process_is_kept_out(source: Path) -> None:
     def second(progress: PrepareProgress) -> None:
-        with pytest.raises(StoppedError, match="another process"):
+        with pytest.raises(StoppedError):
             prepare(config(source))
 
     data = prepare(config(source), second)

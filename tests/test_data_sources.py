@@ -228,7 +228,7 @@ def test_hub_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StoppedError, match="no route"):
         documents("hf:a/b")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match="datasets.* pip install"):
+    with pytest.raises(UserError, match="datasets"):
         documents("hf:a/b")
 
 

@@ -17,7 +17,7 @@ def inspect_both_passes(
     kind: str, dim: int, heads: int, rows: torch.dtype, tokens: int = 16_384
 ) -> list[tuple[Launch, Inspection]]:
     """Return (launch, inspection) of the kernels of a norm with fp32 weights, as on an H200."""
-    from siamesenorm.kernels.norm_launch import plan
+    from siamesenorm.kernels.norm_triton import plan
 
     names = {"rmsnorm": ("gain",), "layernorm": ("gain", "bias"), "seednorm": ("alpha", "beta", "gain")}[kind]
     weights = Weights(**{name: torch.empty(dim, device="meta") for name in names})

@@ -115,7 +115,7 @@ def test_persistent_programs_of_boundaries_are_resident(name: str, centred: bool
 
 @pytest.mark.parametrize("names", ["gain", "gain bias", "alpha beta gain"])
 def test_persistent_programs_of_norms_are_resident(names: str) -> None:
-    from siamesenorm.kernels.norm_launch import plan
+    from siamesenorm.kernels.norm_triton import plan
 
     for rows in (torch.bfloat16, torch.float32):
         for dim in (128, 768, 2048, 4096, 16_384):

@@ -12,7 +12,7 @@ from boundary_cases import CASES, Case, Inputs, draw_inputs, reference, weighted
 from norm_operator_cases import CASES as NORMS
 from norm_operator_cases import gradients, tokens, trained
 from siamesenorm import build_language_model
-from siamesenorm.kernels.boundary import boundary, has_kernels_for
+from siamesenorm.kernels.operators import boundary, has_boundary_kernels
 
 DEVICE = "cuda"
 if DEVICE == "cuda" and not torch.cuda.is_available():
@@ -46,7 +46,7 @@ def results_of(inputs: Inputs) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
 def test_a_boundary(case: Case, shape: tuple[int, ...], streams: torch.dtype, error: float, centred: bool) -> None:
     inputs = draw_inputs(case, shape, centred=centred, streams=streams)
     moved, wide = on_device(inputs), inputs.double()
-    assert has_kernels_for(moved.bounded)
+    assert has_boundary_kernels(moved.bounded)
     found, slopes = results_of(moved)
     expected = reference(wide)
     for one, other in zip(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import metadata
 from types import ModuleType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -45,11 +46,11 @@ def read_scalar(what: str, text: str, default: Scalar) -> Scalar:
 
     The default "auto" stands for a value that a recipe decides: a truth value or a number is read as such.
     """
-    if default == "auto":
-        return _read_any(text)
-    if isinstance(default, bool):
+    if default == "auto" or isinstance(default, bool):
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
+        if default == "auto":
+            return _read_number(text)
         raise UserError(f"{what} is {text!r}: write true or false")
     if isinstance(default, (int, float)):
         kind = "an integer" if isinstance(default, int) else "a number"
@@ -60,15 +61,11 @@ def read_scalar(what: str, text: str, default: Scalar) -> Scalar:
     return text
 
 
-def _read_any(text: str) -> Scalar:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    kinds: tuple[type[int], type[float]] = (int, float)
-    for kind in kinds:
-        try:
+def _read_number(text: str) -> Scalar:
+    """Return text as the number that it spells, else as it is."""
+    for kind in (int, float):
+        with suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     return text
 
 

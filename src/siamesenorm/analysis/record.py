@@ -86,12 +86,12 @@ def _end_of_step(path: Path, step: int) -> int:
 class LossHistory:
     """Losses by step, what is known about the run, and the verdict.
 
-    `facts` has the fields of `LossCurve` that describe a run (steps_total, warmup_steps, floor, scale), None where
-    unknown.
+    `facts` has the fields of `LossCurve` that describe a run, None where unknown.
     """
 
-    def __init__(self, facts: Mapping[str, Any], thresholds: Thresholds) -> None:
-        self.facts, self.thresholds = dict(facts), thresholds
+    def __init__(self, thresholds: Thresholds) -> None:
+        self.thresholds = thresholds
+        self.facts: dict[str, Any] = dict.fromkeys(("steps_total", "warmup_steps", "floor", "scale"))
         self._points: list[tuple[int, float, float | None]] = []
         self._monitor: StabilityMonitor | None = None
         self._observed = 0

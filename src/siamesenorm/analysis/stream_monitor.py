@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from siamesenorm.analysis.measured_step import MeasuredStep, WeightProbe, listen, unwrapped
+from siamesenorm.analysis.measured_step import MeasuredStep, listen, unwrapped
 from siamesenorm.analysis.probes import Blocks, Key, Measurements, plan_probes
 from siamesenorm.analysis.record import Line, LossHistory, Record, gradient_norm, streams_line, summary
 from siamesenorm.errors import UserError
@@ -88,10 +88,9 @@ class StreamMonitor:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise UserError(f"every is {every!r}: give 1 to measure every step, or a larger whole number")
         self.model, self.every = model, every
-        self._probes = plan_probes(model, blocks)
-        self._weights = WeightProbe(model, self._probes.blocks) if updates else None
-        facts = {"steps_total": steps_total, "warmup_steps": warmup_steps, "floor": floor, "scale": scale}
-        self._history = LossHistory(facts, thresholds)
+        self._plan, self._updates = plan_probes(model, blocks), updates
+        self._history = LossHistory(thresholds)
+        self.expect(steps_total=steps_total, warmup_steps=warmup_steps, floor=floor, scale=scale)
         first = _is_first_process()
         self._record = Record(
             Path(path) if path is not None and first else None, resume=resume, write=write if first else None
@@ -245,7 +244,8 @@ class StreamMonitor:
 
     def _measure_next(self) -> None:
         self._stop_measuring()
-        self._measured = MeasuredStep(self._probes.probes, self._weights, remember=not self._optimizers)
+        copy_at_once = not self._optimizers
+        self._measured = MeasuredStep(self.model, self._plan, updates=self._updates, remember=copy_at_once)
         # A monitor that is deleted without `close` removes its probes.
         self._abandon = finalize(self, self._measured.abandon)
 
@@ -316,7 +316,7 @@ class StreamMonitor:
             parameters = sum(parameter.numel() for parameter in self.model.parameters())
             about = {"label": type(self.model).__name__, "parameters": parameters}
             facts = {"steps" if name == "steps_total" else name: fact for name, fact in self._history.facts.items()}
-            streams = {"streams": list(self._probes.streams), "every": self.every}
+            streams = {"streams": list(self._plan.streams), "every": self.every}
             self._record.append({"kind": "model", **about, **facts, **streams})
         self._record.append(line)
 

@@ -12,15 +12,16 @@ import multiprocessing
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from siamesenorm.benchmark.boundary import measure_boundaries
 from siamesenorm.benchmark.boundary import settings_for as boundary_settings
-from siamesenorm.benchmark.measurement import Deadline
+from siamesenorm.benchmark.measurement import NO_DEADLINE, Deadline
 from siamesenorm.benchmark.norms import measure_norms
 from siamesenorm.benchmark.norms import settings_for as norm_settings
-from siamesenorm.benchmark.results import Results, measuring
+from siamesenorm.benchmark.results import Progress, Results, measuring
 from siamesenorm.benchmark.step import measure_steps
 from siamesenorm.benchmark.step import settings_for as step_settings
 from siamesenorm.errors import UserError
@@ -87,19 +88,24 @@ def measure_part(
         replace(found, not_measured=[*found.not_measured, UNFINISHED]).write(path)
 
     with measuring(part, results.not_measured):
-        match part:
-            case "norms":
-                norms = norm_settings(device)
-                norms = replace(norms, rounds=rounds or norms.rounds)
-                results = measure_norms(norms, "cuda", deadline, progress)
-            case "boundary":
-                boundary = boundary_settings(device)
-                boundary = replace(
-                    boundary, rounds=rounds or boundary.rounds, topologies=topologies or boundary.topologies
-                )
-                results = measure_boundaries(boundary, "cuda", deadline, progress)
-            case _:
-                step = step_settings(device)
-                step = replace(step, rounds=rounds or step.rounds, topologies=topologies or step.topologies)
-                results = measure_steps(step, "cuda", deadline, progress)
+        results = measure_usual(part, device, rounds, topologies, deadline, progress)
     results.write(path)
+
+
+def measure_usual(
+    part: str,
+    device: torch.device,
+    rounds: int | None = None,
+    topologies: tuple[str, ...] = (),
+    deadline: Deadline = NO_DEADLINE,
+    progress: Progress = lambda results: None,
+) -> Results:
+    """Measure a part at the usual settings of a device, but for the given rounds and topologies (norms have none)."""
+    changes: dict[str, Any] = {"rounds": rounds} if rounds else {}
+    if part == "norms":
+        return measure_norms(replace(norm_settings(device), **changes), str(device), deadline, progress)
+    if topologies:
+        changes["topologies"] = topologies
+    if part == "boundary":
+        return measure_boundaries(replace(boundary_settings(device), **changes), str(device), deadline, progress)
+    return measure_steps(replace(step_settings(device), **changes), str(device), deadline, progress)

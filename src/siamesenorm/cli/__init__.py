@@ -81,45 +81,26 @@ def _run(arguments: list[str]) -> int:
 def _call(name: str, arguments: list[str]) -> None:
     if name in PRESET_COMMANDS:
         check_preset(arguments)
-        name_shown = f"{name} {arguments[0]}"
-    else:
-        name_shown = name
+    shown = f"{name} {arguments[0]}" if name in PRESET_COMMANDS else name
     command = importlib.import_module(f"siamesenorm.cli.{name}")
-    command.run(parse(command.Arguments, arguments, name_shown))
+    command.run(parse(command.Arguments, arguments, shown))
 
 
 def usage() -> str:
     """Return the list of commands."""
-    return "\n".join(
-        [
-            "usage: siamesenorm COMMAND [OPTIONS]",
-            "",
-            "Where and how should a Transformer normalise its residual path?",
-            "",
-            *_table(COMMANDS),
-            "",
-            "siamesenorm COMMAND --help shows a command's options.",
-        ]
-    )
+    question = "Where and how should a Transformer normalise its residual path?"
+    return _page("COMMAND", question, COMMANDS, "siamesenorm COMMAND --help shows a command's options.")
 
 
 def preset_usage(command: str) -> str:
     """Return the help of a command that starts from a preset, which takes no import of torch."""
-    sentence = COMMANDS[command]
-    return "\n".join(
-        [
-            f"usage: siamesenorm {command} PRESET [OPTIONS]",
-            "",
-            f"{sentence[0].upper()}{sentence[1:]}. Every field of the preset can be overridden.",
-            "",
-            "presets:",
-            *_table(PRESETS),
-            "",
-            f"siamesenorm {command} mini --help shows the options, with the values of that preset.",
-        ]
-    )
+    what = COMMANDS[command]
+    sentence = f"{what[0].upper()}{what[1:]}. Every field of the preset can be overridden."
+    hint = f"siamesenorm {command} mini --help shows the options, with the values of that preset."
+    return _page(f"{command} PRESET", sentence, PRESETS, hint)
 
 
-def _table(rows: dict[str, str]) -> list[str]:
+def _page(words: str, sentence: str, rows: dict[str, str], hint: str) -> str:
     width = max(map(len, rows))
-    return [f"  {name:<{width}}  {what}" for name, what in rows.items()]
+    table = "\n".join(f"  {name:<{width}}  {what}" for name, what in rows.items())
+    return f"usage: siamesenorm {words} [OPTIONS]\n\n{sentence}\n\n{table}\n\n{hint}"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
-from siamesenorm.benchmark import boundary, gpu, norms, step
+from siamesenorm.benchmark import gpu
 from siamesenorm.benchmark.measurement import resolve_device
-from siamesenorm.benchmark.results import Results, check_writable
+from siamesenorm.benchmark.results import check_writable
 from siamesenorm.errors import UserError
 from siamesenorm.topologies import build_topology
 
@@ -39,7 +39,9 @@ def run(arguments: Arguments) -> None:
     """Measure, write the file, print the table last."""
     check(arguments)
     if arguments.what != "gpu":
-        measure(arguments).show(arguments.out)
+        device = resolve_device(arguments.device)
+        results = gpu.measure_usual(arguments.what, device, arguments.rounds, arguments.topologies)
+        results.show(arguments.out)
         return
     with tempfile.TemporaryDirectory() as unused:
         gpu.measure_on_gpu(
@@ -61,17 +63,3 @@ def check(arguments: Arguments) -> None:
         build_topology(name)
     if arguments.out is not None:
         check_writable(arguments.out / "boundary.json" if arguments.what == "gpu" else arguments.out)
-
-
-def measure(arguments: Arguments) -> Results:
-    """Return the results for the device: settings depend on what it can do."""
-    device = resolve_device(arguments.device)
-    rounds: dict[str, Any] = {} if arguments.rounds is None else {"rounds": arguments.rounds}
-    chosen: dict[str, Any] = {"topologies": arguments.topologies} if arguments.topologies else {}
-    match arguments.what:
-        case "boundary":
-            return boundary.measure_boundaries(replace(boundary.settings_for(device), **rounds, **chosen), str(device))
-        case "norms":
-            return norms.measure_norms(replace(norms.settings_for(device), **rounds), str(device))
-        case _:
-            return step.measure_steps(replace(step.settings_for(device), **rounds, **chosen), str(device))

@@ -1,4 +1,4 @@
-"""siamesenorm explain: what a topology or a norm computes, costs and composes with, all from the registries."""
+"""siamesenorm explain: formula, cost and facts of a topology or a norm, from the registries."""
 
 from __future__ import annotations
 
@@ -52,11 +52,10 @@ def run(arguments: Arguments) -> None:
     else:
         subject = find(arguments.name)
         if isinstance(subject, Topology):
-            facts = {**describe(subject), "extra_parameters": extra_parameters(subject)}
-            print(json.dumps(facts, indent=1) if arguments.json else text(facts))
+            facts, write = {**describe(subject), "extra_parameters": extra_parameters(subject)}, topology_text
         else:
-            facts = describe_norm(subject)
-            print(json.dumps(facts, indent=1) if arguments.json else norm_text(facts))
+            facts, write = describe_norm(subject), norm_text
+        print(json.dumps(facts, indent=1) if arguments.json else write(facts))
 
 
 def listed() -> dict[str, dict[str, str]]:
@@ -80,8 +79,7 @@ def list_text(groups: dict[str, dict[str, str]]) -> str:
 def find(text: str) -> Topology | NormSpec:
     """Return the topology or norm of a name or title in any spelling; raises UserError for an unknown one."""
     name, colon, options = text.partition(":")
-    spelled = spellings()
-    found = spelled.get(_plain(name))
+    found = spellings().get(_plain(name))
     if found is None:
         raise unknown("topology or norm", name, {*available_topologies(), *available_norms()})
     resolved = f"{found}{colon}{options}"
@@ -134,20 +132,22 @@ def describe_norm(spec: NormSpec) -> dict[str, Any]:
 def norm_text(facts: dict[str, Any]) -> str:
     """Return the explanation of a norm as plain text."""
     shapes = [f"{name} [{', '.join(map(str, shape))}]" for name, shape in facts["parameters"].items()]
-    yes = {True: "yes", False: "no"}
+    flags = {"scale-invariant": "scale_invariant", "idempotent": "idempotent", "fused kernels": "fused_kernels"}
     return "\n".join(
         [
             f"{facts['name']}: {facts['title']}",
             "",
             facts["description"],
             "",
-            _entry("options", [", ".join(f"{key}={value}" for key, value in facts["options"].items()) or "none"]),
-            _entry("scale-invariant", [yes[facts["scale_invariant"]]]),
-            _entry("idempotent", [yes[facts["idempotent"]]]),
-            _entry("fused kernels", [yes[facts["fused_kernels"]]]),
+            _entry("options", [_options(facts)]),
+            *(_entry(label, ["yes" if facts[flag] else "no"]) for label, flag in flags.items()),
             _entry("parameters", [f"{', '.join(shapes) or 'none'} at dim {EXAMPLE_DIM}"]),
         ]
     )
+
+
+def _options(facts: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in facts["options"].items()) or "none"
 
 
 # --- a topology
@@ -188,9 +188,8 @@ def extra_parameters(topology: Topology) -> dict[str, dict[str, float]]:
     return extra
 
 
-def text(facts: dict[str, Any]) -> str:
+def topology_text(facts: dict[str, Any]) -> str:
     """Return the explanation of a topology as plain text."""
-    options = ", ".join(f"{key}={value}" for key, value in facts["options"].items()) or "none"
     norm = "whole-width QK-norm unless chosen" if facts["attention_norm"] == "auto" else facts["attention_norm"]
     extra = [
         f"  {size:<10} {each['parameters']:>+12,}  {each['percent']:+.4f} %"
@@ -207,10 +206,10 @@ def text(facts: dict[str, Any]) -> str:
             "",
             textwrap.indent(facts["diagram"] or "no diagram drawn", "  "),
             "",
-            _entry("options", [options]),
+            _entry("options", [_options(facts)]),
             _entry("streams", [", ".join(facts["streams"])]),
             _entry("attention norm", [norm]),
-            _entry("fused boundary", _boundary(facts["boundary"])),
+            _entry("boundary", _boundary(facts["boundary"])),
             _entry("AdaLN sublayers", [facts["conditioned_sublayers"]]),
             _entry("special cases", facts["special_cases"] or ["none"]),
             "parameters beyond Pre-Norm with QK-norm, by size",
@@ -229,7 +228,7 @@ def _boundary(cost: dict[str, Any] | None) -> list[str]:
         return ["cost not declared"]
     return [
         f"{cost['forward_passes']:g} passes of a stream forward, {cost['backward_passes']:g} backward, "
-        f"{cost['saved_tensors']:g} kept",
+        f"{cost['saved_tensors']:g} kept, mean over a model",
         f"= {cost['bytes_a_token']:,} bytes a token at dim {EXAMPLE_DIM} in bf16",
     ]
 
@@ -239,19 +238,19 @@ def markdown() -> str:
     sections = [
         "# Topologies",
         "",
-        "Made by `siamesenorm explain --markdown` from the registry. `O` is the sublayer's output, `N` a norm; passes",
-        "count reads and writes of one `[tokens, dim]` tensor at a fused boundary between two sublayers.",
+        "Made by `siamesenorm explain --markdown` from the registry. `O` is the sublayer's output, `N` a norm. Passes",
+        "count each `[tokens, dim]` tensor that enters or leaves the boundary between two sublayers, or is kept for",
+        "the backward pass, once: with fused kernels where the topology has them, as a mean over a model.",
         "",
-        "| name | topology | streams | passes forward + backward | AdaLN sublayers |",
-        "|---|---|---|---|---|",
+        "| name | topology | streams | passes forward + backward | kept | AdaLN sublayers |",
+        "|---|---|---|---|---|---|",
     ]
     topologies = {name: build_topology(name) for name in available_topologies()}
     for name, topology in topologies.items():
         composes = "no" if topology.modulation_refusal else "yes"
-        cost = f"{topology.cost.forward:g} + {topology.cost.backward:g}" if topology.cost else "not declared"
-        sections.append(
-            f"| [`{name}`](#{name}) | {topology.heading} | {', '.join(topology.stream_names)} | {cost} | {composes} |"
-        )
+        streams, cost = ", ".join(topology.stream_names), topology.cost
+        passes = f"{cost.forward:g} + {cost.backward:g} | {cost.saved:g}" if cost else "not declared | not declared"
+        sections.append(f"| [`{name}`](#{name}) | {topology.heading} | {streams} | {passes} | {composes} |")
     for name, topology in topologies.items():
         facts = describe(topology)
         options = ", ".join(f"`{key}={value}`" for key, value in facts["options"].items()) or "none"

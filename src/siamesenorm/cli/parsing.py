@@ -23,11 +23,8 @@ PRESETS = {
 
 def check_preset(arguments: Sequence[str]) -> None:
     """Raise UserError unless the first argument is the name of a preset."""
-    choices = f"choose from {', '.join(PRESETS)}"
-    if not arguments:
-        raise UserError(f"no preset given: {choices}")
-    if arguments[0].startswith("-"):
-        raise UserError(f"no preset before {arguments[0]}: {choices}")
+    if not arguments or arguments[0].startswith("-"):
+        raise UserError(f"no preset given: choose from {', '.join(PRESETS)}")
     if arguments[0] not in PRESETS:
         raise unknown("preset", arguments[0], PRESETS)
 
@@ -69,8 +66,6 @@ def _describe(event: Any, kind: Any, words: Sequence[str]) -> str:
     match event:
         case _errors.MissingArgs(missing_arguments=missing):
             return _missing([each.arg for each in missing])
-        case _errors.MissingSubcommand(subcommand_spec=subcommands):
-            return f"no preset given: choose from {', '.join(subcommands.parser_from_name)}"
         case _errors.UnrecognizedArgs(tokens=tokens):
             return _unrecognized(tokens, kind)
         case _errors.InvalidChoice(argument=argument, value=value, choices=choices):

@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from siamesenorm.cli.report import build_report, show_report
 from siamesenorm.cli.sweep import chosen_jobs, raise_failures, train_experiment
+from siamesenorm.cli.train import text_constructors
 from siamesenorm.comparison.experiment import Experiment
 from siamesenorm.errors import UserError
 from siamesenorm.models.language import LanguageModelConfig, language_model_config
+from siamesenorm.norms import NormSpec
 from siamesenorm.recipes.continued import ContinuedPlan
 from siamesenorm.tasks.language import LanguageTaskConfig
 from siamesenorm.training.config import Execution, RunConfig
@@ -51,7 +54,13 @@ class ReproduceArguments:
     """How the runs are carried out."""
 
 
-Arguments = ReproduceArguments
+class Arguments:
+    """The arguments, with topologies and norms read from text."""
+
+    @staticmethod
+    def prepare(words: Sequence[str]) -> tuple[Any, list[str], tyro.constructors.ConstructorRegistry]:
+        """Return the type that tyro reads, the words, and how tyro reads topologies and norms."""
+        return ReproduceArguments, list(words), text_constructors(NormSpec())
 
 
 def run(arguments: ReproduceArguments) -> None:
@@ -77,8 +86,8 @@ def run(arguments: ReproduceArguments) -> None:
 def base_template(arguments: ReproduceArguments, data: Path) -> RunConfig:
     """Return the run from which bases are made; raises UserError for options that the variants have."""
     for name in ("topology", "norm", "attention_norm"):
-        if (given := getattr(arguments.model, name)) != getattr(MODEL, name):
-            raise UserError(f"{name} {given} for all models: the recipe names them")
+        if getattr(arguments.model, name) != getattr(MODEL, name):
+            raise UserError(f"--model.{name.replace('_', '-')}: the recipe sets it for each model: leave it out")
     # Dozens of short runs, each in a process of its own: compiling does not pay.
     execution = dataclasses.replace(arguments.execution, threads=arguments.execution.threads or 1, compile="off")
     return RunConfig(

@@ -13,7 +13,7 @@ from siamesenorm.comparison.plan import ComparisonKind
 from siamesenorm.comparison.rate_figures import rate_figures
 from siamesenorm.comparison.report_parts import Code, Gallery, Report, ReportSection, Statement, Statements
 from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, STABLE, ExperimentResults, RunResult
-from siamesenorm.comparison.training_curves import curve_figures
+from siamesenorm.comparison.training_curves import curve_figures, stream_figures
 from siamesenorm.topologies import available_topologies, build_topology
 
 ARXIV = "https://arxiv.org/abs/"
@@ -65,7 +65,8 @@ def comparison_report(findings: Findings, *, title: str = "") -> Report:
 def run_report(results: ExperimentResults, *, title: str = "") -> Report:
     """Return the report of a single run: its verdict, its numbers, its curves."""
     (run,) = results.runs
-    figures = curve_figures(find(results), run.learning_rate)
+    curves = curve_figures(find(results), run.learning_rate)
+    figures = (*curves[:1], *stream_figures(run), *curves[1:])
     return Report(
         title=title or run.planned.name,
         subject=(budget_sentence(run),),

@@ -46,7 +46,7 @@ class RunResult:
     """One run: what was run, how it ended, what it reached and what it cost.
 
     `held_out` has the metrics of the last validation by name, `first_held_out` those before the first step; `facts` is
-    the first record of the run, which describes its model, data and metrics.
+    the first record of the run, which describes its model, data and metrics; `streams` those of the stream monitor.
     """
 
     path: Path
@@ -64,6 +64,7 @@ class RunResult:
     peak_memory_bytes: int | None
     losses: Curve = field(repr=False)
     gradient_norms: Curve = field(repr=False)
+    streams: tuple[Record, ...] = field(default=(), repr=False)
     facts: Record = field(repr=False)
     config: Record = field(repr=False)
     environments: tuple[Record, ...] = field(repr=False)
@@ -259,6 +260,7 @@ def read_run(path: Path, planned: PlannedRun | None = None) -> RunResult:
             peak_memory_bytes=end.get("peak_memory_bytes"),
             losses=losses,
             gradient_norms=_curve(train, "gradient_norm"),
+            streams=tuple(record for record in records if record.get("kind") == "streams"),
             facts=facts,
             config=config.to_json(),
             environments=tuple(environments),

@@ -11,10 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
+from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import blended_transform_factory
 
 from siamesenorm.comparison import formatting
 from siamesenorm.comparison.figure_style import (
+    DASHES,
+    HUES,
     WIDTH,
     CurveLabel,
     Figure,
@@ -27,12 +30,13 @@ from siamesenorm.comparison.figure_style import (
     styles_of,
 )
 from siamesenorm.comparison.findings import Findings
-from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, Curve, FloatArray, RunResult
+from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, Curve, FloatArray, Record, RunResult
 
 HEIGHT = 4.5
 LEFT = 0.175
 FLOOR = "nothing learned"
 DOTTED = (0.0, (1.0, 2.0))
+STREAM_HUES = ("green", "ink", *HUES)
 SHORTEST = 4
 """The fewest finite losses that make a curve."""
 SMOOTHING_FRACTION = 0.05
@@ -65,6 +69,25 @@ def curve_figures(findings: Findings, rate: float) -> tuple[Figure, ...]:
         draw=lambda theme: draw_gradient_norms(findings, rate, theme),
     )
     return losses, norms
+
+
+def stream_figures(run: RunResult) -> tuple[Figure, ...]:
+    """Return the figure of the streams of a run; none where the stream monitor did not record them."""
+    if not run.streams:
+        return ()
+    last = run.streams[-1]
+    values = _rms_by_depth(last)
+    return (
+        Figure(
+            name="streams",
+            title="Residual streams",
+            caption="RMS of every stream before a sublayer adds to it. Above: before the last one, over the steps. "
+            f"Below: over the depth, at step {last['step']:,}; thin and dotted: at step {run.streams[0]['step']:,}.",
+            alternative=f"At step {last['step']:,}: "
+            + "; ".join(f"{name} from {rms[0]:.3g} to {rms[-1]:.3g} over the depth" for name, rms in values.items()),
+            draw=lambda theme: draw_streams(run, theme),
+        ),
+    )
 
 
 def curves_at(findings: Findings, rate: float) -> dict[str, RunResult]:
@@ -123,12 +146,53 @@ def draw_gradient_norms(findings: Findings, rate: float, theme: Theme) -> Drawin
     return drawing
 
 
-def _new_drawing(names: Iterable[str], ratios: Sequence[float] = (1,)) -> tuple[Drawing, Sequence[Axes]]:
+def draw_streams(run: RunResult, theme: Theme) -> Drawing:
+    """Draw the RMS of every stream over the steps, before the last sublayer, and below over the depth."""
+    steps = np.array([float(record["step"]) for record in run.streams])
+    first, last = _rms_by_depth(run.streams[0]), _rms_by_depth(run.streams[-1])
+    styles = {
+        name: MethodStyle(hue=STREAM_HUES[index % len(STREAM_HUES)], dash=DASHES[0], marker="o", width=1.6)
+        for index, name in enumerate(last)
+    }
+    drawing, (above, below) = _new_drawing(last, ratios=(1, 1), share_steps=False)
+    labels: dict[Axes, list[CurveLabel]] = {above: [], below: []}
+    for name, style in styles.items():
+        over_steps = np.array([_rms_by_depth(record)[name][-1] for record in run.streams])
+        depth = np.arange(1.0, len(last[name]) + 1)
+        _draw_curve(above, None, Curve(steps=steps, values=over_steps), style, theme)
+        below.plot(depth, first[name], color=style.color(theme), linewidth=0.9, linestyle=DOTTED)
+        _draw_curve(below, None, Curve(steps=depth, values=last[name]), style, theme)
+        for axes, values in ((above, over_steps), (below, last[name])):
+            labels[axes].append(label_of(style, theme, height=float(values[-1]), text=shortened(name)))
+    above.set_title("Residual streams")
+    above.set_xlim(0, run.steps)
+    below.set_xlim(1, max(map(len, last.values())))
+    below.set_xlabel("sublayer")
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes, at_ends in labels.items():
+        _label_height(axes, "RMS")
+        label_ends(axes, at_ends)
+    return drawing
+
+
+def _rms_by_depth(record: Record) -> dict[str, FloatArray]:
+    """Return the RMS of every stream before each sublayer."""
+    values: dict[str, list[float]] = {}
+    for sublayer in record["sublayers"].values():
+        for name, measured in sublayer["streams"].items():
+            values.setdefault(name, []).append(float(measured["rms"]))
+    return {name: np.array(rms) for name, rms in values.items()}
+
+
+def _new_drawing(
+    names: Iterable[str], ratios: Sequence[float] = (1,), *, share_steps: bool = True
+) -> tuple[Drawing, list[Axes]]:
     """Return a drawing with panels over the steps, one above the other, and room for the names of curves."""
     drawing = Drawing(figsize=(WIDTH, HEIGHT))
-    panels = drawing.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
-    drawing.subplots_adjust(left=LEFT, right=1 - label_room(names), top=0.92, bottom=0.1, hspace=0.13)
-    panels[-1].set_xlabel("step")
+    panels = drawing.subplots(len(ratios), 1, sharex=share_steps, squeeze=False, height_ratios=ratios)[:, 0]
+    space = 0.13 if share_steps else 0.42
+    drawing.subplots_adjust(left=LEFT, right=1 - label_room(names), top=0.92, bottom=0.1, hspace=space)
+    panels[-1 if share_steps else 0].set_xlabel("step")
     return drawing, list(panels)
 
 

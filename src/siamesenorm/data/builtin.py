@@ -64,7 +64,6 @@ def _module_documents() -> Iterator[str]:
 
 
 def _source_files(root: Path) -> Iterator[Path]:
-    """Yield the source files under a directory, tests and installed packages left out."""
     for directory, names, files in os.walk(root):
         names[:] = [name for name in names if name not in SKIPPED_DIRECTORIES]
         yield from (Path(directory, file) for file in files if file.endswith(".py"))
@@ -108,7 +107,6 @@ def _definitions(node: Definition) -> Iterator[Definition]:
 
 
 def _arithmetic_documents() -> Iterator[str]:
-    """Yield documents of solved equations, one a line."""
     generator = random.Random(0)
     for _ in range(EQUATIONS // EQUATIONS_PER_DOCUMENT):
         yield "\n".join(_equation(generator) for _ in range(EQUATIONS_PER_DOCUMENT))

@@ -95,7 +95,7 @@ def _start_worker(tokenizer: Tokenizer) -> None:
 
 
 def _exit_with(sentinel: int) -> None:
-    """Exit when the parent process ends: a killed parent cannot stop its workers."""
+    # A killed parent cannot stop its workers.
     wait([sentinel])
     os._exit(1)
 

@@ -47,35 +47,25 @@ class PrepareConfig:
     source: str
     """Text: `builtin`, a .txt, .jsonl or .parquet file (.gz too), a directory or a glob of them, or a dataset on the
     Hugging Face Hub as `hf:OWNER/NAME?name=CONFIG&split=train`."""
-
     out: Path
     """Directory to write."""
-
     tokenizer: str = "bytes"
     """`bytes`, `bpe:4096` (trained on the text), a tokenizer JSON file, or a name on the Hugging Face Hub."""
-
     validation: str | None = None
     """Source of the validation split; without it, a fraction of the documents."""
-
     validation_fraction: float | None = None
     """Fraction of the documents that become the validation split, chosen by their hash: 0.01 if not given (0.04 of the
     small builtin corpus). At least one document is held out, of few documents the last part of the text."""
-
     text_field: str = "text"
     """Field (or column) that holds the text."""
-
     documents: Cut = "passages"
     """Documents of a plain text file: passages of about 30,000 characters, or its paragraphs."""
-
     end_of_text: str | None = None
     """Token that closes a document; found by its usual names if not given. Bytes have an id of their own for it."""
-
     max_documents: int | None = None
     """Read at most so many documents of the source."""
-
     workers: int | None = None
     """Processes that encode; chosen by the size of the source if not given."""
-
     restart: bool = False
     """Start again: discard an unfinished preparation; finished data are replaced when the new data are whole."""
 
@@ -146,7 +136,12 @@ class _Preparation:
         local = config.tokenizer == "bytes" or Path(config.tokenizer).exists()
         self.tokenizer = load_tokenizer(config.tokenizer, config.end_of_text) if local else None
         self.settings = self._settings()
-        self._require_different_sources()
+        if self.validation is not None:
+            # One file, or one dataset, is not both. Of a file: its name, size and checksum.
+            train, held_out = self.settings["source"], self.settings["validation"]
+            files = [{(size, checksum) for _, size, checksum in each.get("files", ())} for each in (train, held_out)]
+            if files[0] & files[1] or train == held_out:
+                raise self._same_text()
 
     def _settings(self) -> dict[str, Any]:
         """Return everything that the bytes of the result depend on; local files by content, not by place."""
@@ -223,21 +218,9 @@ class _Preparation:
                     raise self._same_text()
             yield "train", text
 
-    def _require_different_sources(self) -> None:
-        """Raise `UserError` if a file, or a dataset, is source and validation at once."""
-        if self.validation is None:
-            return
-        train, validation = self.settings["source"], self.settings["validation"]
-        # Of a file: its name, size and checksum.
-        contents = [{(size, checksum) for _, size, checksum in each.get("files", ())} for each in (train, validation)]
-        if contents[0] & contents[1] or train == validation:
-            raise self._same_text()
-
     def _same_text(self) -> UserError:
-        return UserError(
-            f"validation {self.config.validation!r}: its text is in source {self.config.source!r}, too: give another "
-            "source, or leave --validation out"
-        )
+        validation, source = self.config.validation, self.config.source
+        return UserError(f"validation {validation!r}: its text is in source {source!r}, too: leave --validation out")
 
     def _tokenizer(self, partial: Path) -> Tokenizer:
         """Return the tokenizer; its file is kept, so that a BPE is trained, or one is downloaded, only once."""
@@ -251,8 +234,8 @@ class _Preparation:
             self.report(PrepareProgress(stage="training the tokenizer"))
             tokenizer = train_bpe(self._training_sample(), self.bpe_size, config.end_of_text)
             if tokenizer.vocabulary != self.bpe_size:
-                given = f"the text is enough for a vocabulary of {tokenizer.vocabulary:,}"
-                self.report(PrepareProgress(stage=f"{given}, not of {self.bpe_size:,}"))
+                sizes = f"{tokenizer.vocabulary:,}, not of {self.bpe_size:,}"
+                self.report(PrepareProgress(stage=f"the text is enough for a vocabulary of {sizes}"))
         elif tokenizer is None:
             tokenizer = load_tokenizer(config.tokenizer, config.end_of_text)
         if tokenizer.content is not None:

@@ -84,12 +84,11 @@ class BuiltinSource(Source):
         return {"kind": "builtin", "python": platform.python_version(), "revision": builtin.REVISION}
 
     def documents(self) -> Iterator[str]:
-        """Yield the documents."""
+        """Yield the documents; they are collected once, for a preparation reads them more than once."""
         return iter(self._collected)
 
     @cached_property
     def _collected(self) -> list[str]:
-        """The documents, which a preparation reads more than once."""
         return list(builtin.builtin_documents())
 
 
@@ -191,7 +190,6 @@ def _is_readable(path: Path) -> bool:
 
 
 def _checksum_of_ends(path: Path) -> str:
-    """Return the sha256 of a file, or of both its ends where it is large."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         digest.update(file.read(FINGERPRINT_BYTES))
@@ -277,8 +275,7 @@ def _read_lines(path: Path, limit: int = -1) -> Iterator[tuple[int, str, int]]:
             decoder.decode(b"", final=True)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise UserError(
-                f"{path}: line {number + starts_line}: truncated or damaged gzip ({error}): fetch or write the file "
-                "again"
+                f"{path}: line {number + starts_line}: truncated or damaged gzip ({error}): fetch the file again"
             ) from error
         except UnicodeDecodeError as error:
             raise UserError(
@@ -299,9 +296,7 @@ def _read_parquet(path: Path, text_field: str) -> Documents:
             columns = file.schema_arrow.names
             if text_field not in columns:
                 names = ", ".join(columns) or "none"
-                raise UserError(
-                    f"{path}: no column {text_field!r} (columns: {names}): name the column with --text-field"
-                )
+                raise UserError(f"{path}: no column {text_field!r} (columns: {names}): name one with --text-field")
             for batch in file.iter_batches(batch_size=256, columns=[text_field]):
                 for text in batch.column(0).to_pylist():
                     row += 1

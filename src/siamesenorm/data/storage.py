@@ -38,7 +38,7 @@ DIRECTORIES = ("shards", "shards-2")
 SPLITS = ("train", "validation")
 
 PARTIAL_DIRECTORY = ".partial"
-SHARD_DIRECTORY = "shards"
+SHARD_DIRECTORY = DIRECTORIES[0]
 SETTINGS_FILE = "settings.json"
 LOCK_FILE = "lock"
 # Large enough that a corpus has some thousand files at most, and small enough to lose.
@@ -133,9 +133,7 @@ def read_manifest(path: Path) -> Manifest:
         schema, digest = record.pop("schema"), record.pop("digest")
         if schema != SCHEMA:
             raise UserError(f"{path}: schema {schema!r}, this version reads {SCHEMA}: prepare again with --restart")
-        splits = {
-            name: Split(**{**split, "shards": tuple(split["shards"])}) for name, split in record["splits"].items()
-        }
+        splits = {name: Split(**{**each, "shards": tuple(each["shards"])}) for name, each in record["splits"].items()}
         manifest = Manifest(**{**record, "tokenizer": TokenizerEntry(**record["tokenizer"]), "splits": splits})
         consistent = all(sum(split.shards) == split.tokens for split in splits.values())
         consistent &= manifest.dtype in STORAGE and manifest.directory in DIRECTORIES and digest == manifest.digest
@@ -176,10 +174,9 @@ class ShardWriter:
         self._pending_tokens = 0
         # For each write, the counts of a shard of each split.
         self._records = [json.loads(file.read_bytes())["splits"] for file in _record_files(partial)]
-        for record in self._records:
-            for entry in record.values():
-                self.documents += entry["documents"]
-                self.tokens += entry["tokens"]
+        for entry in (entry for record in self._records for entry in record.values()):
+            self.documents += entry["documents"]
+            self.tokens += entry["tokens"]
 
     def append(self, splits: Mapping[str, EncodedSplit]) -> None:
         """Add documents; they are kept in memory until there is enough for a shard."""
@@ -207,7 +204,6 @@ class ShardWriter:
         self._pending, self._pending_tokens = {}, 0
 
     def _entries(self, name: str) -> list[dict[str, int]]:
-        """Return the counts of the shards of a split."""
         return [record[name] for record in self._records if name in record]
 
     def _shard(self, name: str, number: int) -> Path:
@@ -275,7 +271,9 @@ def complete(out: Path, settings: Mapping[str, Any], encode: Callable[[Path], Ma
         resumes = under_way.exists() and json.loads(under_way.read_bytes()) == settings
         if finished.settings == settings or not resumes:
             _require_same(out, finished.settings, settings)
-            _remove_remains(out, finished.directory)
+            if partial.exists():  # a kill left it, or another process writes there
+                with suppress(StoppedError), exclusive(partial / LOCK_FILE):
+                    _remove_all_but(out, finished.directory)
             return
     made = [directory for directory in (out, *out.parents) if not directory.exists()]
     partial.mkdir(parents=True, exist_ok=True)
@@ -347,13 +345,6 @@ def _discard(partial: Path) -> None:
         file.unlink(missing_ok=True)
     shutil.rmtree(partial / SHARD_DIRECTORY, ignore_errors=True)
     (partial / SETTINGS_FILE).unlink(missing_ok=True)
-
-
-def _remove_remains(out: Path, directory: str) -> None:
-    """Remove what a kill left beside finished data, unless another process is writing there."""
-    if (out / PARTIAL_DIRECTORY).exists():
-        with suppress(StoppedError), exclusive(out / PARTIAL_DIRECTORY / LOCK_FILE):
-            _remove_all_but(out, directory)
 
 
 def _remove_all_but(out: Path, directory: str) -> None:

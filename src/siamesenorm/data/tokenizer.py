@@ -95,9 +95,9 @@ class LibraryTokenizer:
 
 def _parse(name: str, content: bytes) -> Any:
     """Return the library's tokenizer, set to plain encoding."""
-    backend_type = _library().Tokenizer
+    library = _library()
     try:
-        backend = backend_type.from_str(content.decode("utf-8"))
+        backend = library.Tokenizer.from_str(content.decode("utf-8"))
     except Exception as error:  # the library raises bare Exception
         raise UserError(
             f"{name}: not a JSON file of the tokenizers library ({reason(error)}): give a tokenizer.json"
@@ -141,7 +141,14 @@ def load_tokenizer(spec: str | Path, end_of_text: str | None = None) -> Tokenize
     if str(spec) == "bytes":
         return ByteTokenizer()
     if prepared:
-        return _load_prepared(path)
+        manifest = read_manifest(path / MANIFEST_FILE)
+        entry = manifest.tokenizer
+        if entry.kind == "bytes":
+            return ByteTokenizer()
+        file = path / manifest.directory / TOKENIZER_FILE
+        if not file.is_file():
+            raise UserError(f"{file}: missing: prepare the data again with --restart")
+        return LibraryTokenizer(entry.name, file.read_bytes(), entry.end_of_text)
     if path.is_dir():
         path = path / TOKENIZER_FILE
     if path.is_file():
@@ -149,18 +156,6 @@ def load_tokenizer(spec: str | Path, end_of_text: str | None = None) -> Tokenize
     if path.suffix == ".json" or path.is_absolute():
         raise UserError(f"tokenizer {str(spec)!r}: no such file: give a tokenizer JSON, 'bytes' or 'bpe:4096'")
     return LibraryTokenizer(str(spec), _from_hub(str(spec)), end_of_text)
-
-
-def _load_prepared(directory: Path) -> Tokenizer:
-    """Return the tokenizer of prepared data, with the end of text that was chosen for it."""
-    manifest = read_manifest(directory / MANIFEST_FILE)
-    entry = manifest.tokenizer
-    if entry.kind == "bytes":
-        return ByteTokenizer()
-    file = directory / manifest.directory / TOKENIZER_FILE
-    if not file.is_file():
-        raise UserError(f"{file}: missing: prepare the data again with --restart")
-    return LibraryTokenizer(entry.name, file.read_bytes(), entry.end_of_text)
 
 
 def _from_hub(name: str) -> bytes:

@@ -17,10 +17,14 @@ streams before they are rounded for storage.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from siamesenorm.kernels.norm_plain import normalise_rows, widest
 
 
 class Constants(NamedTuple):
@@ -32,7 +36,7 @@ class Constants(NamedTuple):
 
 
 class Gains(NamedTuple):
-    """Everything [dim] that is learned, in the order in which the backward pass returns its gradients."""
+    """Gains, gate and biases, [dim] each, in the order in which the backward pass returns their gradients."""
 
     post_norm_gain: Tensor | None
     gate: Tensor | None
@@ -53,6 +57,20 @@ class Gains(NamedTuple):
         return sum(gain is not None for gain in (self.post_norm_gain, self.identity_gain, self.input_gain))
 
 
+class Parts(NamedTuple):
+    """What a boundary computes with besides its streams; `centred` makes all norms LayerNorms."""
+
+    constants: Constants
+    gains: Gains
+    eps: float
+    centred: bool
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> Parts:
+        """Return the parts from one sequence: constants, gains, eps, `centred`; ignore what follows."""
+        return cls(Constants(*values[:3]), Gains(*values[3:10]), *values[10:12])
+
+
 class Forward(NamedTuple):
     """What the forward pass returns: X', Y', H, U and the row statistics; empty tensors stand for absent ones.
 
@@ -64,6 +82,27 @@ class Forward(NamedTuple):
     h: Tensor
     updated: Tensor
     statistics: Tensor
+
+
+class Grads(NamedTuple):
+    """The gradients of X', Y' and H; None is zero."""
+
+    bounded_next: Tensor | None
+    identity: Tensor | None
+    h: Tensor
+
+
+class Kept(NamedTuple):
+    """What the backward pass needs of the forward pass.
+
+    `bounded` is U where there is a post-norm, else X'. `identity` is Y', None where it is not normalised; with
+    `next_scale`, the scale of the next write to X, it is Y' - X' / `next_scale`, from which Y' is recomputed.
+    """
+
+    bounded: Tensor
+    identity: Tensor | None
+    statistics: Tensor
+    next_scale: Tensor | None = None
 
 
 class Backward(NamedTuple):
@@ -80,29 +119,35 @@ class Backward(NamedTuple):
     difference: Tensor
 
 
-class Recompute(NamedTuple):
-    """What the backward pass recomputes Y' from, where it was not kept (see `boundary`).
-
-    `difference` is Y' - X' / `next_scale`, the latter being the scale of the next write to X.
-    """
-
-    difference: Tensor
-    next_scale: Tensor
-    eps: float
-
-    def identity(self, bounded: Tensor) -> Tensor:
-        """Return Y' from X'."""
-        return self.difference.to(bounded.dtype) + bounded / self.next_scale.to(bounded.dtype)
-
-    def verify(self, normalised: Tensor, inverse: Tensor) -> Tensor:
-        """Return y^, with NaN in every row whose Y' is not the one that the forward pass normalised."""
-        one = normalised.square().mean(-1, keepdim=True) + self.eps * inverse.square()
-        return normalised.masked_fill((one - 1).abs() > 1e-3, float("nan"))
+def empty_forward(bounded: Tensor, output: Tensor, identity: Tensor | None, parts: Parts) -> Forward:
+    """Return memory for the results of the forward pass."""
+    tokens, has_post_norm = math.prod(bounded.shape[:-1]), parts.gains.post_norm_gain is not None
+    return Forward(
+        bounded.new_empty(bounded.shape),
+        bounded.new_empty(0 if identity is None else bounded.shape),
+        output.new_empty(bounded.shape),
+        bounded.new_empty(bounded.shape if has_post_norm else 0),
+        bounded.new_empty((parts.gains.norms * (2 if parts.centred else 1), tokens), dtype=widest(bounded)),
+    )
 
 
-def widest(x: Tensor) -> torch.dtype:
-    """Return the dtype of the arithmetic."""
-    return torch.promote_types(x.dtype, torch.float32)
+def empty_backward(grads: Grads, kept: Kept, parts: Parts) -> Backward:
+    """Return memory for the results of the backward pass."""
+    stream, gains = kept.bounded, parts.gains
+    return Backward(
+        stream.new_empty(stream.shape),
+        stream.new_empty(0 if gains.identity_gain is None else stream.shape),
+        grads.h.new_empty(0 if shares_gradient(grads, kept, parts) else stream.shape),
+        stream.new_empty((len(gains.present), stream.shape[-1]), dtype=widest(stream)),
+        stream.new_empty(0 if kept.next_scale is None else stream.shape),
+    )
+
+
+def shares_gradient(grads: Grads, kept: Kept, parts: Parts) -> bool:
+    """Return whether the gradient of O is that of X: then it is not written a second time."""
+    constants, gains, _, _ = parts
+    alone = grads.identity is None and gains.identity_gain is None
+    return alone and constants.skip is None and constants.scale is None and grads.h.dtype == kept.bounded.dtype
 
 
 def times(x: Tensor, factor: Tensor | None) -> Tensor:
@@ -116,30 +161,14 @@ def affine(normalised: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
     return scaled if bias is None else scaled + bias.to(normalised.dtype)
 
 
-def normalise(x: Tensor, eps: float, centred: bool) -> tuple[Tensor, list[Tensor]]:
-    """Return x^ and the row statistics: 1 / deviation, and the mean if there is one."""
-    mean = x.mean(-1, keepdim=True)
-    if centred:
-        x = x - mean
-    inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return x * inverse, [inverse, mean] if centred else [inverse]
-
-
-def forward(
-    bounded: Tensor,
-    output: Tensor,
-    identity: Tensor | None,
-    constants: Constants,
-    gains: Gains,
-    eps: float,
-    centred: bool,
-) -> Forward:
+def forward(bounded: Tensor, output: Tensor, identity: Tensor | None, parts: Parts) -> Forward:
     """Complete the pending write and read."""
+    constants, gains, eps, centred = parts
     wide, statistics = widest(bounded), list[Tensor]()
     update = output.contiguous().to(wide)
     bounded_next = updated = times(bounded.contiguous().to(wide), constants.skip) + times(update, constants.scale)
     if gains.post_norm_gain is not None:
-        normalised, found = normalise(updated, eps, centred)
+        normalised, found = normalise_rows(updated, eps, centred)
         statistics.extend(found)
         bounded_next = affine(normalised, gains.post_norm_gain, gains.post_norm_bias)
 
@@ -148,11 +177,11 @@ def forward(
         summed = identity.contiguous().to(wide) + times(update, constants.identity_scale)
         identity_next = summed.to(identity.dtype)
         if gains.identity_gain is not None:
-            normalised, found = normalise(summed, eps, centred)
+            normalised, found = normalise_rows(summed, eps, centred)
             statistics.extend(found)
             h = h + affine(normalised, gains.identity_gain, gains.identity_bias)
     if gains.input_gain is not None:
-        normalised, found = normalise(h, eps, centred)
+        normalised, found = normalise_rows(h, eps, centred)
         statistics.extend(found)
         h = affine(normalised, gains.input_gain, gains.input_bias)
 
@@ -187,57 +216,50 @@ class _Statistics:
         return inverse * (result - v.mean(-1, keepdim=True) if self.centred else result)
 
 
-def shares_gradient(
-    grad_identity: Tensor | None, grad_h: Tensor, kept: Tensor, constants: Constants, gains: Gains
-) -> bool:
-    """Return whether the gradient of O is that of X: then it is not written a second time."""
-    alone = grad_identity is None and gains.identity_gain is None
-    return alone and constants.skip is None and constants.scale is None and grad_h.dtype == kept.dtype
+def _verify(normalised: Tensor, inverse: Tensor, eps: float) -> Tensor:
+    """Return y^, with NaN in every row whose recomputed Y' is not the one that the forward pass normalised."""
+    one = normalised.square().mean(-1, keepdim=True) + eps * inverse.square()
+    return normalised.masked_fill((one - 1).abs() > 1e-3, float("nan"))
 
 
-def backward(
-    grad_bounded_next: Tensor | None,
-    grad_identity: Tensor | None,
-    grad_h: Tensor,
-    kept: Tensor,
-    identity: Tensor | Recompute | None,
-    statistics: Tensor,
-    constants: Constants,
-    gains: Gains,
-    centred: bool,
-) -> Backward:
+def backward(grads: Grads, kept: Kept, parts: Parts) -> Backward:
     """Return the gradients from those of the results and what the forward pass kept."""
-    wide, row = widest(kept), _Statistics(statistics, kept.shape, centred)
+    constants, gains, eps, centred = parts
+    stream, identity, statistics, next_scale = kept
+    wide, row = widest(stream), _Statistics(statistics, stream.shape, centred)
     sums: dict[str, Tensor] = {}
-    bounded_next, difference, recompute = kept.to(wide), kept.new_empty(0), identity
+    bounded_next, difference = stream.to(wide), stream.new_empty(0)
     if gains.post_norm_gain is not None:
         x_hat, x_inverse = row.normalise(bounded_next)
         bounded_next = affine(x_hat, gains.post_norm_gain, gains.post_norm_bias)
     total = times(bounded_next, gains.gate)
-    if isinstance(recompute, Recompute):
-        identity = recompute.identity(bounded_next)
-        updated = kept.to(wide)
-        difference = identity - (updated if constants.scale is None else updated / constants.scale.to(wide))
-    if isinstance(identity, Tensor) and gains.identity_gain is not None:
-        y_hat, y_inverse = row.normalise(identity.to(wide))
-        y_hat = recompute.verify(y_hat, y_inverse) if isinstance(recompute, Recompute) else y_hat
+    if gains.identity_gain is not None and identity is not None:
+        y = identity.to(wide)
+        if next_scale is not None:
+            y = y + bounded_next / next_scale.to(wide)
+            updated = stream.to(wide)
+            difference = y - (updated if constants.scale is None else updated / constants.scale.to(wide))
+        y_hat, y_inverse = row.normalise(y)
+        if next_scale is not None:
+            y_hat = _verify(y_hat, y_inverse, eps)
         total = total + affine(y_hat, gains.identity_gain, gains.identity_bias)
 
-    d_total = grad_h.contiguous().to(wide)
+    d_total = grads.h.contiguous().to(wide)
     if gains.input_gain is not None:
         z_hat, z_inverse = row.normalise(total)
         sums.update(input_gain=d_total * z_hat, input_bias=d_total)
         d_total = row.pull_back(times(d_total, gains.input_gain), z_hat, z_inverse)
 
-    sums["gate"] = d_total * bounded_next
+    if gains.gate is not None:
+        sums["gate"] = d_total * bounded_next
     d_bounded = times(d_total, gains.gate)
-    if grad_bounded_next is not None:
-        d_bounded = d_bounded + grad_bounded_next.contiguous().to(wide)
+    if grads.bounded_next is not None:
+        d_bounded = d_bounded + grads.bounded_next.contiguous().to(wide)
     if gains.post_norm_gain is not None:
         sums.update(post_norm_gain=d_bounded * x_hat, post_norm_bias=d_bounded)
         d_bounded = row.pull_back(times(d_bounded, gains.post_norm_gain), x_hat, x_inverse)
 
-    d_identity = None if grad_identity is None else grad_identity.contiguous().to(wide)
+    d_identity = None if grads.identity is None else grads.identity.contiguous().to(wide)
     if gains.identity_gain is not None:
         sums.update(identity_gain=d_total * y_hat, identity_bias=d_total)
         through = row.pull_back(times(d_total, gains.identity_gain), y_hat, y_inverse)
@@ -247,16 +269,17 @@ def backward(
         d_output = d_output + times(d_identity, constants.identity_scale)
 
     if d_identity is None or gains.identity_gain is None:
-        d_identity = kept.new_empty(0)
-    shared = shares_gradient(grad_identity, grad_h, kept, constants, gains)
+        d_identity = stream.new_empty(0)
     d_bounded = times(d_bounded, constants.skip)
     learned = [
-        sums[name].reshape(-1, kept.shape[-1]).sum(0) for name, gain in gains._asdict().items() if gain is not None
+        sums[name].reshape(-1, stream.shape[-1]).sum(0) for name, gain in gains._asdict().items() if gain is not None
     ]
     return Backward(
-        d_bounded.to(kept.dtype, copy=d_bounded is grad_h),
-        d_identity.to(kept.dtype),
-        kept.new_empty(0) if shared else d_output.to(grad_h.dtype, copy=d_output is grad_h),
-        torch.stack(learned) if learned else kept.new_empty((0, kept.shape[-1]), dtype=wide),
-        difference.to(kept.dtype),
+        d_bounded.to(stream.dtype, copy=d_bounded is grads.h),
+        d_identity.to(stream.dtype),
+        stream.new_empty(0)
+        if shares_gradient(grads, kept, parts)
+        else d_output.to(grads.h.dtype, copy=d_output is grads.h),
+        torch.stack(learned) if learned else stream.new_empty((0, stream.shape[-1]), dtype=wide),
+        difference.to(stream.dtype),
     )

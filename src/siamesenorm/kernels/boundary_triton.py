@@ -2,7 +2,7 @@
 
 A program holds whole rows (one token's channels) in registers, in fp32 whatever the dtypes in memory. A pointer that is
 None is an absent part: branches on it are decided when the kernel is compiled. Columns and rows beyond the tensors are
-read as zeros, gains too, so that no sum sees them.
+read as zeros, gains too, so that they add nothing to sums.
 """
 
 # This is Triton's language, of which mypy knows no types.

@@ -1,4 +1,4 @@
-"""What it takes to run one Triton kernel, as a value: it can be run on a GPU, or compiled and inspected without one."""
+"""Where the fused operators are used, and the launch of a Triton kernel as a value: to be run, or to be inspected."""
 
 from __future__ import annotations
 
@@ -14,6 +14,23 @@ from torch.autograd import forward_ad
 from siamesenorm.errors import UserError
 
 HAS_TRITON = find_spec("triton") is not None
+SMALLEST_FUSED_BYTES = 2**20
+"""Bytes of the smallest tensor for which "auto" uses an operator.
+
+Below, the time of the host counts, not of the device: forward and backward pass of an operator take it 0.1 to 0.2 ms,
+longer than the few launches of the plain formulas.
+"""
+SHORTEST_TILE = 1024
+"""Channels that a program of 4 warps holds; shorter rows share it."""
+PREFETCH_BYTES = 96 * 1024
+"""Bytes of a multiprocessor's shared memory for prefetched rows: three times what hides the memory latency of an H200.
+
+That takes 4.8 TB/s x 0.8 us / 132, or 29 kB. More only costs registers, for addresses; one tile is prefetched wherever
+it fits.
+"""
+
+
+# --- where operators are used
 
 
 def can_launch_on(x: Tensor) -> bool:
@@ -22,19 +39,11 @@ def can_launch_on(x: Tensor) -> bool:
 
 
 def is_transformed() -> bool:
-    """Return whether torch.func or forward-mode differentiation is at work: to both, our operators are opaque.
+    """Return whether torch.func or forward-mode differentiation is active, which the operators do not support.
 
-    Forward-mode differentiation would not even complain: where nothing asks for gradients, the tangent is lost.
+    Forward-mode differentiation would raise no error: where nothing requires gradients, the tangent is lost.
     """
     return forward_ad._current_level >= 0 or bool(torch._C._are_functorch_transforms_active())
-
-
-SMALLEST_FUSED_BYTES = 2**20
-"""Bytes of the smallest tensor that "auto" leaves to an operator.
-
-Below, time is the host's, not the device's: forward and backward pass of an operator keep it busy for 0.1 to 0.2 ms,
-longer than the few launches of the plain formulas.
-"""
 
 
 def is_plain(x: Tensor) -> bool:
@@ -48,12 +57,15 @@ def suits_operator(x: Tensor) -> bool:
 
 
 def refuse_transformations(operator: str) -> None:
-    """Raise UserError where an operator that must do the work would hide it from a transformation."""
+    """Raise UserError under a transformation that an operator does not support."""
     if is_transformed():
         raise UserError(
             f"torch.func and forward-mode differentiation cannot see through the fused {operator}: use plain kernels, "
             "or auto"
         )
+
+
+# --- launches
 
 
 def power_of_two(number: int) -> int:
@@ -77,8 +89,34 @@ class Launch:
             self.kernel[self.grid](**self.arguments, num_warps=self.warps)
             return
         with torch.cuda.device(device):
-            # Said aloud, for Triton's default for fusing multiplications with additions is about to change.
+            # Explicit, as Triton's default for fusing multiplications with additions is about to change.
             self.kernel[self.grid](**self.arguments, num_warps=self.warps, enable_fp_fusion=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a program holds at a time: `rows` rows of `heads` x `width` channels (powers of two), in `warps` warps."""
+
+    rows: int
+    heads: int
+    width: int
+    warps: int
+
+    @classmethod
+    def of(cls, dim: int, heads: int = 1, *, channels_of_a_thread: int = 8) -> Tile:
+        """Return the tile for rows, or parts of rows, of `dim` channels; short rows fill a program of 4 warps."""
+        heads, width = power_of_two(heads), power_of_two(dim // heads)
+        warps = min(32, max(4, heads * width // (32 * channels_of_a_thread)))
+        return cls(max(1, SHORTEST_TILE // (heads * width)), heads, width, warps)
+
+    def part(self, length: int) -> Tile:
+        """Return the tile for at most `length` channels of one row: whole heads, or a part of one."""
+        return Tile(1, max(1, length // self.width), min(self.width, length), max(4, length // (32 * 8)))
+
+    @property
+    def length(self) -> int:
+        """The channels of a row."""
+        return self.heads * self.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,28 +126,25 @@ class Processor:
     count: int
     memory: int
 
-    @classmethod
-    def of(cls, device: torch.device) -> Processor:
-        """Return those of a device; an interpreter, on a CPU, is given few: its programs run one after the other."""
-        return _of_gpu(device) if device.type == "cuda" else cls(count=2, memory=0)
+    @staticmethod
+    @cache
+    def of(device: torch.device) -> Processor:
+        """Return those of a device; few on a CPU, where the interpreter runs programs one after the other."""
+        if device.type != "cuda":
+            return Processor(count=2, memory=0)
+        properties: Any = torch.cuda.get_device_properties(device)
+        memory = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+        return Processor(count=properties.multi_processor_count, memory=memory)
 
 
 H200 = Processor(count=132, memory=232_448)
 
 
-PREFETCH_BYTES = 96 * 1024
-"""Bytes of a multiprocessor's shared memory for rows to come: three times what hides the latency of an H200's memory.
-
-That takes 4.8 TB/s x 0.8 us / 132, or 29 kB. What is further ahead only costs registers, for its addresses; one tile
-is ahead wherever it fits.
-"""
-
-
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """How a persistent kernel goes over the rows: in how many programs, each with `stages - 1` tiles on their way.
+    """How a persistent kernel goes over the rows: its number of programs, each with `stages - 1` tiles prefetched.
 
-    The tiles are on their way to shared memory while the program computes the one before them.
+    Tiles are prefetched to shared memory while the program computes the one before them.
     """
 
     programs: int
@@ -127,7 +162,7 @@ class Walk:
         parts: int = 1,
         most_ahead: int = 2,
     ) -> Walk:
-        """Return the walk over so many tiles, `tile_bytes` in all that is read, in one wave of programs.
+        """Return the walk over so many tiles, each of which reads `tile_bytes`, in one wave of programs.
 
         `threads` are those for which a multiprocessor has the registers that the kernel takes, and `parts` the programs
         that share a row. A program has room on the device whatever it takes.
@@ -138,10 +173,3 @@ class Walk:
         # A little memory is needed for the sums over a row.
         fitting = max(0, processor.memory - 8192) // one_ahead
         return cls(programs, stages=1 + min(most_ahead, fitting, max(1, PREFETCH_BYTES // one_ahead)))
-
-
-@cache
-def _of_gpu(device: torch.device) -> Processor:
-    properties: Any = torch.cuda.get_device_properties(device)
-    memory = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-    return Processor(count=properties.multi_processor_count, memory=memory)

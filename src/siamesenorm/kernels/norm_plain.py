@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 
 class Weights(NamedTuple):
-    """What is learned, each [dim] or absent: SeeDNorm has alpha and beta, RMSNorm gain alone, LayerNorm a bias too."""
+    """The learned weights, each [dim] or absent: SeeDNorm has alpha and beta, RMSNorm gain alone, LayerNorm a bias."""
 
     alpha: Tensor | None = None
     beta: Tensor | None = None
@@ -29,14 +29,14 @@ class Weights(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Return the names of those that are there, in order."""
+        """The names of the present ones, in order."""
         return [name for name, weight in self._asdict().items() if weight is not None]
 
 
 class Form(NamedTuple):
-    """What is fixed: the heads of x . beta, sigma, numbers of the formula, and whether the mean is taken out.
+    """The constants of a norm: heads of x . beta, sigma, numbers of the formula, and whether the mean is subtracted.
 
-    As many heads as channels are sigma of every channel by itself: what it sees is not kept for the backward pass.
+    With as many heads as channels, sigma acts on every channel by itself, and no dot product is kept.
     """
 
     offset: float = 0.0
@@ -72,22 +72,37 @@ def widest(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def keeps_dots(x: Tensor, weights: Weights, form: Form) -> bool:
+    """Return whether there are dot products to keep: not where every channel is a head of its own."""
+    return weights.beta is not None and form.heads != x.shape[-1]
+
+
+def empty_results(x: Tensor, weights: Weights, form: Form) -> tuple[Tensor, Tensor, Tensor]:
+    """Return memory for the results of `forward`."""
+    tokens = math.prod(x.shape[:-1])
+    return (
+        x.new_empty(x.shape),
+        x.new_empty((2 if form.centred else 1, tokens), dtype=widest(x)),
+        x.new_empty((tokens, form.heads) if keeps_dots(x, weights, form) else 0, dtype=widest(x)),
+    )
+
+
 def forward(x: Tensor, weights: Weights, form: Form) -> tuple[Tensor, Tensor, Tensor]:
     """Return y, the statistics [1 (2 if centred), tokens]: r and the mean, and t [tokens, heads], or nothing."""
     wide = x.to(widest(x))
-    normalised, statistics = _normalise(wide, form)
+    normalised, statistics = normalise_rows(wide, form.eps, form.centred)
     dots = _dot_products(wide, weights, form)
     y = normalised * _coefficient(wide, dots, weights, form)
     if weights.bias is not None:
         y = y + weights.bias.to(y.dtype)
-    kept = wide.new_empty(0) if dots is None or form.heads == x.shape[-1] else dots.reshape(-1, form.heads)
+    kept = dots.reshape(-1, form.heads) if dots is not None and keeps_dots(x, weights, form) else wide.new_empty(0)
     return y.to(x.dtype).contiguous(), torch.stack([part.flatten() for part in statistics]), kept
 
 
 def backward(grad: Tensor, x: Tensor, weights: Weights, form: Form) -> tuple[Tensor, Tensor]:
-    """Return the gradient of x and [parts, dim], those of the weights that are there; both can be differentiated."""
+    """Return the gradient of x, and [parts, dim] of the present weights; both can be differentiated."""
     wide, grad = x.to(widest(x)), grad.to(widest(x))
-    normalised, (inverse, *_) = _normalise(wide, form)
+    normalised, (inverse, *_) = normalise_rows(wide, form.eps, form.centred)
     along = grad * normalised
     dots = _dot_products(wide, weights, form)
     coefficient = _coefficient(wide, dots, weights, form)
@@ -108,8 +123,43 @@ def backward(grad: Tensor, x: Tensor, weights: Weights, form: Form) -> tuple[Ten
     return dx.to(x.dtype).contiguous(), torch.stack(of_weights) if of_weights else wide.new_empty((0, x.shape[-1]))
 
 
+def normalise_rows(x: Tensor, eps: float, centred: bool) -> tuple[Tensor, list[Tensor]]:
+    """Return x^ and the row statistics: 1 / deviation, and the mean if it is centred."""
+    means = [x.mean(-1, keepdim=True)] if centred else []
+    for mean in means:
+        x = x - mean
+    inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x * inverse, [inverse, *means]
+
+
+def _heads(x: Tensor, form: Form) -> Tensor:
+    """Cut [..., dim] into [..., heads, channels of a head]."""
+    return x.reshape(*x.shape[:-1], form.heads, x.shape[-1] // form.heads)
+
+
+def _spread(of_head: Tensor, x: Tensor) -> Tensor:
+    """Repeat the value of a head for its channels: [..., heads] -> [..., dim]."""
+    wide = of_head.unsqueeze(-1)
+    return wide.expand(*of_head.shape, x.shape[-1] // of_head.shape[-1]).flatten(-2)
+
+
+def _dot_products(x: Tensor, weights: Weights, form: Form) -> Tensor | None:
+    if weights.beta is None:
+        return None
+    return _heads(x * weights.beta.to(x.dtype), form).sum(-1) * form.dot_scale
+
+
+def _coefficient(x: Tensor, dots: Tensor | None, weights: Weights, form: Form) -> Tensor | float:
+    """Return m = gain + offset + s alpha."""
+    still = form.offset if weights.gain is None else weights.gain.to(x.dtype) + form.offset
+    if dots is None:
+        return still
+    dynamic = _spread(ACTIVATIONS[form.activation].value(dots), x)
+    return (dynamic if weights.alpha is None else dynamic * weights.alpha.to(x.dtype)) + still
+
+
 def by_weight(sums: Tensor, weights: Weights) -> list[Tensor | None]:
-    """Return the rows of `sums` [parts, dim] as gradients of the weights; None for a weight that is absent."""
+    """Return the rows of `sums` [parts, dim] as gradients of the weights; None for an absent weight."""
     row = iter(sums.unbind())
     return [None if weight is None else next(row).to(weight.dtype) for weight in weights]
 
@@ -117,8 +167,7 @@ def by_weight(sums: Tensor, weights: Weights) -> list[Tensor | None]:
 class NarrowNorm(torch.autograd.Function):
     """A norm of rows below fp32 that saves x in its own dtype for the backward pass.
 
-    Autograd would save the rows and the normalised rows in fp32: four times the bytes of x for RMSNorm, where the plain
-    formula of a model in bf16 needs one.
+    Autograd would save the rows and the normalised rows in fp32: for RMSNorm in bf16, four times the bytes of x.
     """
 
     @staticmethod
@@ -137,39 +186,3 @@ class NarrowNorm(torch.autograd.Function):
         weights = Weights(*parts)
         grad_x, sums = backward(grads[0], x, weights, ctx.form)
         return grad_x, None, None, *by_weight(sums, weights)
-
-
-def _normalise(x: Tensor, form: Form) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return x^, and r (and the mean, if it is centred)."""
-    if not form.centred:
-        inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + form.eps)
-        return x * inverse, (inverse,)
-    mean = x.mean(-1, keepdim=True)
-    inverse = torch.rsqrt((x - mean).square().mean(-1, keepdim=True) + form.eps)
-    return (x - mean) * inverse, (inverse, mean)
-
-
-def _heads(x: Tensor, form: Form) -> Tensor:
-    """Cut [..., dim] into [..., heads, channels of a head]."""
-    return x.reshape(*x.shape[:-1], form.heads, x.shape[-1] // form.heads)
-
-
-def _spread(of_head: Tensor, x: Tensor) -> Tensor:
-    """Give every channel of x what its head has: [..., heads] -> [..., dim]."""
-    wide = of_head.unsqueeze(-1)
-    return wide.expand(*of_head.shape, x.shape[-1] // of_head.shape[-1]).flatten(-2)
-
-
-def _dot_products(x: Tensor, weights: Weights, form: Form) -> Tensor | None:
-    if weights.beta is None:
-        return None
-    return _heads(x * weights.beta.to(x.dtype), form).sum(-1) * form.dot_scale
-
-
-def _coefficient(x: Tensor, dots: Tensor | None, weights: Weights, form: Form) -> Tensor | float:
-    """Return m = gain + offset + s alpha."""
-    still = form.offset if weights.gain is None else weights.gain.to(x.dtype) + form.offset
-    if dots is None:
-        return still
-    dynamic = _spread(ACTIVATIONS[form.activation].value(dots), x)
-    return (dynamic if weights.alpha is None else dynamic * weights.alpha.to(x.dtype)) + still

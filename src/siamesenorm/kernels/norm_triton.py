@@ -1,21 +1,39 @@
-"""The Triton kernels of a norm of every row; `norm_plain` has the formulas that they compute.
+"""The Triton kernels of a norm of every row, and their launches; `norm_plain` has the formulas that they compute.
 
 A program holds tiles of [rows, heads, channels of a head] in registers, in fp32 whatever the dtypes in memory; a norm
 without dot products has one head. A pointer that is None is an absent part: branches on it are decided when the kernel
-is compiled. Rows, heads and channels beyond the tensors are read as zeros, so that no sum sees them. The backward
+is compiled. Rows, heads and channels beyond the tensors are read as zeros, so that no sum includes them. The backward
 kernel is persistent: a program walks over its share of the rows and keeps its sums for the gains in registers; they are
 added up in a fixed order afterwards, without atomics.
+
+Nothing is tuned at run time. A thread holds 8 channels of a row in the backward pass, so that rows, weights and three
+sums fit its registers, and up to 16 in the forward pass, so that more of the row is in flight;
+`benchmarks/registers.py` reports the registers. Short rows share a program.
 """
 
-# This is Triton's language, of which mypy knows no types.
-# mypy: ignore-errors
+# mypy has no types of Triton's language.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
 
 from siamesenorm.kernels.boundary_triton import load_rows, store_rows
+from siamesenorm.kernels.launch import Launch, Processor, Tile, Walk
+from siamesenorm.kernels.norm_plain import Form, Weights, empty_results, keeps_dots
+
+LONGEST_WITH_SUMS = 4096
+"""The longest row of which a program has registers for three sums; twice as long, for two."""
+PART_OF_A_ROW = 2048
+"""Channels of longer rows that a program sums."""
+
+
+# --- kernels
 
 
 @triton.jit
@@ -244,3 +262,134 @@ def norm_sums(
                 d_alpha += along * s
             d_beta += through * value
     _store_all_sums(partials, alpha, beta, gain, bias, d_alpha, d_beta, d_gain, d_bias, channel, inside, HEADS * WIDTH)
+
+
+# --- launches
+
+
+def forward(x: Tensor, weights: Weights, form: Form) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y and what the backward pass needs; as `norm_plain.forward`."""
+    results, launch = plan_forward(x, weights, form)
+    if x.numel():
+        launch.run()
+    return results
+
+
+def plan_forward(x: Tensor, weights: Weights, form: Form) -> tuple[tuple[Tensor, Tensor, Tensor], Launch]:
+    """Return memory for the results, and the launch that fills it."""
+    y, statistics, dots = empty_results(x, weights, form)
+    sources = _sources(x, statistics, dots, weights, form)
+    tile = Tile.of(x.shape[-1], sources["HEADS"], channels_of_a_thread=16)
+    launch = Launch(
+        kernel=norm_forward,
+        grid=(triton.cdiv(sources["rows"], tile.rows),),
+        arguments={**sources, "y": y, "eps": form.eps, "ROWS": tile.rows, **_blocks(tile)},
+        warps=tile.warps,
+    )
+    return (y, statistics, dots), launch
+
+
+def backward(
+    grad: Tensor, x: Tensor, statistics: Tensor, dots: Tensor, weights: Weights, form: Form
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and of the weights; as `norm_plain.backward`."""
+    grad_x, partials, launches = plan_backward(grad, x, statistics, dots, weights, form, Processor.of(x.device))
+    if not x.numel():
+        return grad_x, torch.zeros_like(partials[:, 0])
+    for launch in launches:
+        launch.run()
+    return grad_x, partials.sum(1)
+
+
+def plan_backward(
+    grad: Tensor, x: Tensor, statistics: Tensor, dots: Tensor, weights: Weights, form: Form, processor: Processor
+) -> tuple[Tensor, Tensor, list[Launch]]:
+    """Return memory for the gradient of x and for [weights, programs, dim], and the launches that fill it.
+
+    Rows too long for a program to keep sums of them take two: the second reads them again, by parts, for the sums.
+    """
+    sources = {"grad": grad.contiguous(), **_sources(x, statistics, dots, weights, form)}
+    sums = len(weights.names)
+    tile = Tile.of(x.shape[-1], sources["HEADS"])
+    whole = tile.length <= (LONGEST_WITH_SUMS if sums > 2 else 2 * LONGEST_WITH_SUMS) or not sums
+    walk = Walk.over(
+        triton.cdiv(sources["rows"], tile.rows),
+        tile_bytes=2 * x.itemsize * tile.rows * tile.length,
+        warps=tile.warps,
+        threads=threads_of_sums(sums if whole else 0),
+        processor=processor,
+    )
+    grad_x = x.new_empty(x.shape)
+    grad_dots = None if whole or sources["dots"] is None else torch.empty_like(dots)
+    partials = x.new_empty((sums, walk.programs, x.shape[-1]), dtype=torch.float32) if whole else None
+    results = {"grad_x": grad_x, "grad_dots": grad_dots, "partials": partials}
+    gradient = Launch(
+        kernel=norm_backward,
+        grid=(walk.programs,),
+        arguments={**sources, **results, "ROWS": tile.rows, **_blocks(tile), "STAGES": walk.stages},
+        warps=tile.warps,
+    )
+    if partials is not None:
+        return grad_x, partials, [gradient]
+    partials, of_weights = _plan_sums(sources, grad_dots, tile, sums, processor)
+    return grad_x, partials, [gradient, of_weights]
+
+
+def _plan_sums(
+    sources: dict[str, Any], grad_dots: Tensor | None, whole: Tile, sums: int, processor: Processor
+) -> tuple[Tensor, Launch]:
+    """Return memory for [weights, programs, dim], and the launch that fills it."""
+    x, heads, width = sources["x"], sources["HEADS"], sources["WIDTH"]
+    part = whole.part(PART_OF_A_ROW)
+    parts = triton.cdiv(heads, part.heads) * triton.cdiv(width, part.width)
+    walk = Walk.over(
+        sources["rows"],
+        tile_bytes=2 * x.itemsize * part.length,
+        warps=part.warps,
+        threads=1024,  # whatever the sums: 64 registers are enough
+        processor=processor,
+        parts=parts,
+    )
+    partials = x.new_empty((sums, walk.programs, x.shape[-1]), dtype=torch.float32)
+    needed = {name: source for name, source in sources.items() if name != "offset"}
+    results = {"grad_dots": grad_dots, "partials": partials}
+    launch = Launch(
+        kernel=norm_sums,
+        grid=(walk.programs, parts),
+        arguments={**needed, **results, **_blocks(part), "STAGES": walk.stages},
+        warps=part.warps,
+    )
+    return partials, launch
+
+
+def plan(x: Tensor, weights: Weights, form: Form, processor: Processor) -> list[Launch]:
+    """Return the launches of a forward and a backward pass, to be inspected; the tensors may be on "meta"."""
+    (y, statistics, dots), launch = plan_forward(x, weights, form)
+    return [launch, *plan_backward(y, x, statistics, dots, weights, form, processor)[2]]
+
+
+def threads_of_sums(sums: int) -> int:
+    """Return for how many threads a multiprocessor has the registers of `norm_backward` with so many sums."""
+    return 1024 if sums <= 2 else 512
+
+
+def _blocks(tile: Tile) -> dict[str, int]:
+    return {"HEAD_BLOCK": tile.heads, "WIDTH_BLOCK": tile.width}
+
+
+def _sources(x: Tensor, statistics: Tensor, dots: Tensor, weights: Weights, form: Form) -> dict[str, Any]:
+    with_dots = keeps_dots(x, weights, form)
+    heads = form.heads if with_dots else 1
+    return {
+        "x": x.contiguous(),
+        **{name: None if weight is None else weight.contiguous() for name, weight in weights._asdict().items()},
+        "statistics": statistics,
+        "dots": dots if with_dots else None,
+        "rows": x.shape[:-1].numel(),
+        "offset": form.offset,
+        "dot_scale": form.dot_scale,
+        "HEADS": heads,
+        "WIDTH": x.shape[-1] // heads,
+        "ACTIVATION": form.activation,
+        "CENTRED": form.centred,
+    }

@@ -18,7 +18,7 @@ from siamesenorm.models.language import LanguageModel, LanguageModelConfig
 from siamesenorm.models.transformer import Block, ResidualPath, build_residual_path, inherited_operator
 from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec
 from siamesenorm.topologies import Topology, build_topology, topology_name, transformer_places
-from siamesenorm.topologies.pre_norm import PreNorm
+from siamesenorm.topologies.pre_norm_family import PreNorm
 
 FREE = ("context", "dropout", "document_mask", "residual_dtype", "compute_dtype")
 """Fields of a configuration that change neither the weights nor, up to rounding, the function of one document."""

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.kernels.launch import is_plain, refuse_transformations, suits_operator
-from siamesenorm.kernels.norm import has_kernel, normalise
 from siamesenorm.kernels.norm_plain import Form, NarrowNorm, Weights, widest
+from siamesenorm.kernels.operators import has_norm_kernels, normalise
 from siamesenorm.norms.function import Inexact, NormFunction, compare_statistic, copy_bias_from, copy_gain_from
 from siamesenorm.norms.parameters import DeclaredModule
 from siamesenorm.options import Scalar
@@ -117,7 +117,7 @@ class Norm(DeclaredModule):
         return False
 
     def operator_form(self) -> tuple[Weights, Form]:
-        """Return the weights and constants with which `kernels.norm` computes the formula."""
+        """Return the weights and constants with which the fused operator computes the formula."""
         raise NotImplementedError
 
     def fused(self, x: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class Norm(DeclaredModule):
             return True
         if self.kernels == "plain" or not self.fusible or self.axis != -1 or torch.compiler.is_compiling():
             return False
-        return has_kernel(x) and suits_operator(x)
+        return has_norm_kernels(x) and suits_operator(x)
 
     def _apply_formula(self, x: Tensor) -> Tensor:
         """Return the formula's value in the dtype of x [..., dim]; below fp32 the backward pass needs x alone."""

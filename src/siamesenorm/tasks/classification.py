@@ -108,7 +108,7 @@ class ClassificationTask:
         return build_vision_transformer(self.config.model, seed=self.seed, device=device, kernels=kernels)
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
-        """Return what the first record of a run says about data and model, which is on the meta device."""
+        """Return the entries of a run's first record on data and model, which is on the meta device."""
         norm = self.config.model.attention_shape.attention_norm
         described = describe_model(model, norm, self.train.images[:1].to("meta"))
         return {**described, "train_items": len(self.train.images)}

@@ -129,7 +129,7 @@ class LanguageTask:
         return build_language_model(self.config.model, seed=self.seed, device=device, kernels=kernels)
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
-        """Return what the first record of a run says about data and model, which is on the meta device."""
+        """Return the entries of a run's first record on data and model, which is on the meta device."""
         tokens = torch.zeros(1, self.config.model.context, dtype=torch.int64, device="meta")
         described = describe_model(model, self.config.model.attention_shape.attention_norm, tokens)
         return {**described, "train_items": self.train.targets}

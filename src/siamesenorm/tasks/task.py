@@ -28,7 +28,7 @@ LARGEST_EXPONENT = 709.0
 class Metric:
     """A number of an evaluation: its name in the record, which direction is better, its format and its label.
 
-    `of_loss` says how it follows from a loss, where it does, so that it can be stated of the training loss as well.
+    `of_loss` is how it follows from a loss, where it does, so that it can be computed from the training loss as well.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Task(Protocol):
         """Return the model with its initial weights; on the meta device nothing is allocated."""
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
-        """Return what the first record of a run says about data and model, which may be on the meta device."""
+        """Return the entries of a run's first record on data and model, which may be on the meta device."""
 
     def loss(self, model: nn.Module, position: int, count: int) -> Losses:
         """Return the loss of `count` samples from a position in the order of the training data."""
@@ -179,7 +179,7 @@ class TaskConfig:
 
 
 def describe_model(model: nn.Module, attention_norm: str, *inputs: Tensor) -> dict[str, Any]:
-    """Return what the first record of a run says of a model, which is on the meta device as one sample of inputs."""
+    """Return the entries of a run's first record on a model; model and inputs, one sample, are on the meta device."""
     parameters, embedding = count_parameters(model)
     return {
         "attention_norm": attention_norm,

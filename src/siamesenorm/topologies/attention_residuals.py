@@ -17,8 +17,17 @@ from torch.utils.checkpoint import checkpoint
 
 from siamesenorm.errors import UserError
 from siamesenorm.norms import DeclaredModule, Inexact, NormFunction, assign
-from siamesenorm.topologies.boundary import copy_function
-from siamesenorm.topologies.topology import Closing, Connection, Opening, Place, ResidualSpec, Streams, Topology
+from siamesenorm.topologies.start_as_pre_norm import copy_function
+from siamesenorm.topologies.topology import (
+    BoundaryCost,
+    Closing,
+    Connection,
+    Opening,
+    Place,
+    ResidualSpec,
+    Streams,
+    Topology,
+)
 
 DEFAULT_GROUPS = 8
 """Groups of blocks that `block_size="auto"` makes."""
@@ -88,6 +97,13 @@ class AttentionResiduals(Topology):
             count += self.starts_source(last)
             last = last.previous
         return count
+
+    def boundary_cost(self, place: Place) -> BoundaryCost:
+        """Return the cost of the plain operations; of the tensors kept, all but N's input are the streams themselves."""
+        assert place.previous is not None
+        count = self.count_sources(place.previous)
+        addition = 0 if self.starts_source(place.previous) else 2
+        return BoundaryCost(forward=count + 2 + addition, backward=3 * count + 2, saved=count + 1)
 
     def opening(self, spec: ResidualSpec) -> Opening:
         """Return the embedding as the only source."""

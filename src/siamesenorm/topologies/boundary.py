@@ -1,34 +1,36 @@
-"""The boundary family: Pre-Norm, Post-Norm, ResiDual, SiameseNorm and all between them are one formula.
+"""The boundary family: Pre-Norm, Post-Norm, ResiDual, SiameseNorm and others as one formula.
 
     write   O' = output(O);  X <- a X + s O',  Y <- Y + c O'
     read    X <- post_norm(X),  h = r input_norm(gate X + identity_norm(Y))
     close   r output_norm(b post_norm(X) + identity_norm(Y))
 
-A part that a topology leaves out is the identity; without an identity norm a read leaves the term out. The factors are
-0-d buffers, part of the configuration. With fused kernels a write stays pending: the state is (X, Y, O'), and the next
-read completes it in one operator, also across a block's edge. Parameters are the same with all kernels.
+A part that a topology does not set is the identity; without an identity norm Y is not read. The factors are 0-d
+buffers. With fused kernels a write stays pending: the state is (X, Y, O'), and the next read completes it in one
+operator, also across a block's edge. Parameters are the same with all kernels.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.kernels.boundary import boundary, has_kernels_for, start_recomputation
 from siamesenorm.kernels.launch import refuse_transformations, suits_operator
+from siamesenorm.kernels.operators import boundary, has_boundary_kernels, start_recomputation
 from siamesenorm.norms import DeclaredModule, Inexact, LayerNorm, Norm, NormFunction, RMSNorm
-from siamesenorm.topologies.topology import Closing, Connection, Gate, Place, ResidualSpec, Streams, Topology
+from siamesenorm.topologies.start_as_pre_norm import copy_function, zero_gain
+from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, Place, ResidualSpec, Streams, Topology
 
 DepthScale = Literal["code", "paper_block", "paper_sublayer", "none"]
 
 
 def depth_scale_at(place: Place, reading: DepthScale) -> float:
-    """Return the factor on a sublayer's output that shrinks with depth (arXiv 2602.08064), in each of its readings.
+    """Return the factor on a sublayer's output that shrinks with depth (arXiv 2602.08064), in one of its readings.
 
     "code" = 1/sqrt(2(l+1)) with l the 0-based block, as in all released code; "paper_block" = 1/sqrt(l+1);
     "paper_sublayer" = 1/sqrt(k+1) with k the 0-based sublayer; "none" = 1.
@@ -48,7 +50,7 @@ class WriteFactors:
 
 @dataclass(frozen=True, kw_only=True)
 class BoundaryTopology(Topology):
-    """A topology of the boundary family, which declares its norms and factors."""
+    """A topology of the boundary family: norms and factors of the module's formula."""
 
     has_fused_kernels: ClassVar[bool] = True
 
@@ -62,6 +64,36 @@ class BoundaryTopology(Topology):
         if not exists.get(spec.kernels, True):
             raise UserError(f"{self.title} has no {spec.kernels} kernels: use kernels plain or auto")
         return spec.kernels != "plain" and self.has_fused_kernels
+
+    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
+        """Return the final norm."""
+        return BoundaryClosing(self, last, spec, output_norm=spec.build_final_norm())
+
+    def boundary_cost(self, place: Place) -> BoundaryCost:
+        """Return the cost of the boundary before `place` with the fused kernels, or without where there are none.
+
+        The norm after the addition keeps X (fused: instead of its result), that of the output keeps O.
+        """
+        assert place.previous is not None
+        spec = ResidualSpec(dim=1, kernels="fused" if self.has_fused_kernels else "plain")
+        with torch.device("meta"):
+            before, after = self.connection(place.previous, spec), self.connection(place, spec)
+        assert isinstance(before, BoundaryConnection) and isinstance(after, BoundaryConnection)
+        parts = (after.post_norm, after.gate, after.last_norm, before.output)
+        post, gate, last, output = (not isinstance(part, nn.Identity) for part in parts)
+        identity, fused, streams = (
+            after.identity_norm is not None,
+            after.fused_norms is not None,
+            len(self.stream_names),
+        )
+        kept = output + identity + (1 if fused else post + gate + last)
+        leaving = streams + (fused or gate or last)  # else the sublayer's input is X itself
+        shared = streams == 1 and not output and self.write_factors(place.previous) == WriteFactors()
+        return BoundaryCost(
+            forward=streams + 1 + leaving + post,
+            backward=streams + 1 + kept + identity + (1 if shared else 2),
+            saved=kept,
+        )
 
 
 class ScalarGate(DeclaredModule):
@@ -106,14 +138,14 @@ def times(x: Tensor, factor: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FusedNorms:
-    """The properties that all norms of a fused read share: their eps, and whether they subtract the mean."""
+    """The properties that all norms of a fused read have in common: eps, and whether they subtract the mean."""
 
     eps: float
     centred: bool
 
     @classmethod
     def of(cls, norms: Iterable[nn.Module]) -> FusedNorms:
-        """Return them; raises UserError for norms that the operator does not support."""
+        """Return the properties of norms; raises UserError for norms that the operator does not support."""
         found = set()
         for norm in norms:
             if not isinstance(norm, (RMSNorm, LayerNorm)) or norm.axis != -1 or getattr(norm, "offset", 0) != 0:
@@ -130,12 +162,12 @@ class FusedNorms:
 class BoundaryConnection(Connection):
     """A read and a write of the boundary family around one sublayer; see the module's formulas.
 
-    `previous` is the addition that is still pending when the connection reads, None if there is none. The input norm of
-    a single stream is its `norm`, that of two streams is their `input_norm`.
+    `previous` is the addition that is pending when the connection reads, None if there is none. The input norm is the
+    attribute `norm` for one stream, `input_norm` for two.
 
-    The operator completes a pending write with `kernels="fused"` and "lean", and norms that it does not support are
-    refused; with "auto" it does so for supported norms, on devices with kernels, for large streams, and the plain
-    formulas do elsewhere. A read without norms has nothing to fuse.
+    With `kernels="fused"` and "lean" the operator completes a pending write, and norms that it does not support are
+    refused; with "auto" it does so for supported norms, on devices with kernels, for large streams. Elsewhere, and for
+    a read without norms, the plain formulas do.
     """
 
     has_kernels = True
@@ -179,7 +211,7 @@ class BoundaryConnection(Connection):
         return self.get_submodule(self._input_norm)
 
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
-        """Complete the pending write, if there is one, and return the norm of the streams' sum."""
+        """Complete the pending write, if there is one, and return h and the streams."""
         if self.previous is None:
             return self._read(streams)
         *completed, output = streams
@@ -189,7 +221,7 @@ class BoundaryConnection(Connection):
         return self._read(self.previous(tuple(completed), output))
 
     def write(self, streams: Streams, output: Tensor) -> Streams:
-        """Add the output to the streams, or leave the addition to the next read."""
+        """Return the streams after the addition, or the streams and the output where it stays pending."""
         if not isinstance(self.output, nn.Identity):
             output = self.output(output.to(streams[0].dtype))
         return (*streams, output) if self.pends else self.addition(streams, output)
@@ -223,7 +255,7 @@ class BoundaryConnection(Connection):
         return self.unit_gain.expand(part.dim) if gain is None and isinstance(part, Norm) else gain
 
     def _find_fused_norms(self) -> FusedNorms | None:
-        """Return what the operator needs; raises UserError for norms that it does not support, if it must be used."""
+        """Return the properties of the norms, None where the operator does not apply; raises UserError if it must."""
         norms = [norm for norm in (self.post_norm, self.identity_norm, self.last_norm) if isinstance(norm, Norm)]
         try:
             return FusedNorms.of(norms) if norms else None
@@ -233,14 +265,14 @@ class BoundaryConnection(Connection):
             return None
 
     def _operator_norms(self, x: Tensor) -> FusedNorms | None:
-        """Return what the operator needs for streams like x, or None where the plain formulas read them."""
+        """Return the properties of the norms if the operator reads streams like x, else None."""
         if self.everywhere:
             refuse_transformations("boundary")
             return self.fused_norms
-        return self.fused_norms if has_kernels_for(x) and suits_operator(x) else None
+        return self.fused_norms if has_boundary_kernels(x) and suits_operator(x) else None
 
     def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
-        """Set X's contribution to 0 and give the last norm before the sublayer the gain of `norm`."""
+        """Set X's contribution to 0, and copy the gain of `norm` to the last norm before the sublayer."""
         zero_gain(self.post_norm)
         zero_gain(self.gate)
         return copy_function(norm, self.identity_norm, self.last_norm, self.constant_value("input_scale"))
@@ -312,57 +344,6 @@ class BoundaryClosing(Closing):
         return self.to_compute(times(self.last_norm(total), self.output_scale))
 
     def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
-        """Set X's contribution to 0 and give the last norm the gain of `norm`."""
+        """Set X's contribution to 0, and copy the gain of `norm` to the last norm."""
         zero_gain(self.post_norm)
         return copy_function(norm, self.second_norm, self.last_norm, self.constant_value("output_scale"))
-
-
-# --- start as a Pre-Norm model
-
-
-def zero_gain(part: nn.Module) -> None:
-    """Set a norm or a gate to where it returns 0 for every input; leave the identity alone."""
-    if isinstance(part, (Norm, Gate)):
-        part.zero_()
-
-
-def double_norm_eps(eps: float) -> float:
-    """Return e with e^2 / (1 + e) = eps.
-
-    Two norms with eps e and the outer one times sqrt(1 + e) equal one norm with `eps`, for RMSNorm and LayerNorm:
-    x / sqrt(m + e), normalised again, is x / sqrt(m (1 + e) + e^2).
-    """
-    return (eps + math.sqrt(eps * eps + 4 * eps)) / 2
-
-
-def copy_function(
-    source: NormFunction | None, inner: nn.Module | None, outer: nn.Module, scale: float = 1.0, multiple: float = 1.0
-) -> list[Inexact]:
-    """Give scale outer(inner(multiple x)), or without outer norm scale inner(multiple x), the function of `source`.
-
-    The inner norm of two has unit gain. `source` is None where the sublayer has a norm of its own, after `inner`.
-    Return the differences: none where the function is the same up to rounding.
-    """
-    if source is None:
-        only = getattr(inner, "eps", None)
-        found = [] if inner is None else [Inexact.norm_of_norm(only, only)]
-        return found if multiple == 1.0 else [*found, Inexact.norm_of_multiple(multiple)]
-    if not isinstance(outer, Norm):
-        inner, outer = None, inner  # type: ignore[assignment]
-    assert isinstance(outer, Norm)
-    eps: float = getattr(outer, "eps", 0.0)
-    inner_eps: float = getattr(inner, "eps", 0.0)
-    if outer.eps_in_mean_square and source.eps is not None:
-        effective = eps / multiple**2 if inner is None else inner_eps * eps / (1 + eps)
-        if math.isclose(effective, source.eps, rel_tol=1e-9):
-            gain_scale = scale if inner is None else scale / math.sqrt(1 + eps)
-            return outer.copy_from(replace(source.divided(gain_scale, scale), eps=eps))
-        if eps != source.eps:
-            found = outer.copy_from(replace(source.divided(scale, scale), eps=eps))
-            return found if outer.statistic != source.statistic else [*found, Inexact.eps(source.eps, effective)]
-    found = outer.copy_from(source.divided(scale, scale))
-    if inner is not None:
-        found.append(Inexact.norm_of_norm(*((inner_eps, eps) if outer.eps_in_mean_square else (None, None))))
-    if multiple != 1.0:
-        found.append(Inexact.norm_of_multiple(multiple))
-    return found

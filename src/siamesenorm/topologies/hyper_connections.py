@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.norms import Inexact, NormFunction, NormSpec
-from siamesenorm.topologies.boundary import copy_function
+from siamesenorm.topologies.start_as_pre_norm import copy_function
 from siamesenorm.topologies.topology import (
     BoundaryCost,
     Closing,
@@ -70,6 +70,11 @@ class MultiStream(Topology):
             return spec
         return spec.with_norm_options(eps=eps * multiple**2)
 
+    def boundary_cost(self, place: Place) -> BoundaryCost:
+        """Return the cost of the plain operations for n > 1: they keep 2n tensors of the streams, N's input and O."""
+        n = self.streams
+        return BoundaryCost(forward=4 * n + 3, backward=4 * n + 4, saved=2 * n + 2)
+
     def preserving(self) -> Topology:
         """Return the topology with exact eps."""
         return dataclasses.replace(self, exact_eps=True)
@@ -118,12 +123,6 @@ class HyperConnections(MultiStream):
     stream_norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     stream_eps: float = 1e-5
     tanh: bool = True
-
-    @property
-    def cost(self) -> BoundaryCost:
-        """One ideal kernel: 2n + 2 passes forward, 3n + 3 backward, n + 1 tensors kept."""
-        n = self.streams
-        return BoundaryCost(forward=2 * n + 2, backward=3 * n + 3, saved=n + 1)
 
     def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return the static or dynamic connection."""
@@ -227,11 +226,7 @@ class HyperConnection(MixingConnection):
 
     def mixing_weights(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return A_m [..., n], A_r [..., n, n] and B [..., n] in the dtype of the streams given."""
-        return (
-            self.mix_in.to(streams.dtype),
-            self.mix_residual.to(streams.dtype),
-            self.mix_out.to(streams.dtype),
-        )
+        return (self.mix_in.to(streams.dtype), self.mix_residual.to(streams.dtype), self.mix_out.to(streams.dtype))
 
 
 class DynamicHyperConnection(HyperConnection):

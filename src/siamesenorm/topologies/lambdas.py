@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from siamesenorm.norms import Inexact, NormFunction, assign
-from siamesenorm.topologies.boundary import copy_function
+from siamesenorm.topologies.start_as_pre_norm import copy_function
 from siamesenorm.topologies.topology import Closing, Connection, Place, ResidualSpec, Streams, Topology
 
 

@@ -18,7 +18,6 @@ from torch.nn.functional import pad
 
 from siamesenorm.errors import UserError
 from siamesenorm.norms import DeclaredModule, Inexact, NormFunction, RMSNorm
-from siamesenorm.topologies.boundary import copy_function
 from siamesenorm.topologies.hyper_connections import (
     MixingConnection,
     MultiStream,
@@ -27,16 +26,8 @@ from siamesenorm.topologies.hyper_connections import (
     mix_streams,
     without_autocast,
 )
-from siamesenorm.topologies.topology import (
-    BoundaryCost,
-    Closing,
-    Connection,
-    Opening,
-    Place,
-    ResidualSpec,
-    Streams,
-    Topology,
-)
+from siamesenorm.topologies.start_as_pre_norm import copy_function
+from siamesenorm.topologies.topology import Closing, Connection, Opening, Place, ResidualSpec, Streams, Topology
 
 OWN_LOGIT = 2.0
 """Initial logit of the stream that a sublayer reads by sigma gates, minus that of the others: 0.88 and 0.12, so that
@@ -123,12 +114,6 @@ class ManifoldHyperConnections(MultiStream):
     def stream_names(self) -> tuple[str, ...]:
         """All n streams are one tensor; the gates of the next read are another."""
         return ("streams", "gates") if self.single_pass else ("streams",)
-
-    @property
-    def cost(self) -> BoundaryCost:
-        """One ideal kernel: 2n + 2 passes forward, 3n + 3 backward, n + 1 tensors kept."""
-        n = self.streams
-        return BoundaryCost(forward=2 * n + 2, backward=3 * n + 3, saved=n + 1)
 
     def opening(self, spec: ResidualSpec) -> Opening:
         """Return n copies of the embedding, and the gates of the first read in a single pass."""

@@ -12,15 +12,14 @@ from typing import Any
 from siamesenorm.errors import unknown
 from siamesenorm.options import EntryPointGroup, Scalar, parse_specification
 from siamesenorm.topologies.attention_residuals import AttentionResiduals
-from siamesenorm.topologies.hybridnorm import HybridNorm
 from siamesenorm.topologies.hyper_connections import HyperConnections
 from siamesenorm.topologies.lambdas import Lambdas
 from siamesenorm.topologies.manifold_hyper_connections import ManifoldHyperConnections
-from siamesenorm.topologies.post_norm import DeepNorm, Keel, MixLN, PostNorm
-from siamesenorm.topologies.pre_norm import LayerNormScaling, LayerScale, OutputNorm, PeriNorm, PreNorm, ReZero
-from siamesenorm.topologies.residual import ResiDual
+from siamesenorm.topologies.post_norm_family import DeepNorm, HybridNorm, Keel, MixLN, PostNorm
+from siamesenorm.topologies.pre_norm_family import LayerNormScaling, LayerScale, OutputNorm, PeriNorm, PreNorm, ReZero
+from siamesenorm.topologies.resi_dual import ResiDual
 from siamesenorm.topologies.siamese import SiameseHybridPre, SiamesePostPre
-from siamesenorm.topologies.spannorm import SpanNorm
+from siamesenorm.topologies.span_norm import SpanNorm
 from siamesenorm.topologies.topology import Topology
 
 TOPOLOGIES: dict[str, Topology] = {
@@ -55,7 +54,7 @@ ENTRY_POINTS = EntryPointGroup("siamesenorm.topologies")
 
 
 def load_entry_points() -> None:
-    """Let installed packages register their topologies."""
+    """Register the topologies of installed packages."""
     ENTRY_POINTS.load(_register_found)
 
 
@@ -143,7 +142,7 @@ def topology_to_json(topology: Topology) -> dict[str, Scalar]:
 
 
 def topology_from_json(record: dict[str, Any]) -> Topology:
-    """Read what `topology_to_json` wrote; a name that is not registered here gives way to its family."""
+    """Read a record of `topology_to_json`; for a name that is not registered here, the family decides."""
     options = {key: value for key, value in record.items() if key not in ("name", "family")}
     name = record["name"]
     if name not in available_topologies():

@@ -18,11 +18,10 @@ from siamesenorm.topologies.boundary import (
     DepthScale,
     WriteFactors,
     depth_scale_at,
-    double_norm_eps,
 )
+from siamesenorm.topologies.start_as_pre_norm import double_norm_eps
 from siamesenorm.topologies.topology import (
     AttentionNorm,
-    BoundaryCost,
     Closing,
     Connection,
     Gate,
@@ -142,15 +141,8 @@ class SiamesePostPre(Siamese):
         """Return the topology with X_0 = 0 (a gated opening, or the first post-norm where it is lazy) and exact eps."""
         doubled = self.normalized_input or self.readout == "code"
         return dataclasses.replace(
-            self,
-            gated_opening=self.gated_opening or self.post_norm == "eager",
-            exact_eps=self.exact_eps or doubled,
+            self, gated_opening=self.gated_opening or self.post_norm == "eager", exact_eps=self.exact_eps or doubled
         )
-
-    @property
-    def cost(self) -> BoundaryCost:
-        """Reads X, Y, O and writes U, X', Y', H; the backward pass reads five and writes three."""
-        return BoundaryCost(forward=7, backward=8, saved=2)
 
     def opening(self, spec: ResidualSpec) -> Opening:
         """Return two copies of the embedding, the first one gated if asked for."""
@@ -202,11 +194,6 @@ class SiameseHybridPre(Siamese):
     def attention_norm(self) -> AttentionNorm:
         """QKV-norm stands in for the attention's input norm."""
         return "qkv-head"
-
-    @property
-    def cost(self) -> BoundaryCost:
-        """Mean of the attention boundary (6 and 8 passes) and the MLP boundary (7 and 8)."""
-        return BoundaryCost(forward=6.5, backward=8, saved=2)
 
     def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return the attention's or the MLP's connection."""

@@ -1,23 +1,22 @@
-"""The contract of a residual topology.
-
-A topology is not a block class. It opens the streams, puts a connection around each sublayer, and closes the streams:
+"""The contract of a residual topology: it opens the streams, connects each sublayer to them, and closes the streams.
 
     streams = opening(embedding)
     for connection, sublayer in ...:
-        h, streams = connection.read(streams)             # what the sublayer sees
-        streams = connection.write(streams, sublayer(h))  # what its output does
-    hidden = closing(streams)                             # owns every final norm
+        h, streams = connection.read(streams)             # the input of the sublayer
+        streams = connection.write(streams, sublayer(h))  # adds its output
+    hidden = closing(streams)                             # with every final norm
 
-A norm after an addition belongs to the next connection, as its `post_norm`, or to the closing: so parameters never
-cross a block's edge, and a write may stay pending until the next read.
+The streams are a tuple of tensors; their number may change along the depth. A norm after an addition belongs to the
+next connection, as its `post_norm`, or to the closing: no parameter is shared across a block's edge, and a write may
+stay pending until the next read.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields, replace
+from itertools import chain
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 import torch
@@ -45,7 +44,11 @@ class Place:
     conditioned: bool = False
     """Whether the sublayer is `Modulated`: the read's last norm is then built without gain."""
     normalises_input: bool = False
-    """Whether the sublayer holds its own input norm (parallel attention and MLP): the read's last one is left out."""
+    """Whether the sublayer has its own input norm (parallel attention and MLP): the read's last one is left out."""
+
+
+BLOCKS_OF_COST = 8
+"""Number of blocks over whose boundaries `Topology.cost` is the mean."""
 
 
 def transformer_places(depth: int, *, conditioned: bool = False) -> list[tuple[Place, Place]]:
@@ -57,27 +60,24 @@ def transformer_places(depth: int, *, conditioned: bool = False) -> list[tuple[P
             index=2 * block, block=block, slot=0, kind="attention", depth=depth, previous=previous,
             conditioned=conditioned,
         )  # fmt: skip
-        previous = mlp = Place(
-            index=2 * block + 1, block=block, slot=1, kind="mlp", depth=depth, previous=attention,
-            conditioned=conditioned,
-        )  # fmt: skip
-        blocks.append((attention, mlp))
+        previous = replace(attention, index=2 * block + 1, slot=1, kind="mlp", previous=attention)
+        blocks.append((attention, previous))
     return blocks
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResidualSpec:
-    """What a topology's modules are built from.
+    """The arguments from which a topology builds its modules.
 
-    `norm` is an operator, or its name. `residual_dtype` is the dtype of the streams, `compute_dtype` that of what
-    sublayers see; None leaves it as it is. `final_norm=False` leaves the last norm of the closing to the model (a DiT
-    head has a conditioned one of its own).
+    `norm` is an operator, or its name. `residual_dtype` is the dtype of the streams, `compute_dtype` that of the input
+    of sublayers; None leaves it as it is. `final_norm=False` leaves the last norm of the closing to the model (a DiT
+    head has a conditioned one).
 
-    `kernels` decides for boundaries and norms. "plain": no custom operator. "fused": a write stays pending, and one
-    operator completes it together with the next read. "auto": the same, where it is faster (a GPU with Triton, norms
-    that the operator supports), and the plain formulas elsewhere. "lean": "fused" with one of two fp32 streams kept
-    for the backward pass and the other recomputed. With all but "plain", the norms outside of boundaries are fused
-    where that is faster. A topology without a fused or lean form refuses these.
+    `kernels` applies to boundaries and norms. "plain": no custom operator. "fused": a write stays pending, and one
+    operator completes it together with the next read. "auto": the same where it is faster (a GPU with Triton, norms
+    that the operator supports), else the plain formulas. "lean": "fused" with one of two fp32 streams kept for the
+    backward pass and the other recomputed. With all but "plain", the norms outside of boundaries are fused where that
+    is faster. Topologies without a fused or lean form refuse these.
     """
 
     dim: int
@@ -110,7 +110,7 @@ class ResidualSpec:
 
     def with_norm_options(self, **options: Scalar) -> ResidualSpec:
         """Return the same with options of the operator overridden."""
-        return dataclasses.replace(self, norm=self.norm_spec.with_options(**options))
+        return replace(self, norm=self.norm_spec.with_options(**options))
 
     def build_norm(self, kind: str, *, affine: bool = True) -> nn.Module:
         """Return a norm for the stream, in the role of its operator's recipe."""
@@ -205,16 +205,16 @@ class Opening(DeclaredModule):
         return (first if self.gate is None else self.gate(first), *others)
 
     def init_as_pre_norm(self) -> None:
-        """Set the parameters to where the model is a Pre-Norm: the first stream starts at 0 if it has a gate."""
+        """Set the parameters for a model that equals Pre-Norm: the first stream is 0 if it has a gate."""
         if self.gate is not None:
             self.gate.zero_()
 
 
 class Connection(Reader):
-    """What a topology puts around one sublayer: a read before it, a write after it."""
+    """The modules around one sublayer: a read before it, a write after it."""
 
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
-        """Return what the sublayer sees, [..., dim] in the compute dtype, and the streams, post-normalised."""
+        """Return the sublayer's input, [..., dim] in the compute dtype, and the streams, post-normalised."""
         raise NotImplementedError
 
     def write(self, streams: Streams, output: Tensor) -> Streams:
@@ -249,29 +249,33 @@ class Connection(Reader):
             del vars(self)["write"]
 
     def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
-        """Set fresh parameters to where the connection is a Pre-Norm's with the input norm `norm`.
+        """Set initial parameters so that the connection equals a Pre-Norm's with the input norm `norm`.
 
-        None stands for a sublayer that normalises its own input. Returns the differences: none where the function is
-        the same up to rounding. Called only where `Topology.preserving` does not refuse.
+        `norm` is None for a sublayer that normalises its own input. Returns the differences: none where the function
+        is the same up to rounding. Called only for topologies that `Topology.preserving` returns.
         """
         raise NotImplementedError
 
 
 class Closing(Reader):
-    """Turn the streams into what the head sees."""
+    """Turn the streams into the input of the head."""
 
     def forward(self, streams: Streams) -> Tensor:
         """Return [..., dim] in the compute dtype."""
         raise NotImplementedError
 
     def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
-        """Set fresh parameters to where the closing is the final norm `norm` alone; see `Connection`."""
+        """Set initial parameters so that the closing equals the final norm `norm` alone; see `Connection`."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class BoundaryCost:
-    """Passes of one stream-sized tensor over memory at a fused boundary, and tensors kept for the backward pass."""
+    """The memory traffic of a boundary in stream-sized tensors [tokens, dim], and those kept for the backward pass.
+
+    `forward` counts each tensor that enters the boundary, leaves it or is kept (`saved`) once, as one kernel would read
+    and write it; `backward` counts what is kept, and the gradients of what leaves and of what enters.
+    """
 
     forward: float
     backward: float
@@ -283,7 +287,7 @@ class Topology:
     """The wiring of the residual path: a frozen set of options that makes openings, connections and closings.
 
     Fields are scalars, so that a topology is JSON-serialisable, comparable and hashable. `explain` prints the class
-    variables; what a class leaves out is shown as unknown.
+    variables.
     """
 
     revision: ClassVar[int] = 0
@@ -302,7 +306,7 @@ class Topology:
     modulation_refusal: ClassVar[str | None] = None
     """Why the topology does not compose with conditioned (AdaLN) sublayers; None if it does."""
     pre_norm_refusal: ClassVar[str | None] = "its sublayers read a stream that was normalised"
-    """Why no setting of the parameters is a Pre-Norm model; None if one is."""
+    """Why no values of the parameters give a Pre-Norm model; None if some do."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         """Give a class without a title its name as title."""
@@ -311,8 +315,11 @@ class Topology:
             cls.title = cls.__name__
 
     def __post_init__(self) -> None:
-        """Refuse option values that their annotations do not admit, and spell the others alike."""
-        check_options(self)
+        """Normalise the options (1 as 1.0 for a float); raises UserError for values that `check_option` refuses."""
+        hints = get_type_hints(type(self))
+        for option in fields(self):
+            value = check_option(f"{option.name} of {self.title}", getattr(self, option.name), hints[option.name])
+            object.__setattr__(self, option.name, value)
 
     @property
     def heading(self) -> str:
@@ -323,7 +330,7 @@ class Topology:
 
     @property
     def stream_names(self) -> tuple[str, ...]:
-        """Names of the streams, in order."""
+        """Names of the opening's streams, by position."""
         return ("residual",)
 
     def name_streams(self, count: int) -> tuple[str, ...]:
@@ -332,13 +339,20 @@ class Topology:
 
     @property
     def attention_norm(self) -> AttentionNorm:
-        """The attention norm that the topology needs; "auto" when it has no need of its own."""
+        """The attention norm that the topology needs; "auto" if any will do."""
         return "auto"
+
+    def boundary_cost(self, place: Place) -> BoundaryCost | None:
+        """Return the cost of the boundary between the sublayers at `place.previous` and `place`; None: not declared."""
+        return None
 
     @property
     def cost(self) -> BoundaryCost | None:
-        """Memory traffic of a fused boundary, the mean over a model's boundaries; None where it is not declared."""
-        return None
+        """The mean cost of the boundaries of a model."""
+        places = [*chain(*transformer_places(BLOCKS_OF_COST + 1))][1:-1]
+        costs = [cost for cost in map(self.boundary_cost, places) if cost is not None]
+        totals = [sum(column) / len(costs) for column in zip(*map(astuple, costs), strict=True)]
+        return BoundaryCost(*totals) if totals else None
 
     def opening(self, spec: ResidualSpec) -> Opening:
         """Return the module that turns the embedding into the streams."""
@@ -349,7 +363,7 @@ class Topology:
         raise NotImplementedError
 
     def closing(self, last: Place, spec: ResidualSpec) -> Closing:
-        """Return the module that turns the streams, last written at `last`, into what the head sees."""
+        """Return the module that turns the streams, last written at `last`, into the input of the head."""
         raise NotImplementedError
 
     @property
@@ -358,9 +372,9 @@ class Topology:
         return self.attention_norm != "auto"
 
     def preserving(self) -> Topology:
-        """Return the topology with the options it needs to start as a given Pre-Norm model.
+        """Return the topology with the options that it needs to start as a given Pre-Norm model.
 
-        Raises UserError, with the reason, where no setting of the parameters is a Pre-Norm model.
+        Raises UserError, with the reason, where no values of the parameters give a Pre-Norm model.
         """
         if self.pre_norm_refusal:
             raise UserError(
@@ -382,12 +396,3 @@ class Topology:
     def unpack(self, packed: Tensor) -> Streams:
         """Return the streams of a packed tensor."""
         return packed.unbind(dim=-2)
-
-
-def check_options(topology: Topology) -> None:
-    """Spell every option as its annotation does (1 as 1.0 for a float); see `check_option` for what is refused."""
-    hints = get_type_hints(type(topology))
-    for option in fields(topology):
-        what = f"{option.name} of {topology.title}"
-        value = check_option(what, getattr(topology, option.name), hints[option.name])
-        object.__setattr__(topology, option.name, value)

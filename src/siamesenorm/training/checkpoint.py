@@ -200,11 +200,11 @@ def _finished(root: Path) -> list[tuple[int, Path]]:
 
 
 def load_checkpoint(root: Path, *, groups: Container[str] | None = None) -> Checkpoint | None:
-    """Return the newest checkpoint under `root` whose files are all as its manifest says, or None without any.
+    """Return the newest checkpoint under `root` whose files all match its manifest, or None without any.
 
     Of its tensors, only those of `groups` if given. What is newer and broken or unfinished is skipped, and `skipped`
-    says why. Raises `UserError` when there are checkpoints and all are broken; a first one that a killed process left
-    unfinished does not count.
+    has the reasons. Raises `UserError` when there are checkpoints and all are broken; a first one that a killed process
+    left unfinished does not count.
     """
     faults: list[str] = []
     for step, path in _finished(root):
@@ -244,7 +244,7 @@ def _read(step: int, path: Path, faults: Iterable[str], groups: Container[str] |
 
 
 def _fault(path: Path, step: int) -> str | None:
-    """Return what is wrong with a checkpoint, or None if every file is as its manifest says."""
+    """Return what is wrong with a checkpoint, or None if every file matches its manifest."""
     try:
         manifest = decode_json((path / MANIFEST).read_bytes())
         if (manifest["schema"], manifest["step"]) != (SCHEMA, step):

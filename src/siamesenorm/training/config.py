@@ -1,13 +1,13 @@
 """The configuration of a run, its identity, and named runs to begin from.
 
-The identity is a hash of what the configuration says beyond the schema's defaults:
+The identity is a hash of the settings that differ from the schema's defaults:
 
 * A field counts where its value differs from its default, under a name of its own: `FROZEN_NAMES` keeps the hash of a
   field that is renamed in Python. Removing or adding a field with a default changes no identity, because a new field's
   default means the old behaviour. `tests/identity_schema.json` pins every name and default.
 * The tag of a choice (task, topology, norm) and fields without a default always count, and its revision when it is
   not 0.
-* Paths, verdict thresholds and execution (device, threads, kernels, compilation) never count: their fields say so.
+* Paths, verdict thresholds and execution (device, threads, kernels, compilation) never count: their fields are marked.
   Device and versions can change the last bits: environment.json records them.
 * Equal numbers have one spelling.
 """
@@ -84,7 +84,7 @@ class WarmStart:
     """The finished run whose weights another run starts from, converted to its own model.
 
     `run` is the identity of that run. `position` counts the samples at the front of the order of the data that it has
-    seen, where both have the same order: this run continues after them. `path` is its directory.
+    read, where both have the same order: this run continues after them. `path` is its directory.
     """
 
     run: str

@@ -213,7 +213,7 @@ def _curve(rows: Sequence[_Row], column: str, source: str) -> LossCurve:
 
 
 def _facts(rows: Sequence[_Row]) -> dict[str, Any]:
-    """Return what the record of a run says about it: in its line of kind "model", and the last held-out loss."""
+    """Return the facts in the record of a run: those of its line of kind "model", and the last held-out loss."""
     facts: dict[str, Any] = {}
     for row in rows:
         if row.cells.get("kind") == "model":

@@ -16,9 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import siamesenorm
@@ -30,6 +27,9 @@ from siamesenorm.topologies.boundary import BoundaryConnection
 from siamesenorm.world import Parallelism, World
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     from siamesenorm.training.config import Execution
 
 COMPILING_PAYS = 2e14
@@ -145,6 +145,9 @@ def shard(
     `cast_forward_inputs=False`, or FSDP casts the streams too, and overrules the model's `residual_dtype`. Make the
     optimizer afterwards. Weights are drawn before, by name: they do not depend on the number of processes.
     """
+    # Imported here: the import costs a second, which every command would pay.
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     shard_module = partial(fully_shard, mesh=mesh, mp_policy=mixed_precision or MixedPrecisionPolicy())
     for block in _blocks(model):
         shard_module(block)
@@ -158,18 +161,20 @@ def parallelise(model: nn.Module, world: World, parallel: Parallelism) -> nn.Mod
     """
     if world.size == 1:
         return model
-    if parallel == "shard":
-        shard(model, init_device_mesh(world.device.type, (world.size,)))
-        return model
-    return DistributedDataParallel(model)
+    if parallel == "replicate":
+        return nn.parallel.DistributedDataParallel(model)
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shard(model, init_device_mesh(world.device.type, (world.size,)))
+    return model
 
 
 def synchronise_gradients(model: nn.Module, wanted: bool) -> None:
     """Set whether the next backward pass averages gradients over processes: the last of an accumulation does."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(wanted)
-    elif isinstance(model, DistributedDataParallel):
+    if isinstance(model, nn.parallel.DistributedDataParallel):
         model.require_backward_grad_sync = wanted
+    elif hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(wanted)
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:

@@ -130,7 +130,7 @@ class Schedule:
 def decayed_parameters(model: nn.Module, rule: str) -> dict[str, bool]:
     """Return for every trained parameter, by name, whether weight decay applies.
 
-    "declared": matrices of projections, and declared parameters that say so; neither biases nor embeddings.
+    "declared": matrices of projections, and parameters declared as decayed; neither biases nor embeddings.
     "all-but-embeddings": everything but embeddings, gains and biases included, as in OLMo. A tied head is an embedding.
     """
     embeddings = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}

@@ -39,7 +39,7 @@ class RunningMedian:
         return median(self._sorted)
 
     def quantile(self, part: float) -> float:
-        """Return the value below which this part of the window lies."""
+        """Return the quantile of the window: the value at this part of its order."""
         return self._sorted[int(part * len(self._sorted))]
 
 

@@ -2,7 +2,7 @@
 
 The loss is smoothed by a trailing running median: one bad batch of any height leaves it where it was. Its window grows
 with the run, so that the downward bias of its minimum stays far below the rise that counts. Spikes are residuals from a
-median of the steps before *and* after, so that the first steps after the warm-up are seen as well as the last; the
+median of the steps before *and* after, so that the first steps after the warm-up count as much as the last; the
 verdict is therefore made of the whole record, and only `should_stop` works step by step.
 """
 
@@ -133,7 +133,7 @@ class Verdict:
     finite. `spikes` has the first step of each; `gradient_spikes` counts those of the gradient norm, which decide
     nothing. `high_part` is the part of the steps far above the running lower quartile, None where none was compared.
     `best` (None before the first whole window) and `final` are smoothed training losses, `held_out` is the last
-    held-out loss. `steps` were seen of `steps_total`. `detector` is the version of the rules.
+    held-out loss. `steps` of `steps_total` are in the record. `detector` is the version of the rules.
     """
 
     label: Label
@@ -206,7 +206,7 @@ class Verdict:
 
 
 class StabilityMonitor:
-    """The verdict on a run while it happens: `observe` every step, ask `should_stop`, and take the `verdict`.
+    """The verdict on a run while it happens: `observe` every step, read `should_stop`, and take the `verdict`.
 
     To resume, observe the steps of the record again. Losses are in any unit: `scale` is the unit of the thresholds,
     `floor` the loss of a model that has learned nothing (without it no run is *not learned*).

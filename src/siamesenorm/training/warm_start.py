@@ -1,7 +1,7 @@
 """Start a run from the weights of a finished one, converted to its own model.
 
 The optimizer and the schedule start anew. The order of the data continues after the source's samples where both have
-the same order: then no sample is seen twice. Once a run has a checkpoint of its own it needs its source no more.
+the same order: then no sample is read twice. A run with a checkpoint of its own does not need its source.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def require_start(config: RunConfig) -> None:
 
 
 def load_start(start: WarmStart, task: Task) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the weights that a run of `task` starts from, on the CPU, and what its record says of them.
+    """Return the weights that a run of `task` starts from, on the CPU, and the entry of its record on them.
 
     Raises UserError as `require_start` does.
     """

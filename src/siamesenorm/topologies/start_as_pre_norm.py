@@ -1,0 +1,60 @@
+"""Set initial parameters so that a topology starts as a given Pre-Norm model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from torch import nn
+
+from siamesenorm.norms import Inexact, Norm, NormFunction
+from siamesenorm.topologies.topology import Gate
+
+
+def zero_gain(part: nn.Module) -> None:
+    """Set the parameters of a norm or a gate so that it returns 0 for every input; the identity has none."""
+    if isinstance(part, (Norm, Gate)):
+        part.zero_()
+
+
+def double_norm_eps(eps: float) -> float:
+    """Return e with e^2 / (1 + e) = eps.
+
+    Two norms with eps e and the outer one times sqrt(1 + e) equal one norm with `eps`, for RMSNorm and LayerNorm:
+    x / sqrt(m + e), normalised again, is x / sqrt(m (1 + e) + e^2).
+    """
+    return (eps + math.sqrt(eps * eps + 4 * eps)) / 2
+
+
+def copy_function(
+    source: NormFunction | None, inner: nn.Module | None, outer: nn.Module, scale: float = 1.0, multiple: float = 1.0
+) -> list[Inexact]:
+    """Set the gain of the last norm so that scale outer(inner(multiple x)) is the function of `source`.
+
+    Without an outer norm it is scale inner(multiple x); the inner norm of two has unit gain. `source` is None where the
+    sublayer has a norm of its own, after `inner`. Returns the differences: none where the function is the same up to
+    rounding.
+    """
+    if source is None:
+        only = getattr(inner, "eps", None)
+        found = [] if inner is None else [Inexact.norm_of_norm(only, only)]
+        return found if multiple == 1.0 else [*found, Inexact.norm_of_multiple(multiple)]
+    if not isinstance(outer, Norm):
+        inner, outer = None, inner  # type: ignore[assignment]
+    assert isinstance(outer, Norm)
+    eps: float = getattr(outer, "eps", 0.0)
+    inner_eps: float = getattr(inner, "eps", 0.0)
+    if outer.eps_in_mean_square and source.eps is not None:
+        effective = eps / multiple**2 if inner is None else inner_eps * eps / (1 + eps)
+        if math.isclose(effective, source.eps, rel_tol=1e-9):
+            gain_scale = scale if inner is None else scale / math.sqrt(1 + eps)
+            return outer.copy_from(replace(source.divided(gain_scale, scale), eps=eps))
+        if eps != source.eps:
+            found = outer.copy_from(replace(source.divided(scale, scale), eps=eps))
+            return found if outer.statistic != source.statistic else [*found, Inexact.eps(source.eps, effective)]
+    found = outer.copy_from(source.divided(scale, scale))
+    if inner is not None:
+        found.append(Inexact.norm_of_norm(*((inner_eps, eps) if outer.eps_in_mean_square else (None, None))))
+    if multiple != 1.0:
+        found.append(Inexact.norm_of_multiple(multiple))
+    return found
