@@ -99,7 +99,7 @@ class AttentionResiduals(Topology):
         return count
 
     def boundary_cost(self, place: Place) -> BoundaryCost:
-        """Return the cost of the plain operations; of the tensors kept, all but N's input are the streams themselves."""
+        """Return the cost of the plain operations; the tensors kept are N's input and the streams themselves."""
         assert place.previous is not None
         count = self.count_sources(place.previous)
         addition = 0 if self.starts_source(place.previous) else 2

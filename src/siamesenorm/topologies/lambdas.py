@@ -10,7 +10,7 @@ from torch import Tensor
 
 from siamesenorm.norms import Inexact, NormFunction, assign
 from siamesenorm.topologies.start_as_pre_norm import copy_function
-from siamesenorm.topologies.topology import Closing, Connection, Place, ResidualSpec, Streams, Topology
+from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, Place, ResidualSpec, Streams, Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,10 @@ class Lambdas(Topology):
     def stream_names(self) -> tuple[str, ...]:
         """The residual stream and the embedding."""
         return ("residual", "embedding")
+
+    def boundary_cost(self, place: Place) -> BoundaryCost:
+        """Return the cost of the plain operations; the embedding passes through every boundary."""
+        return BoundaryCost(6, 8, 3) if place.slot == 0 else BoundaryCost(5, 5, 1)
 
     def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return a Pre-Norm connection; the first of a block has the block's scalars."""

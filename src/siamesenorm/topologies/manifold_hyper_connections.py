@@ -6,6 +6,7 @@ gates, in the closing and in the initial values; each is an option here, or name
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,16 @@ from siamesenorm.topologies.hyper_connections import (
     without_autocast,
 )
 from siamesenorm.topologies.start_as_pre_norm import copy_function
-from siamesenorm.topologies.topology import Closing, Connection, Opening, Place, ResidualSpec, Streams, Topology
+from siamesenorm.topologies.topology import (
+    BoundaryCost,
+    Closing,
+    Connection,
+    Opening,
+    Place,
+    ResidualSpec,
+    Streams,
+    Topology,
+)
 
 OWN_LOGIT = 2.0
 """Initial logit of the stream that a sublayer reads by sigma gates, minus that of the others: 0.88 and 0.12, so that
@@ -114,6 +124,11 @@ class ManifoldHyperConnections(MultiStream):
     def stream_names(self) -> tuple[str, ...]:
         """All n streams are one tensor; the gates of the next read are another."""
         return ("streams", "gates") if self.single_pass else ("streams",)
+
+    def boundary_cost(self, place: Place) -> BoundaryCost:
+        """Return the cost of the plain operations; unmixed streams are not written again."""
+        cost, unmixed = super().boundary_cost(place), self.mixing == "identity"
+        return dataclasses.replace(cost, forward=cost.forward - self.streams) if unmixed else cost
 
     def opening(self, spec: ResidualSpec) -> Opening:
         """Return n copies of the embedding, and the gates of the first read in a single pass."""
