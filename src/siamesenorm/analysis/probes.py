@@ -25,6 +25,8 @@ Blocks = str | Sequence[nn.Module] | None
 """The path of a list of blocks, or blocks; None to find them."""
 Key = tuple[str, ...]
 """The path of a quantity in the line of a measured step."""
+StreamNames = Callable[[int], tuple[str, ...]]
+"""Returns the names of so many streams."""
 
 
 class Measurements:
@@ -162,7 +164,7 @@ def observe_streams(model: nn.Module, observer: Callable[[str, Streams, Tensor, 
 class ConnectionProbe(Probe):
     """Measures the streams at every connection of one block, before and after the write."""
 
-    def __init__(self, block: nn.Module, connections: Mapping[str, Connection], names: tuple[str, ...]) -> None:
+    def __init__(self, block: nn.Module, connections: Mapping[str, Connection], names: StreamNames) -> None:
         super().__init__(block)
         self.connections, self.names = connections, names
         self._observed = ExitStack()
@@ -191,13 +193,13 @@ class ConnectionProbe(Probe):
 class ClosingProbe(Probe):
     """Measures the streams after the last block, where no write is pending."""
 
-    def __init__(self, closing: Closing, names: tuple[str, ...]) -> None:
+    def __init__(self, closing: Closing, names: StreamNames) -> None:
         super().__init__(closing)
         self.names = names
 
     def leave(self, into: Measurements, arguments: tuple[Any, ...], result: Any) -> None:
         """Measure the streams that the closing was given."""
-        if result is None or len(arguments[0]) != len(self.names) or not self.counts:
+        if result is None or not self.counts or len(arguments[0]) != len(self.names(len(arguments[0]))):
             return
         with torch.no_grad():
             for stream, x in name_streams(arguments[0], self.names, result).items():
@@ -240,16 +242,14 @@ class BlockProbe(Probe):
                 into.add_stream(("end", "residual"), after)
 
 
-def name_streams(state: Streams, names: tuple[str, ...], like: Tensor) -> dict[str, Tensor]:
+def name_streams(state: Streams, names: StreamNames, like: Tensor) -> dict[str, Tensor]:
     """Return the streams of a state by name: its tensors as wide as `like` [..., dim], stacked ones one by one.
 
-    Between read and write a state may hold other tensors after its streams, such as weights. Without names, streams
-    are numbered.
+    Between read and write a state may hold other tensors after its streams, such as weights.
     """
     streams = [x for x in state if x.shape[-1:] == like.shape[-1:] and x.dim() in (like.dim(), like.dim() + 1)]
-    names = names or tuple(f"stream{number}" for number in range(len(streams)))
     named: dict[str, Tensor] = {}
-    for name, x in zip(names, streams, strict=False):
+    for name, x in zip(names(len(streams)), streams, strict=False):
         if x.dim() == like.dim():
             named[name] = x
         else:
@@ -319,20 +319,24 @@ def _plan_for_connections(model: nn.Module, connections: Mapping[str, Connection
             owner = owner.rpartition(".")[0]
         inside.setdefault(owner, {})[name.removesuffix("_connection")] = connection
     blocks = {name: modules[name] for name in inside}
-    names = _stream_names(model)
-    closings = [ClosingProbe(module, names) for module in model.modules() if isinstance(module, Closing) and names]
+    topology = _topology_of(model)
+    names = topology.name_streams if topology else _numbers
+    closings = [ClosingProbe(module, names) for module in model.modules() if isinstance(module, Closing) and topology]
     probes = (*(ConnectionProbe(blocks[name], own, names) for name, own in inside.items()), *closings)
-    return ProbePlan(blocks=blocks, streams=names, probes=probes)
+    return ProbePlan(blocks=blocks, streams=topology.stream_names if topology else (), probes=probes)
 
 
-def _stream_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the streams in the topology of the model; none where the model has no topology."""
+def _numbers(count: int) -> tuple[str, ...]:
+    return tuple(f"stream{number}" for number in range(count))
+
+
+def _topology_of(model: nn.Module) -> Topology | None:
     for module in model.modules():
         for holder in (module, getattr(module, "config", None)):
             topology = getattr(holder, "topology", None)
             if isinstance(topology, Topology):
-                return topology.stream_names
-    return ()
+                return topology
+    return None
 
 
 def _given_blocks(model: nn.Module, blocks: str | Sequence[nn.Module]) -> dict[str, nn.Module]:

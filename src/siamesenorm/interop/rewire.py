@@ -155,8 +155,8 @@ def record_streams(model: nn.Module) -> Iterator[list[dict[str, Tensor]]]:
 
     def keep(block: nn.Module, _: object, packed: Tensor) -> None:
         assert isinstance(block, RewiredBlock)
-        topology = block.topology
-        found.append(dict(zip(topology.stream_names, topology.unpack(packed), strict=True)))
+        streams = block.topology.unpack(packed)
+        found.append(dict(zip(block.topology.name_streams(len(streams)), streams, strict=True)))
 
     handles = [block.register_forward_hook(keep) for block in blocks]
     try:

@@ -121,14 +121,16 @@ class SiameseNormPreTrainedModel(PreTrainedModel):
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         hidden_states: tuple[Tensor, ...] | None = (embedding,) if wanted else None
         by_name: tuple[StreamsOfBlock, ...] | None = () if output_streams else None
-        names = self.model.config.topology.stream_names if wanted or output_streams else ()
         streams: Streams = self.model.open(embedding)
         losses: Losses = {}
         for index, block in enumerate(self.model.blocks):
             layer = None if cache is None else LayerCache(cache, index)
             streams, more = self._run_block(block, streams, Context(rotary, mask, layer))
             losses = add_losses(losses, more)
-            if names and len(names) != len(streams):
+            if hidden_states is None and by_name is None:
+                continue
+            names = self.model.config.topology.name_streams(len(streams))
+            if len(names) != len(streams):
                 raise UserError("fused kernels leave writes pending between blocks: record with kernels='plain'")
             if hidden_states is not None:
                 hidden_states += (self.model.closing(streams),)
