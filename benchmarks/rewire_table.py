@@ -26,7 +26,7 @@ from siamesenorm.errors import UserError
 from siamesenorm.norms import Norm
 from siamesenorm.training.execution import describe_environment
 
-TOPOLOGIES = ("siamese-post-pre:normalized_input=false", "siamese-post-pre", "siamese")
+TOPOLOGIES = ("siamese-post-pre:normalized_input=false", "siamese-post-pre", "siamese", "attnres")
 COMPILED = "siamese-post-pre"
 """The topology whose training step is compiled too: a minute each."""
 TIMM = {
