@@ -24,7 +24,6 @@ from siamesenorm.errors import UserError
 from siamesenorm.training import execution
 from siamesenorm.training.checkpoint import (
     Checkpoint,
-    Stage,
     capture_random_state,
     keep_last_weights,
     load_checkpoint,
@@ -67,21 +66,18 @@ class Instrument:
         """The run has ended, or failed."""
 
 
-def train(
-    config: RunConfig, directory: Path, *, instruments: tuple[Instrument, ...] = (), at_stage: Stage | None = None
-) -> Verdict:
+def train(config: RunConfig, directory: Path, *, instruments: tuple[Instrument, ...] = ()) -> Verdict:
     """Train the run of `config` in `directory`, or resume it, and return its verdict.
 
-    A finished run is not trained again. `at_stage` is called with the stages of writing checkpoints. Raises UserError
-    when the directory belongs to another configuration, for data that do not fit, and on a full disk; what cannot be
-    trained leaves no directory behind.
+    A finished run is not trained again. Raises UserError when the directory belongs to another configuration, for data
+    that do not fit, and on a full disk; what cannot be trained leaves no directory behind.
     """
     config, run = config.resolved(), RunDirectory(directory)
     with World.joined(execution.find_device(config.execution.device)) as world, ExitStack() as held:
         finished = world.on_first(lambda: run.verdict_of(config))
         if finished is not None:
             return finished
-        loop = TrainingLoop(config, run, world, instruments, at_stage)
+        loop = TrainingLoop(config, run, world, instruments)
         try:
             world.on_first(lambda: held.enter_context(run.claimed(config)))
             return world.on_first(run.read_verdict) or loop.run()
@@ -99,11 +95,10 @@ class TrainingLoop:
         run: RunDirectory,
         world: World,
         instruments: tuple[Instrument, ...] = (),
-        at_stage: Stage | None = None,
     ) -> None:
         if config.execution.threads:
             torch.set_num_threads(config.execution.threads)
-        self.config, self.run_directory, self.world, self.at_stage = config, run, world, at_stage
+        self.config, self.run_directory, self.world = config, run, world
         self.instruments = instruments if world.is_first else ()
         self.share = world.share_of(config.batch)
         self.at_once = min(config.samples_at_once, self.share)
@@ -260,7 +255,6 @@ class TrainingLoop:
                 tensors,
                 {"metrics_offset": self.log.sync(), "seconds": time.perf_counter() - self.clock},
                 keep=self.config.execution.keep_checkpoints,
-                at_stage=self.at_stage,
             )
 
         self.world.on_first(save)
