@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -11,8 +12,10 @@ import pytest
 import torch
 
 from parallel_training import CASES, RESUMED, STEPS, configuration, interrupt
+from siamesenorm.analysis.monitor_instrument import MonitorInstrument
+from siamesenorm.errors import UserError
 from siamesenorm.training.checkpoint import load_checkpoint
-from siamesenorm.training.loop import train
+from siamesenorm.training.loop import TrainingLoop, train
 from siamesenorm.training.metrics import read_metrics, strip_time
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.world import World
@@ -122,6 +125,16 @@ def test_the_command_line_prints_once_and_refuses_a_batch_that_does_not_divide(t
     refused = torchrun(*command, "--batch", "5", "--out", str(tmp_path / "other"))
     assert refused.returncode != 0 and "batch is 5" in refused.stderr
     assert not (tmp_path / "other").exists()
+
+
+def test_refusals_before_anything_is_built(data: Path, tmp_path: Path) -> None:
+    two, run = World(size=2), RunDirectory(tmp_path / "run")
+    with pytest.raises(UserError, match=r"monitor\.every"):
+        TrainingLoop(configuration("pre", data, "shard"), run, two, (MonitorInstrument(5),))
+    accumulated = dataclasses.replace(configuration("pre", data), batch=12, micro_batch=4)
+    with pytest.raises(UserError, match="4: choose a divisor of 6"):
+        TrainingLoop(accumulated, run, two)
+    assert not run.path.exists()
 
 
 def test_shares_of_the_work() -> None:

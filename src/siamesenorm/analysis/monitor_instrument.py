@@ -33,6 +33,8 @@ class MonitorInstrument(Instrument):
     They are cut back with the record, so that a resumed run has the lines of one never interrupted.
     """
 
+    reads_parameters = True
+
     def __init__(self, every: int) -> None:
         self.every = every
         self.monitor: StreamMonitor | None = None

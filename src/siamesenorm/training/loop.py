@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,9 @@ Record = dict[str, Any]
 
 class Instrument:
     """What watches a run: it reads what it needs from the loop; every method does nothing by default."""
+
+    reads_parameters: ClassVar[bool] = False
+    """Whether it needs whole parameters, which a process of a sharded run does not have."""
 
     def on_start(self, loop: TrainingLoop, step: int) -> None:
         """Training starts, or resumes after `step`."""
@@ -100,11 +103,15 @@ class TrainingLoop:
             torch.set_num_threads(config.execution.threads)
         self.config, self.run_directory, self.world = config, run, world
         self.instruments = instruments if world.is_first else ()
+        if world.size > 1 and config.execution.parallel == "shard" and any(i.reads_parameters for i in instruments):
+            raise UserError(
+                "parallel is shard: monitor.every measures whole parameters; use replicate, or leave it out"
+            )
         self.share = world.share_of(config.batch)
         self.at_once = min(config.samples_at_once, self.share)
         if self.share % self.at_once:
             raise UserError(
-                f"microbatch is {self.at_once}: choose a divisor of {self.share}, each process's share of the batch"
+                f"micro_batch is {self.at_once}: choose a divisor of {self.share}, each process's share of the batch"
             )
         if not run.checkpoints.exists():
             require_start(config)
