@@ -173,8 +173,8 @@ def synchronise_gradients(model: nn.Module, wanted: bool) -> None:
     """Set whether the next backward pass averages gradients over processes: the last of an accumulation does."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model.require_backward_grad_sync = wanted
-    elif hasattr(model, "set_requires_gradient_sync"):
-        model.set_requires_gradient_sync(wanted)
+    elif hasattr(model, "set_requires_gradient_sync"):  # FSDPModule, whose import costs a second
+        model.set_requires_gradient_sync(wanted)  # type: ignore[operator]
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:

@@ -105,7 +105,7 @@ class TrainingLoop:
         self.instruments = instruments if world.is_first else ()
         if world.size > 1 and config.execution.parallel == "shard" and any(i.reads_parameters for i in instruments):
             raise UserError(
-                "parallel is shard: monitor.every measures whole parameters; use replicate, or leave it out"
+                "parallel is shard: monitor.every needs whole parameters; use replicate, or leave it out"
             )
         self.share = world.share_of(config.batch)
         self.at_once = min(config.samples_at_once, self.share)
