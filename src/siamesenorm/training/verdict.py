@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any, Literal
 
 from siamesenorm.errors import UserError
@@ -161,9 +162,8 @@ class Verdict:
         return Unchecked.NOT_ENDED not in self.unchecked
 
     def to_json(self) -> dict[str, Any]:
-        """Return the verdict as plain values; `encode_json` writes them, NaN included."""
-        lists = {"reasons": list(self.reasons), "unchecked": list(self.unchecked), "spikes": list(self.spikes)}
-        return dataclasses.asdict(self) | lists
+        """Return the verdict as values that `encode_json` writes, NaN included."""
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Verdict:
@@ -272,10 +272,14 @@ class StabilityMonitor:
             raise UserError("there are no losses to judge: expected at least one step")
         thresholds, scale = self._thresholds, self._scale
         divergence, divergence_step = self._divergence()
-        spikes = self._excursions(self._losses, rise=thresholds.spike_rise * scale, shortest=thresholds.spike_steps)
+        excursions = partial(
+            stability.excursions, window=thresholds.spike_window, history=thresholds.spike_history,
+            sigmas=thresholds.spike_sigmas, after=self._warmup_steps,
+        )  # fmt: skip
+        spikes = excursions(self._losses, rise=thresholds.spike_rise * scale, shortest=thresholds.spike_steps)
         # Clipped norms are nearly constant: by a tenth at least.
         logarithms = [math.log(max(each, 1e-12)) if math.isfinite(each) else math.nan for each in self._gradient_norms]
-        norm_spikes = self._excursions(logarithms, rise=math.log(1.1), shortest=1)
+        norm_spikes = excursions(logarithms, rise=math.log(1.1), shortest=1)
         high_part = stability.part_far_above(
             self._losses, window=thresholds.spike_window, history=thresholds.spike_history,
             rise=thresholds.high_rise * scale, spreads=thresholds.high_spreads, after=self._warmup_steps,
@@ -317,17 +321,10 @@ class StabilityMonitor:
         least = self._thresholds.smoothing_least
         return len(self._losses) < 2 * max(least, self._thresholds.smoothing_window(self._steps_total))
 
-    def _excursions(self, values: Sequence[float], *, rise: float, shortest: int) -> tuple[int, ...]:
-        thresholds = self._thresholds
-        return stability.excursions(
-            values, window=thresholds.spike_window, history=thresholds.spike_history, sigmas=thresholds.spike_sigmas,
-            rise=rise, shortest=shortest, after=self._warmup_steps,
-        )  # fmt: skip
-
     def _divergence(self) -> tuple[Reason | None, int | None]:
-        broken = [step for step, loss in enumerate(self._losses, start=1) if not math.isfinite(loss)]
-        if broken:
-            return Reason.NOT_FINITE, broken[0]
+        for step, loss in enumerate(self._losses, start=1):
+            if not math.isfinite(loss):
+                return Reason.NOT_FINITE, step
         if self._rise_step is not None:
             return Reason.ROSE_AND_STAYED, self._rise_step
         if self._ended and self._steps_up:
@@ -380,8 +377,7 @@ def judge(record: LossCurve | Iterable[Mapping[str, Any]], thresholds: Threshold
         monitor.observe_validation(curve.held_out)
     verdict = monitor.verdict()
     # Points of the curve as steps of the run.
-    step_of: dict[int | None, int | None] = {None: None}
-    step_of.update(enumerate(curve.steps, start=1))
+    step_of = {None: None, **dict(enumerate(curve.steps, start=1))}
     return dataclasses.replace(
         verdict,
         divergence_step=step_of[verdict.divergence_step],
