@@ -146,8 +146,7 @@ class _Preparation:
     """The resolved configuration, and the steps from nothing, or from an unfinished preparation, to the data."""
 
     def __init__(self, config: PrepareConfig, report: Callable[[PrepareProgress], None]) -> None:
-        self.config = config
-        self.report = report
+        self.config, self.report = config, report
         options: dict[str, Any] = {"text_field": config.text_field, "cut": config.documents}
         self.source = open_source(config.source, **options)
         self.validation = None if config.validation is None else open_source(config.validation, **options)
@@ -345,12 +344,11 @@ def _start_worker(tokenizer: Tokenizer) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
-    if parent is not None:
+    if parent is not None:  # killed, it cannot stop its workers
         threading.Thread(target=_exit_with, args=(parent.sentinel,), daemon=True).start()
 
 
 def _exit_with(sentinel: int) -> None:
-    # A killed parent cannot stop its workers.
     wait([sentinel])
     os._exit(1)
 

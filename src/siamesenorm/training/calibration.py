@@ -189,6 +189,10 @@ class Detection(Injection):
     detected: int
     noticed: int
 
+    def rate(self, count: int) -> str:
+        """Return the part of the trials as text."""
+        return f"{100 * count / self.trials:.0f} %" if self.trials else "no trial"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationReport:
@@ -234,7 +238,7 @@ class CalibrationReport:
         found = [each for each in self.detections if each.fault in faults]
         if any(each.has_place for each in found):
             columns = list(dict.fromkeys(map(str, found)))
-            rates = {(each.tenth, str(each)): _percent(each.detected, each.trials) for each in found}
+            rates = {(each.tenth, str(each)): each.rate(each.detected) for each in found}
             head = ["begins at, of the run after warm-up", *columns]
             rows = [
                 [f"{10 * tenth} to {10 * tenth + 10} %", *(rates.get((tenth, column), "") for column in columns)]
@@ -242,16 +246,9 @@ class CalibrationReport:
             ]
         else:
             head = ["fault", "trials", "called so", "not called stable"]
-            rows = [
-                [str(each), str(each.trials), *(_percent(n, each.trials) for n in (each.detected, each.noticed))]
-                for each in found
-            ]
+            rows = [[str(each), str(each.trials), each.rate(each.detected), each.rate(each.noticed)] for each in found]
         rule = ["---", *["---:"] * (len(head) - 1)]
         return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rule, *rows])
-
-
-def _percent(count: int, trials: int) -> str:
-    return f"{100 * count / trials:.0f} %" if trials else "no trial"
 
 
 def read_runs(paths: Iterable[Path]) -> dict[str, LossCurve]:

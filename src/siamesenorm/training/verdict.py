@@ -286,7 +286,7 @@ class StabilityMonitor:
         )  # fmt: skip
         found = {
             divergence: divergence is not None,
-            Reason.NOT_LEARNED: divergence is None and self._ended and self._has_not_learned(),
+            Reason.NOT_LEARNED: divergence is None and self._has_not_learned(),
             Reason.SPIKES: bool(spikes),
             Reason.OFTEN_HIGH: high_part > thresholds.high_fraction,
         }
@@ -332,7 +332,7 @@ class StabilityMonitor:
         return None, None
 
     def _has_not_learned(self) -> bool:
-        if self._floor is None or self._is_short:
+        if self._floor is None or self._is_short or not self._ended:
             return False
         line = self._floor - self._thresholds.floor_margin * self._scale
         learned = self._final < line or (self._held_out is not None and self._held_out < line)
@@ -377,7 +377,8 @@ def judge(record: LossCurve | Iterable[Mapping[str, Any]], thresholds: Threshold
         monitor.observe_validation(curve.held_out)
     verdict = monitor.verdict()
     # Points of the curve as steps of the run.
-    step_of = {None: None, **dict(enumerate(curve.steps, start=1))}
+    step_of: dict[int | None, int | None] = {None: None}
+    step_of.update(enumerate(curve.steps, start=1))
     return dataclasses.replace(
         verdict,
         divergence_step=step_of[verdict.divergence_step],
