@@ -40,16 +40,12 @@ def run(arguments: Arguments) -> None:
     check(arguments)
     if arguments.what != "gpu":
         device = resolve_device(arguments.device)
-        results = gpu.measure_usual(arguments.what, device, arguments.rounds, arguments.topologies)
-        results.show(arguments.out)
+        gpu.measure_usual(arguments.what, device, arguments.rounds, arguments.topologies).show(arguments.out)
         return
+    rounds, topologies = arguments.rounds, arguments.topologies
     with tempfile.TemporaryDirectory() as unused:
-        gpu.measure_on_gpu(
-            arguments.out or Path(unused),
-            minutes=arguments.minutes,
-            rounds=arguments.rounds,
-            topologies=arguments.topologies,
-        )
+        out = arguments.out or Path(unused)
+        gpu.measure_on_gpu(out, minutes=arguments.minutes, rounds=rounds, topologies=topologies)
 
 
 def check(arguments: Arguments) -> None:

@@ -61,9 +61,8 @@ def run(arguments: Arguments) -> None:
     report = rewire(model, arguments.topology, preserve=not arguments.scratch, norm=arguments.norm)
     with new_directory(arguments.out) as directory:
         stored.save(model, directory)
-    print(
-        encode_json(_to_json(report, arguments), indent=1) if arguments.json else f"{report}\nwritten: {arguments.out}"
-    )
+    written = {"model": str(arguments.model), "out": str(arguments.out), **_to_json(report)}
+    print(encode_json(written, indent=1) if arguments.json else f"{report}\nwritten: {arguments.out}")
 
 
 def _refuse_rewired(stored: StoredModel) -> None:
@@ -77,18 +76,14 @@ def _refuse_rewired(stored: StoredModel) -> None:
             )
 
 
-def _to_json(report: RewireReport, arguments: Arguments) -> dict[str, Any]:
+def _to_json(report: RewireReport) -> dict[str, Any]:
     """Return the report for machines."""
-    differences = report.differences
     return {
-        "model": str(arguments.model),
-        "out": str(arguments.out),
         "topology": topology_to_json(report.topology),
         "blocks": report.blocks,
         "function_kept": report.function_kept,
         "bound": report.bound,
-        "differences": None
-        if differences is None
-        else [{"kind": one.kind.name.lower(), "bound": one.bound, "detail": one.detail} for one in differences],
+        "differences": report.differences
+        and [{"kind": one.kind.name.lower(), "bound": one.bound, "detail": one.detail} for one in report.differences],
         "norms": [dataclasses.asdict(norm) for norm in report.norms],
     }
