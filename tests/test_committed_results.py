@@ -73,7 +73,7 @@ def test_the_printed_command_finds_every_run_finished(
         Part.REPORT: {
             configured(template, method, choices[method].learning_rate, seed).identity
             for method in printed.grid.reported_methods
-            for seed in printed.seeds
+            for seed in printed.grid.seeds
         },
     }
     for part, identities in asked.items():

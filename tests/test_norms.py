@@ -160,7 +160,7 @@ def test_leading_shape_is_free(case: str) -> None:
 
 @EVERY_CASE
 def test_wrong_width_is_refused(case: str) -> None:
-    with pytest.raises(ValueError, match=f"input has 1 channels on axis -1: this norm has {DIM}"):
+    with pytest.raises(ValueError, match=str(DIM)):
         build(case)(torch.ones(3, 1, dtype=torch.float64))
 
 

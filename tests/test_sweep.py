@@ -134,8 +134,8 @@ def runs_of(grid: SweepGrid, template: RunConfig) -> list[RunConfig]:
 
 
 def test_a_run_of_a_grid_differs_from_its_template_by_method_rate_and_seed_alone(template: RunConfig) -> None:
-    grid = SweepGrid(methods=("pre", "siamese + layernorm"), learning_rates=(8e-3, 2e-3), selection_seed=3)
-    planned = grid.selection_runs(template)
+    grid = SweepGrid(methods=("pre", "siamese + layernorm"), learning_rates=(8e-3, 2e-3))
+    planned = grid.selection_runs(dataclasses.replace(template, seed=3))
     found = [(run.method, run.learning_rate, run.seed) for run, _ in planned]
     methods = ("pre", "pre + qkv + layernorm", "siamese + layernorm")
     assert found == [(method, rate, 3) for rate in RATES for method in methods], "the safest rate comes first"
@@ -160,8 +160,8 @@ def test_a_sweep_keeps_the_eps_of_a_size_in_the_attention_too(template: RunConfi
 
 def test_every_method_sees_the_same_batches_and_starts_from_the_same_weights(template: RunConfig) -> None:
     """Law 5, over every topology: up to the factors on initial weights that a topology declares."""
-    grid = SweepGrid(methods=("pre", "post", "deepnorm", "dhc-2", "siamese"), learning_rates=(1e-3,), selection_seed=2)
-    runs = runs_of(grid, template)
+    grid = SweepGrid(methods=("pre", "post", "deepnorm", "dhc-2", "siamese"), learning_rates=(1e-3,))
+    runs = runs_of(grid, dataclasses.replace(template, seed=2))
     batches = [run.task.build(run.seed).train.batch(12, 8) for run in runs]
     assert all((batch == batches[0]).all() for batch in batches)
     assert (template.task.build(3).train.batch(12, 8) != batches[0]).any()
@@ -381,7 +381,7 @@ def test_a_run_keeps_its_part(tmp_path: Path, template: RunConfig, workers: Work
     sweep(tmp_path / "sweep", template, seeds=(1,)).run()
     before = plan_of(tmp_path / "sweep")
     with pytest.raises(UserError):
-        sweep(tmp_path / "sweep", template, selection_seed=1).run()
+        sweep(tmp_path / "sweep", dataclasses.replace(template, seed=1)).run()
     assert plan_of(tmp_path / "sweep") == before
 
 
@@ -400,7 +400,7 @@ def test_another_sweep_in_the_directory_is_refused(
 def test_the_same_sweep_may_be_executed_otherwise(tmp_path: Path, template: RunConfig, workers: Workers) -> None:
     sweep(tmp_path / "sweep", template).run()
     execution = dataclasses.replace(template.execution, threads=2, checkpoint_every=3)
-    same = dataclasses.replace(template, seed=5, execution=execution)
+    same = dataclasses.replace(template, execution=execution)
     workers.started.clear()
     sweep(tmp_path / "sweep", same, learning_rates=(8e-3,)).run()
     assert workers.started == []

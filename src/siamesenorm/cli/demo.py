@@ -15,10 +15,7 @@ from siamesenorm.tasks.language import LanguageTaskConfig
 from siamesenorm.training.config import Execution, RunConfig
 from siamesenorm.training.optimizer import OptimizerConfig
 
-GRID = SweepGrid(
-    methods=("pre", "post", "hybridnorm", "siamese-post-pre", "siamese"),
-    learning_rates=(2e-3, 8e-3, 3e-2),
-)
+GRID = SweepGrid()
 STEPS = 220
 
 

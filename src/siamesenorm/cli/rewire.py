@@ -11,11 +11,10 @@ from typing import Annotated, Any
 import tyro
 from typing_extensions import Doc
 
-from siamesenorm.errors import UserError
 from siamesenorm.files import encode_json
 from siamesenorm.interop.rewire import RewireReport, rewire
 from siamesenorm.interop.stored import detect
-from siamesenorm.interop.stored_model import StoredModel, check_new, new_directory
+from siamesenorm.interop.stored_model import check_new, new_directory
 from siamesenorm.norms import NormSpec, available_norms
 from siamesenorm.topologies import available_topologies, build_topology, topology_to_json
 
@@ -53,7 +52,6 @@ def run(arguments: Arguments) -> None:
     if arguments.norm is not None:
         NormSpec.parse(arguments.norm)
     stored = detect(arguments.model, data=arguments.data)
-    _refuse_rewired(stored)
     check_new(arguments.out)
     model = stored.initialise(arguments.seed) if arguments.scratch else stored.load()
     for note in stored.notes:
@@ -64,17 +62,6 @@ def run(arguments: Arguments) -> None:
     print(
         encode_json(_to_json(report, arguments), indent=1) if arguments.json else f"{report}\nwritten: {arguments.out}"
     )
-
-
-def _refuse_rewired(stored: StoredModel) -> None:
-    """Raise UserError for a model that has a topology of ours already."""
-    for step in stored.steps:
-        if step.get("operation") == "rewire":
-            topology = step.get("topology")
-            name = topology.get("name") if isinstance(topology, dict) else None
-            raise UserError(
-                f"{stored.path} was rewired already, to {name or 'an unnamed topology'}: rewire the original"
-            )
 
 
 def _to_json(report: RewireReport, arguments: Arguments) -> dict[str, Any]:

@@ -40,9 +40,8 @@ def run(arguments: Arguments) -> None:
     for row in rows:
         first = row["topology"] == arguments.topologies[0]
         table.add_row(
-            str(row["size"]) if first else "",
-            f"{row['depth']} x {row['dim']}" if first else "",
-            str(row["topology"]),
+            *((row["size"], f"{row['depth']} x {row['dim']}") if first else ("", "")),
+            row["topology"],
             f"{row['parameters']:,}",
             "" if first else f"{row['extra_percent']:+.4f} %",
             f"{row['flops_per_token'] / 1e9:.3g}",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from typing_extensions import Doc
+import tyro
 
 from siamesenorm.cli.report import build_report, show_report
 from siamesenorm.cli.train import RunArguments, RunCommand
@@ -18,13 +18,8 @@ from siamesenorm.comparison.experiment import Experiment, Stages, usual_jobs
 from siamesenorm.comparison.experiment_console import ExperimentConsole
 from siamesenorm.comparison.sweep import SweepGrid, comparisons_of
 from siamesenorm.errors import UserError
-from siamesenorm.topologies import available_topologies, build_topology, topology_name
+from siamesenorm.topologies import build_topology, topology_name
 from siamesenorm.training.config import RunConfig
-
-Methods = Annotated[
-    tuple[str, ...],
-    Doc(f"What to compare, each in quotes if it holds a plus sign. Topologies: {', '.join(available_topologies())}."),
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +29,8 @@ class SweepArguments(RunCommand):
     A method is a topology, and what differs after plus signs: "siamese", "pre + qkv", "dhc-2:streams=4 + seednorm".
     """
 
-    methods: Methods = ("pre", "post", "hybridnorm", "siamese-post-pre", "siamese")
-    learning_rates: tuple[float, ...] = (2e-3, 8e-3, 3e-2)
-    """Peak learning rates."""
-    seeds: tuple[int, ...] = ()
-    """Further seeds for each method at its chosen rate; the rate is chosen with --seed."""
-    reported: tuple[str, ...] = ()
-    """Methods that run with the further seeds; all if not given."""
-    control: bool = True
-    """Add Pre-Norm with QKV-norm where a method has QKV-norm."""
+    grid: Annotated[SweepGrid, tyro.conf.arg(name="")] = SweepGrid()
+    """Methods, learning rates and seeds."""
     jobs: int = 0
     """Runs at a time; as many as cores (or GPUs) if 0. Step times are reported only of runs that ran alone (1)."""
     mixed: bool = False
@@ -51,18 +39,6 @@ class SweepArguments(RunCommand):
     """Title of the report; methods and data if not given."""
     out: Path = Path("runs/sweep")
     """Directory of the sweep."""
-
-    @property
-    def grid(self) -> SweepGrid:
-        """The grid of methods, learning rates and seeds."""
-        return SweepGrid(
-            methods=self.methods,
-            learning_rates=self.learning_rates,
-            selection_seed=self.run.seed,
-            seeds=self.seeds,
-            reported=self.reported,
-            control=self.control,
-        )
 
 
 Arguments = RunArguments(SweepArguments)

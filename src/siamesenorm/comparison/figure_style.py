@@ -57,6 +57,10 @@ class Theme:
     hues: dict[str, str]
 
 
+def _hues(colors: str) -> dict[str, str]:
+    return dict(zip(("ink", "green", *HUES), colors.split(), strict=True))
+
+
 LIGHT = Theme(
     name="light",
     surface="#ffffff",
@@ -68,17 +72,7 @@ LIGHT = Theme(
     hatch="#e3bcb8",
     best="#0b7a4b",
     worst="#eef6f1",
-    hues={
-        "ink": "#1b2129",
-        "green": "#229f6e",
-        "rust": "#7e350e",
-        "blue": "#1b4696",
-        "purple": "#9a1cf2",
-        "amber": "#c08014",
-        "cyan": "#3396b2",
-        "pink": "#941f5b",
-        "brown": "#634330",
-    },
+    hues=_hues("#1b2129 #229f6e #7e350e #1b4696 #9a1cf2 #c08014 #3396b2 #941f5b #634330"),
 )
 
 DARK = Theme(
@@ -92,17 +86,7 @@ DARK = Theme(
     hatch="#5c3a38",
     best="#4fd69b",
     worst="#1d3029",
-    hues={
-        "ink": "#e8ecf1",
-        "green": "#65eaa0",
-        "rust": "#e65823",
-        "blue": "#66a9f3",
-        "purple": "#b73ef4",
-        "amber": "#f4ca5e",
-        "cyan": "#5db9ce",
-        "pink": "#c9517f",
-        "brown": "#b37354",
-    },
+    hues=_hues("#e8ecf1 #65eaa0 #e65823 #66a9f3 #b73ef4 #f4ca5e #5db9ce #c9517f #b37354"),
 )
 
 THEMES = (LIGHT, DARK)

@@ -133,7 +133,7 @@ def draw_sensitivity(findings: Findings, theme: Theme) -> Drawing:
             labels.append(label_of(style, theme, height=points[-1].height, text=shortened(method)))
     axes.set_title("Held-out loss by learning rate")
     axes.set_xlabel("learning rate")
-    axes.set_ylabel(f"held-out loss ({findings.results.unit})")
+    axes.set_ylabel(f"held-out loss ({findings.results.unit})", y=(1 - BAND) / 2)  # the band has words of its own
     names = [formatting.rate(rate) for rate in rates]
     axes.set_xticks(rates, names, fontsize=7 if crowded else 8.5, rotation=45 if crowded else 0)
     axes.minorticks_off()
@@ -216,19 +216,20 @@ class LossColors:
 
 
 def _readable(face: str | tuple[float, float, float], theme: Theme) -> str:
-    """Return the theme's ink or surface, whichever contrasts more with the cell (WCAG relative luminance)."""
-    own = _luminance(face)
-    return max((theme.ink, theme.surface), key=lambda color: _contrast(own, _luminance(color)))
+    """Return the theme's ink or surface, whichever contrasts more with the cell (WCAG)."""
+
+    def contrast(color: str) -> float:
+        darker, lighter = sorted((_luminance(face), _luminance(color)))
+        return (lighter + 0.05) / (darker + 0.05)
+
+    return max((theme.ink, theme.surface), key=contrast)
 
 
 def _luminance(color: str | tuple[float, float, float]) -> float:
+    """Return the relative luminance of a colour (WCAG)."""
     channels = np.array(to_rgb(color))
     linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
     return float(linear @ np.array([0.2126, 0.7152, 0.0722]))
-
-
-def _contrast(first: float, second: float) -> float:
-    return (max(first, second) + 0.05) / (min(first, second) + 0.05)
 
 
 def _lost(outcome: Outcome) -> str | None:

@@ -6,7 +6,9 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from typing_extensions import Doc
 
 from siamesenorm.comparison.experiment import Experiment, Planned
 from siamesenorm.comparison.findings import choose_learning_rate
@@ -21,23 +23,30 @@ CONTROL = "pre + qkv"
 QKV_NORM = "qkv-head"
 
 
+Methods = Annotated[
+    tuple[str, ...],
+    Doc(f"What to compare, each in quotes if it holds a plus sign. Topologies: {', '.join(available_topologies())}."),
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepGrid:
     """The methods, learning rates and seeds of a sweep.
 
     A method is a text: a topology, then what differs after plus signs: "siamese", "pre + qkv", "dhc-2:streams=4 +
-    seednorm". Every method runs at every learning rate with `selection_seed`, which chooses the method's rate by
-    held-out loss; at that rate it runs with the other `seeds`, on which it is reported. `reported` limits the second
-    part to some methods; empty means all. `control` adds Pre-Norm with QKV-norm where a method has QKV-norm, with the
-    method's operator.
+    seednorm". Every method runs at every learning rate with the template's seed, which chooses the method's rate by
+    held-out loss; at that rate it runs with the other `seeds`, on which it is reported.
     """
 
-    methods: tuple[str, ...]
-    learning_rates: tuple[float, ...]
-    selection_seed: int = 0
+    methods: Methods = ("pre", "post", "hybridnorm", "siamese-post-pre", "siamese")
+    learning_rates: tuple[float, ...] = (2e-3, 8e-3, 3e-2)
+    """Peak learning rates."""
     seeds: tuple[int, ...] = ()
+    """Further seeds for each method at its chosen rate; the rate is chosen with --seed."""
     reported: tuple[str, ...] = ()
+    """Methods that run with the further seeds; all if not given."""
     control: bool = True
+    """Add Pre-Norm with QKV-norm where a method has QKV-norm."""
 
     def __post_init__(self) -> None:
         """Refuse empty grids, unknown methods, negative seeds and learning rates that are not positive numbers."""
@@ -48,7 +57,7 @@ class SweepGrid:
         for rate in self.learning_rates:
             if not (math.isfinite(rate) and rate > 0):
                 raise UserError(f"learning rate {rate} is not a positive number: write one such as 1e-3")
-        for seed in (self.selection_seed, *self.seeds):
+        for seed in self.seeds:
             if seed < 0:
                 raise UserError(f"seed {seed}: choose at least 0")
         for method in (*self.methods, *self.reported):
@@ -87,27 +96,26 @@ class SweepGrid:
         """Return the runs that choose the learning rates, the lowest learning rate first."""
         rates = sorted(set(self.learning_rates))
         runs = [(rate, method) for rate in rates for method in self.all_methods]
-        return [_planned(template, method, rate, self.selection_seed, Part.SELECTION) for rate, method in runs]
+        return [_planned(template, method, rate, template.seed, Part.SELECTION) for rate, method in runs]
 
     def stages(self, experiment: Experiment) -> Iterator[Sequence[Planned]]:
         """Yield the runs that choose the rates, then, from their results, the runs with further seeds."""
-        yield self.selection_runs(experiment.template)
-        seeds = [seed for seed in dict.fromkeys(self.seeds) if seed != self.selection_seed]
+        template = experiment.template
+        yield self.selection_runs(template)
+        seeds = [seed for seed in dict.fromkeys(self.seeds) if seed != template.seed]
         if not seeds or experiment.nothing_finished:
             return
         results = read_experiment(experiment.directory, mixed=experiment.mixed)
         further: list[Planned] = []
         for method in self.reported_methods:
-            first = configured(experiment.template, method, min(self.learning_rates), self.selection_seed)
+            first = configured(template, method, min(self.learning_rates), template.seed)
             choice = choose_learning_rate(results, experiment.name_of(first))
             if choice is None:
                 experiment.observer.note(
-                    f"{method}: no further seeds, because no run of seed {self.selection_seed} has a result"
+                    f"{method}: no further seeds, because no run of seed {template.seed} has a result"
                 )
             else:
-                further += [
-                    _planned(experiment.template, method, choice.learning_rate, seed, Part.REPORT) for seed in seeds
-                ]
+                further += [_planned(template, method, choice.learning_rate, seed, Part.REPORT) for seed in seeds]
         yield further
 
 

@@ -99,11 +99,7 @@ class VisionTransformer(nn.Module):
 
 
 def build_vision_transformer(
-    config: VisionTransformerConfig,
-    *,
-    seed: int = 0,
-    device: str | torch.device = "cpu",
-    kernels: Kernels = "plain",
+    config: VisionTransformerConfig, *, seed: int = 0, device: str | torch.device = "cpu", kernels: Kernels = "plain"
 ) -> VisionTransformer:
     """Return an initialised model; with `device="meta"` nothing is allocated and nothing drawn."""
     return build_initialised(lambda: VisionTransformer(config, kernels), seed, device)

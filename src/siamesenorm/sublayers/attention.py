@@ -98,12 +98,7 @@ class Attention(nn.Module):
             # Several new tokens on a cache: PyTorch's causal mask is aligned to the first token, not to the last.
             mask, causal = torch.ones(new, total, dtype=torch.bool, device=h.device).tril(total - new), False
         attended = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=causal,
-            enable_gqa=self.shape.kv_heads != self.shape.heads,
+            query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=self.shape.kv_heads != self.shape.heads
         )
         output: Tensor = self.output(self.context_head_norm(attended).transpose(1, 2).flatten(2))
         return output

@@ -24,15 +24,7 @@ from siamesenorm.kernels.launch import refuse_transformations, suits_operator
 from siamesenorm.kernels.operators import boundary, has_boundary_kernels, start_recomputation
 from siamesenorm.norms import DeclaredModule, Inexact, LayerNorm, Norm, NormFunction, RMSNorm
 from siamesenorm.topologies.start_as_pre_norm import copy_function, zero_gain
-from siamesenorm.topologies.topology import (
-    BoundaryCost,
-    Closing,
-    Connection,
-    Place,
-    ResidualSpec,
-    Streams,
-    Topology,
-)
+from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, Place, ResidualSpec, Streams, Topology
 
 DepthScale = Literal["code", "paper_block", "paper_sublayer", "none"]
 

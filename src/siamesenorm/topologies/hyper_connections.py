@@ -221,11 +221,7 @@ class HyperConnection(MixingConnection):
 
     def mixing_weights(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return A_m [..., n], A_r [..., n, n] and B [..., n] in the dtype of the streams given."""
-        return (
-            self.mix_in.to(streams.dtype),
-            self.mix_residual.to(streams.dtype),
-            self.mix_out.to(streams.dtype),
-        )
+        return (self.mix_in.to(streams.dtype), self.mix_residual.to(streams.dtype), self.mix_out.to(streams.dtype))
 
 
 class DynamicHyperConnection(HyperConnection):

@@ -105,10 +105,7 @@ class MixLN(BoundaryTopology):
     diagram: ClassVar[str] = """\
         l < m:  x ──┬─────────── + ─▶ N ──▶ x      l ≥ m:  x ──┬──────────────── + ──▶ x
                     └─▶ F ─▶ O ──┘                             └─▶ N ─▶ F ─▶ O ──┘"""
-    special_cases: ClassVar[tuple[str, ...]] = (
-        "m = 0 is Pre-Norm",
-        "m = L is Post-Norm with a final norm",
-    )
+    special_cases: ClassVar[tuple[str, ...]] = ("m = 0 is Pre-Norm", "m = L is Post-Norm with a final norm")
 
     post_fraction: float = 0.25
     post_blocks: int | Literal["auto"] = "auto"

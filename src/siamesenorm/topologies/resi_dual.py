@@ -11,14 +11,7 @@ from siamesenorm.errors import UserError
 from siamesenorm.norms import norm_options
 from siamesenorm.topologies.boundary import BoundaryClosing, BoundaryConnection, BoundaryTopology, WriteFactors
 from siamesenorm.topologies.post_norm_family import hybrid_post_norm
-from siamesenorm.topologies.topology import (
-    AttentionNorm,
-    Closing,
-    Connection,
-    Opening,
-    Place,
-    ResidualSpec,
-)
+from siamesenorm.topologies.topology import AttentionNorm, Closing, Connection, Opening, Place, ResidualSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -141,9 +141,7 @@ class SiamesePostPre(Siamese):
         """Return the topology with X_0 = 0 (a gated opening, or the first post-norm where it is lazy) and exact eps."""
         doubled = self.normalized_input or self.readout == "code"
         return dataclasses.replace(
-            self,
-            gated_opening=self.gated_opening or self.post_norm == "eager",
-            exact_eps=self.exact_eps or doubled,
+            self, gated_opening=self.gated_opening or self.post_norm == "eager", exact_eps=self.exact_eps or doubled
         )
 
     def opening(self, spec: ResidualSpec) -> Opening:

@@ -12,14 +12,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from siamesenorm.topologies.boundary import BoundaryClosing, BoundaryConnection, BoundaryTopology
-from siamesenorm.topologies.topology import (
-    BoundaryCost,
-    Closing,
-    Connection,
-    Place,
-    ResidualSpec,
-    Streams,
-)
+from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, Place, ResidualSpec, Streams
 
 
 @dataclass(frozen=True, kw_only=True)
