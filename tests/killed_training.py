@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch._dynamo  # AdamW imports it, in every child if not here
 
+from checkpoint_stages import STAGES, watch_stages
 from siamesenorm.tasks.language import LanguageTask
 from siamesenorm.training import execution, run_directory
-from siamesenorm.training.checkpoint import STAGES
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.loop import Instrument, TrainingLoop, train
 from siamesenorm.training.metrics import MetricsLog
@@ -98,7 +98,7 @@ whole_append = MetricsLog.append
 
 def at_stage(stage: str) -> dict[str, Any]:
     """Die at a stage of the first checkpoint that this life writes."""
-    return {"at_stage": lambda reached: die() if reached == stage else None}
+    return {"setup": lambda: watch_stages(lambda reached: die() if reached == stage else None)}
 
 
 def setup(*arguments: Any, **options: Any) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def live(config: RunConfig, run: Path, life: dict[str, Any] | None = None) -> in
             life = life or {}
             life.get("setup", lambda: None)()
             killer = Killer(run.with_suffix(".told"), **life.get("moment", {"kind": None}))
-            train(config, run, instruments=(killer,), at_stage=life.get("at_stage"))
+            train(config, run, instruments=(killer,))
             code = 0
         finally:
             sys.stderr.flush()

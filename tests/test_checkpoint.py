@@ -10,14 +10,16 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from checkpoint_stages import STAGES, watch_stages
 from siamesenorm.errors import UserError
 from siamesenorm.training import checkpoint as checkpoint_module
-from siamesenorm.training.checkpoint import STAGES, load_checkpoint, save_checkpoint
+from siamesenorm.training.checkpoint import load_checkpoint, save_checkpoint
 
 
 def groups(seed):
@@ -53,8 +55,8 @@ def assert_same_bits(ours, theirs):
             assert torch.equal(*bits), name
 
 
-def save(root, step, *, keep=3, at_stage=None):
-    return save_checkpoint(root, step, groups(step), {"step": step, "metrics": 17.5}, keep=keep, at_stage=at_stage)
+def save(root, step, *, keep=3):
+    return save_checkpoint(root, step, groups(step), {"step": step, "metrics": 17.5}, keep=keep)
 
 
 def names(root):
@@ -90,9 +92,10 @@ def test_changing_a_loaded_tensor_does_not_change_the_file(tmp_path):
     assert_same_bits(load_checkpoint(tmp_path).tensors, groups(100))
 
 
-def test_the_stages_come_in_order(tmp_path):
+def test_the_stages_come_in_order(tmp_path, monkeypatch):
     seen = []
-    save(tmp_path, 100, at_stage=seen.append)
+    watch_stages(seen.append, monkeypatch.setattr)
+    save(tmp_path, 100)
     assert tuple(seen) == STAGES
 
 
@@ -110,7 +113,7 @@ def test_steps_are_ordered_as_numbers(tmp_path):
     assert load_checkpoint(tmp_path).step == 100_000_000
 
 
-def test_older_ones_are_there_until_the_new_one_is_whole(tmp_path):
+def test_older_ones_are_there_until_the_new_one_is_whole(tmp_path, monkeypatch):
     save(tmp_path, 100, keep=1)
 
     def check(stage):
@@ -121,7 +124,8 @@ def test_older_ones_are_there_until_the_new_one_is_whole(tmp_path):
             assert "step-00000100" in steps
             assert (stage == "renamed") == ("step-00000200" in steps)
 
-    save(tmp_path, 200, keep=1, at_stage=check)
+    watch_stages(check, monkeypatch.setattr)
+    save(tmp_path, 200, keep=1)
 
 
 def test_nothing_there_is_none(tmp_path):
@@ -228,15 +232,16 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, code, moment):
     assert_same_bits(load_checkpoint(tmp_path).tensors, groups(100))
 
 
-def test_an_interruption_leaves_nothing_half_written(tmp_path):
+def test_an_interruption_leaves_nothing_half_written(tmp_path, monkeypatch):
     save(tmp_path, 100)
 
     def interrupt(stage):
         if stage == "optimizer-half-written":
             raise KeyboardInterrupt
 
+    watch_stages(interrupt, monkeypatch.setattr)
     with pytest.raises(KeyboardInterrupt):
-        save(tmp_path, 200, at_stage=interrupt)
+        save(tmp_path, 200)
     assert names(tmp_path) == ["step-00000100"]
 
 
@@ -256,7 +261,8 @@ DEATHS = textwrap.dedent(
     import json, os, resource, signal, sys
     from pathlib import Path
     import torch
-    from siamesenorm.training.checkpoint import STAGES, load_checkpoint, save_checkpoint
+    from checkpoint_stages import STAGES, watch_stages
+    from siamesenorm.training.checkpoint import load_checkpoint, save_checkpoint
     from siamesenorm.training.metrics import MetricsLog, read_metrics
 
     def groups(step):
@@ -265,7 +271,9 @@ DEATHS = textwrap.dedent(
         return {"model": tensors, "optimizer": {f"{n}/exp_avg": t.float() * 3 for n, t in tensors.items()}}
 
     def save(root, step, at_stage=None):
-        save_checkpoint(root, step, groups(step), {"step": step}, keep=1, at_stage=at_stage)
+        if at_stage is not None:
+            watch_stages(at_stage)
+        save_checkpoint(root, step, groups(step), {"step": step}, keep=1)
 
     def child(work):
         pid = os.fork()
@@ -326,7 +334,8 @@ DEATHS = textwrap.dedent(
 @pytest.fixture(scope="module")
 def deaths(tmp_path_factory):
     root = tmp_path_factory.mktemp("deaths")
-    run = subprocess.run([sys.executable, "-c", DEATHS, root], capture_output=True, text=True, timeout=120)
+    here = Path(__file__).parent
+    run = subprocess.run([sys.executable, "-c", DEATHS, root], capture_output=True, text=True, timeout=120, cwd=here)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 

@@ -110,11 +110,11 @@ def test_what_cannot_be_continued_is_refused(llama: Any, tmp_path: Path, capsys:
     save_tokenizer(bare)
     assert "no token that begins a text: give a --prompt" in refusal(capsys, bare)
     long = ["--prompt", "w1 w2", "--tokens", "15"]
-    assert "bare reads 16 tokens, and the prompt has 2: generate at most 14" in refusal(capsys, bare, *long)
+    assert "the model reads 16, and the prompt has 2: generate at most 14" in refusal(capsys, bare, *long)
     long = ["--prompt", "w1 " * 18, "--tokens", "1"]
-    assert "bare reads 16 tokens, and the prompt has 18: shorten the prompt" in refusal(capsys, bare, *long)
+    assert "the model reads 16, and the prompt has 18: shorten the prompt" in refusal(capsys, bare, *long)
     (bare / "config.json").write_text(json.dumps({"_class_name": "DiTTransformer2DModel"}))
-    assert "bare holds a DiTTransformer2DModel of diffusers, which generates no text" in refusal(capsys, bare)
+    assert "bare holds a DiTTransformer2DModel, which generates no text" in refusal(capsys, bare)
     llama.model.save_pretrained(bare)
     assert "bare holds a LlamaModel, which generates no text" in refusal(capsys, bare, "--prompt", "w1")
 
@@ -154,4 +154,4 @@ def test_an_encoder_and_decoder_is_refused(tmp_path: Path, capsys: pytest.Captur
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
     save_tokenizer(tmp_path / "t5")
     line = refusal(capsys, tmp_path / "t5", "--prompt", "w1")
-    assert "holds a T5ForConditionalGeneration, whose decoder answers a text" in line
+    assert "holds a T5ForConditionalGeneration, which has an encoder" in line

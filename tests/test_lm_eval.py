@@ -384,7 +384,7 @@ def test_a_model_with_adapters_is_refused_with_what_merges_them(exported: Path) 
 
 
 def test_a_choice_longer_than_the_context_is_refused(trained: Path) -> None:
-    with pytest.raises(UserError, match=f"more than the {CONTEXT} of the model's context"):
+    with pytest.raises(UserError, match=f"the model's context {CONTEXT}"):
         harness_model(trained).loglikelihood(requests("loglikelihood", [("1", LONG)]), disable_tqdm=True)
 
 
@@ -392,7 +392,7 @@ def test_a_choice_longer_than_the_context_is_refused(trained: Path) -> None:
     ("lines", "message"),
     [
         ([], "holds no question"),
-        ([QUESTIONS[0], {"question": "1", "choices": ["a", "b"]}], "line 2: no label"),
+        ([QUESTIONS[0], {"question": "1", "choices": ["a", "b"]}], "line 2: label is None"),
         ([{"choices": ["a", "b"], "label": 0}], "line 1: no question"),
         ([{"question": "1", "choices": [], "label": 0}], "line 1: choices"),
         ([{"question": "1", "choices": ["a", 2], "label": 0}], "line 1: choices"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from checkpoint_stages import watch_stages
 from refusals import complete
 from siamesenorm.analysis.monitor_instrument import MonitorInstrument, MonitorOptions
 from siamesenorm.cli import main
@@ -46,7 +47,9 @@ def test_a_monitored_run_has_the_numbers_of_one_without(config: RunConfig, tmp_p
     assert all(0 < line["gradient_norm"] <= norms[line["step"]] * 1.0001 for line in streams), "after clipping"
 
 
-def test_an_interrupted_run_resumes_to_the_same_record(config: RunConfig, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_to_the_same_record(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is interrupted while it writes the checkpoint of step 10, and resumes after step 5."""
     train(config, tmp_path / "whole", instruments=(MonitorInstrument(4),))
     written = []
@@ -64,8 +67,9 @@ def test_an_interrupted_run_resumes_to_the_same_record(config: RunConfig, tmp_pa
             super().on_start(loop, step)
             models.append(loop.model)
 
-    with pytest.raises(KeyboardInterrupt):
-        train(config, killed, instruments=(Spy(4),), at_stage=interrupt)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        watch_stages(interrupt, patch.setattr)
+        train(config, killed, instruments=(Spy(4),))
     assert not any(module._forward_hooks for module in models[0].modules()), "its probes are removed"
     train(config, killed, instruments=(MonitorInstrument(4),))
     assert records(killed) == records(tmp_path / "whole")

@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from checkpoint_stages import STAGES
 from killed_training import CHECKPOINT_EVERY, LIVES, STEPS, VALIDATION_EVERY
-from siamesenorm.training.checkpoint import STAGES
 from training_runs import records, write_data
 
 KILLED = -signal.SIGKILL

@@ -19,7 +19,7 @@ from torch import Tensor, nn  # noqa: E402
 import siamesenorm  # noqa: E402
 from siamesenorm import available_topologies, rewire  # noqa: E402
 from siamesenorm.errors import UserError  # noqa: E402
-from siamesenorm.interop.conversion_log import steps_of  # noqa: E402
+from siamesenorm.interop.wiring import steps_of  # noqa: E402
 
 DEPTH = 3
 SMALL: dict[str, Any] = {
@@ -202,11 +202,11 @@ def test_what_was_not_saved_here_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no config.json"):
         siamesenorm.from_pretrained(tmp_path)
     build_host().save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="DiTTransformer2DModel of diffusers"):
+    with pytest.raises(UserError, match="DiTTransformer2DModel: load it with diffusers"):
         siamesenorm.from_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "_class_name": "SiameseNormNoModel"}))
-    with pytest.raises(UserError, match="has no NoModel"):
+    with pytest.raises(UserError, match="host of SiameseNormNoModel"):
         siamesenorm.from_pretrained(tmp_path)
 
 
@@ -241,7 +241,7 @@ def has_a_pickle(directory: Path) -> None:
         (has_no_steps, "the configuration is damaged"),
         (has_a_pickle, "has no safetensors weights"),
         (lambda directory: (directory / "config.json").write_text("{"), "config.json cannot be read"),
-        (lambda directory: (directory / "config.json").write_text("[]"), "holds no configuration"),
+        (lambda directory: (directory / "config.json").write_text("[]"), "holds a list"),
     ],
 )
 def test_damaged_files_are_refused(damage: Any, message: str, tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def test_other_blocks_of_the_class_are_refused() -> None:
 def test_other_backbones_are_refused() -> None:
     holder = nn.Module()
     holder.transformer_blocks = build_host().transformer_blocks
-    assert "DiT blocks in a torch.nn.modules.module.Module" in refusal(holder)
+    assert "BasicTransformerBlocks in a torch.nn.modules.module.Module" in refusal(holder)
 
 
 def test_a_second_rewiring_is_refused() -> None:

@@ -173,7 +173,7 @@ def test_what_cannot_keep_the_function_is_refused_with_the_model_untouched(topol
         ({"norm": "layernorm"}, {"topology": "pre", "norm": "layernorm:bias=false"}, "the bias is dropped"),
         ({}, {"topology": "pre", "norm": "rmsnorm:eps=1e-3"}, "eps 1e-05 became 0.001"),
         ({}, {"topology": "pre", "norm": "dyt"}, "rmsnorm became dyt"),
-        ({}, {"topology": "siamese-post-pre", "preserve": False}, "build_language_model"),
+        ({}, {"topology": "siamese-post-pre", "preserve": False}, "preserve=False"),
         ({}, {"topology": "siamse"}, "siamese"),
     ],
 )

@@ -31,10 +31,7 @@ def test_a_directory_of_timm_is_rewired(tmp_path: Path, capsys: pytest.CaptureFi
 
     again = ["rewire", str(tmp_path / "out"), "--topology", "siamese", "--out", str(tmp_path / "again")]
     assert main(again) == 2
-    assert (
-        capsys.readouterr().err
-        == f"siamesenorm: {tmp_path / 'out'} was rewired already, to siamese: rewire the original\n"
-    )
+    assert "rewired already" in capsys.readouterr().err
     assert not (tmp_path / "again").exists()
 
 

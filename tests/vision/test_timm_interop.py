@@ -20,7 +20,7 @@ import siamesenorm
 from siamesenorm import rewire
 from siamesenorm.errors import UserError
 from siamesenorm.interop import timm as interop
-from siamesenorm.interop.conversion_log import steps_of
+from siamesenorm.interop.wiring import steps_of
 from siamesenorm.norms import RMSNorm
 from siamesenorm.topologies import build_topology, topology_from_json
 
@@ -188,7 +188,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no config.json"):
         siamesenorm.from_pretrained(tmp_path)
     timm.models.save_for_hf(plain, tmp_path, safe_serialization=True)
-    with pytest.raises(UserError, match="vit_tiny_patch16_224 of timm"):
+    with pytest.raises(UserError, match="unconverted vit_tiny_patch16_224: load it with timm"):
         siamesenorm.from_pretrained(tmp_path)
     interop.save_pretrained(converted(), tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")

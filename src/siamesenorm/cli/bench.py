@@ -38,14 +38,13 @@ class Arguments:
 def run(arguments: Arguments) -> None:
     """Measure, write the file, print the table last."""
     check(arguments)
+    given = {"rounds": arguments.rounds, "topologies": arguments.topologies}
+    changes = {name: value for name, value in given.items() if value}
     if arguments.what != "gpu":
-        device = resolve_device(arguments.device)
-        gpu.measure_usual(arguments.what, device, arguments.rounds, arguments.topologies).show(arguments.out)
+        gpu.measure_usual(arguments.what, arguments.device, changes).show(arguments.out)
         return
-    rounds, topologies = arguments.rounds, arguments.topologies
     with tempfile.TemporaryDirectory() as unused:
-        out = arguments.out or Path(unused)
-        gpu.measure_on_gpu(out, minutes=arguments.minutes, rounds=rounds, topologies=topologies)
+        gpu.measure_on_gpu(arguments.out or Path(unused), minutes=arguments.minutes, **changes)
 
 
 def check(arguments: Arguments) -> None:

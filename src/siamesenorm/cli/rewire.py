@@ -11,11 +11,10 @@ from typing import Annotated, Any
 import tyro
 from typing_extensions import Doc
 
-from siamesenorm.errors import UserError
 from siamesenorm.files import encode_json
 from siamesenorm.interop.rewire import RewireReport, rewire
 from siamesenorm.interop.stored import detect
-from siamesenorm.interop.stored_model import StoredModel, check_new, new_directory
+from siamesenorm.interop.stored_model import check_new, new_directory
 from siamesenorm.norms import NormSpec, available_norms
 from siamesenorm.topologies import available_topologies, build_topology, topology_to_json
 
@@ -53,7 +52,6 @@ def run(arguments: Arguments) -> None:
     if arguments.norm is not None:
         NormSpec.parse(arguments.norm)
     stored = detect(arguments.model, data=arguments.data)
-    _refuse_rewired(stored)
     check_new(arguments.out)
     model = stored.initialise(arguments.seed) if arguments.scratch else stored.load()
     for note in stored.notes:
@@ -61,29 +59,23 @@ def run(arguments: Arguments) -> None:
     report = rewire(model, arguments.topology, preserve=not arguments.scratch, norm=arguments.norm)
     with new_directory(arguments.out) as directory:
         stored.save(model, directory)
-    written = {"model": str(arguments.model), "out": str(arguments.out), **_to_json(report)}
-    print(encode_json(written, indent=1) if arguments.json else f"{report}\nwritten: {arguments.out}")
+    print(
+        encode_json(_to_json(report, arguments), indent=1) if arguments.json else f"{report}\nwritten: {arguments.out}"
+    )
 
 
-def _refuse_rewired(stored: StoredModel) -> None:
-    """Raise UserError for a model that has a topology of ours already."""
-    for step in stored.steps:
-        if step.get("operation") == "rewire":
-            topology = step.get("topology")
-            name = topology.get("name") if isinstance(topology, dict) else None
-            raise UserError(
-                f"{stored.path} was rewired already, to {name or 'an unnamed topology'}: rewire the original"
-            )
-
-
-def _to_json(report: RewireReport) -> dict[str, Any]:
+def _to_json(report: RewireReport, arguments: Arguments) -> dict[str, Any]:
     """Return the report for machines."""
+    differences = report.differences
     return {
+        "model": str(arguments.model),
+        "out": str(arguments.out),
         "topology": topology_to_json(report.topology),
         "blocks": report.blocks,
         "function_kept": report.function_kept,
         "bound": report.bound,
-        "differences": report.differences
-        and [{"kind": one.kind.name.lower(), "bound": one.bound, "detail": one.detail} for one in report.differences],
+        "differences": None
+        if differences is None
+        else [{"kind": one.kind.name.lower(), "bound": one.bound, "detail": one.detail} for one in differences],
         "norms": [dataclasses.asdict(norm) for norm in report.norms],
     }

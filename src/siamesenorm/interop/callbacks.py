@@ -1,8 +1,4 @@
-"""`StreamMonitor` in the Trainer of Hugging Face and in Lightning.
-
-`StreamMonitorCallback` and `LightningStreamMonitor` are made of their library's base class at their first use, so that
-neither library is needed for the other's.
-"""
+"""`StreamMonitor` in Hugging Face's Trainer and in Lightning, each imported at the first use of its callback."""
 
 from __future__ import annotations
 
@@ -19,7 +15,18 @@ from torch import Tensor
 from siamesenorm.analysis.stream_monitor import StreamMonitor
 
 
-class HuggingFaceEvents:
+class MonitorEvents:
+    """What both callbacks share."""
+
+    def __init__(self, monitor: StreamMonitor, *, stop_when_lost: bool = False) -> None:
+        self.monitor, self.stop_when_lost = monitor, stop_when_lost
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Restore the model."""
+        self.monitor.close()
+
+
+class HuggingFaceEvents(MonitorEvents):
     """A callback of Hugging Face's `Trainer`: `Trainer(..., callbacks=[StreamMonitorCallback(monitor)])`.
 
     Make the monitor of the trainer's model; optimizer, length of the run and warm-up come from the trainer. The loss
@@ -28,9 +35,6 @@ class HuggingFaceEvents:
     `stop_when_lost` a run ends once nothing can change its verdict. Where training resumes from a checkpoint, make the
     monitor with `resume=True` to continue its file.
     """
-
-    def __init__(self, monitor: StreamMonitor, *, stop_when_lost: bool = False) -> None:
-        self.monitor, self.stop_when_lost = monitor, stop_when_lost
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any) -> None:
         """Attach the monitor, after the step of the checkpoint if there is one."""
@@ -51,21 +55,13 @@ class HuggingFaceEvents:
         """Add the loss: only entries of training have this name in the log."""
         if not logs or "loss" not in logs:
             return
-        self.monitor.observe_loss(
-            logs["loss"],
-            step=state.global_step,
-            gradient_norm=logs.get("grad_norm"),
-            learning_rate=logs.get("learning_rate"),
-        )
+        others = {"gradient_norm": logs.get("grad_norm"), "learning_rate": logs.get("learning_rate")}
+        self.monitor.observe_loss(logs["loss"], step=state.global_step, **others)
         if self.stop_when_lost and self.monitor.should_stop:
             control.should_training_stop = True
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Restore the model."""
-        self.monitor.close()
 
-
-class LightningEvents:
+class LightningEvents(MonitorEvents):
     """A callback of Lightning: `Trainer(..., callbacks=[LightningStreamMonitor(monitor)])`.
 
     Make the monitor of the LightningModule, or of the network in it; optimizers and the length of the run come from
@@ -74,7 +70,7 @@ class LightningEvents:
     """
 
     def __init__(self, monitor: StreamMonitor, *, stop_when_lost: bool = False) -> None:
-        self.monitor, self.stop_when_lost = monitor, stop_when_lost
+        super().__init__(monitor, stop_when_lost=stop_when_lost)
         self._losses: list[Tensor] = []
         self._step = 0
 
@@ -100,10 +96,6 @@ class LightningEvents:
         if self.stop_when_lost and self.monitor.should_stop:
             trainer.should_stop = True
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Restore the model."""
-        self.monitor.close()
-
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Restore the model, and keep the losses before the exception."""
         self.monitor.close()
@@ -117,14 +109,9 @@ def __getattr__(name: str) -> Any:
         base: type = importlib.import_module("transformers").TrainerCallback
     elif name == "LightningStreamMonitor":
         events = LightningEvents
-        base = _lightning().Callback
+        # Under the name that was imported: `lightning` and `pytorch_lightning` have different classes.
+        older = "lightning" not in sys.modules and "pytorch_lightning" in sys.modules
+        base = importlib.import_module("pytorch_lightning" if older else "lightning.pytorch").Callback
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return type(name, (events, base), {"__doc__": events.__doc__, "__module__": __name__})
-
-
-def _lightning() -> Any:
-    """Return Lightning under the name that was imported: `lightning` and `pytorch_lightning` have different classes."""
-    if "lightning" not in sys.modules and "pytorch_lightning" in sys.modules:
-        return sys.modules["pytorch_lightning"]
-    return importlib.import_module("lightning.pytorch")

@@ -12,17 +12,17 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import diffusers
-from diffusers import ModelMixin  # by this name a pipeline knows how to load what this module holds
+from diffusers import ModelMixin  # by this name a pipeline finds the loading of this module's classes
 from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.conversion_log import replay_steps
+from siamesenorm.interop.rewired_blocks import derive, original_class
 from siamesenorm.interop.stored_model import Step
+from siamesenorm.interop.wiring import replay_steps
 
 PREFIX = "SiameseNorm"
 HOST = "host"
@@ -34,19 +34,18 @@ COMMON = ("_class_name", "_diffusers_version", "_name_or_path", "siamesenorm", "
 def adopt(model: nn.Module, steps: Sequence[Step]) -> None:
     """Give a converted model the class that saves and loads it, and its configuration the steps."""
     assert isinstance(model, ModelMixin)
-    model.__class__ = converted_class(_host_of(type(model)))
+    model.__class__ = converted_class(type(model))
     model.register_to_config(siamesenorm=list(steps))  # type: ignore[operator]
 
 
-@cache
 def converted_class(host: type) -> type:
     """Return the class of converted models whose host is of class `host`; one for each."""
-    members = {"__doc__": f"A converted {host.__name__}.", "__module__": __name__, "__init__": _build_of(host)}
-    return type(f"{PREFIX}{host.__name__}", (ConvertedDiffusersModel, host), members)
+    host = original_class(host)
+    return derive(ConvertedDiffusersModel, host, f"{PREFIX}{host.__name__}", converted_class, __init__=_build_of(host))
 
 
 class ConvertedDiffusersModel:
-    """Mixed in before a host's class: a configuration with the steps builds the converted model."""
+    """A converted model, which a configuration with the steps builds from its host."""
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> Any:
@@ -57,9 +56,7 @@ class ConvertedDiffusersModel:
         `device_map`, which needs the meta device.
         """
         if options.get("device_map") is not None:
-            raise UserError(
-                "device_map: converted models of diffusers are built in memory: leave it out, and use .to()"
-            )
+            raise UserError("device_map: a converted model is built in memory: leave it out, and use .to()")
         options = {"use_safetensors": True, **options, "low_cpu_mem_usage": False}
         return super().from_pretrained(path, **options)  # type: ignore[misc]
 
@@ -93,23 +90,9 @@ def _build_of(host: type) -> Any:
     return build
 
 
-def _host_of(kind: type) -> type:
-    return kind.__mro__[2] if issubclass(kind, ConvertedDiffusersModel) else kind
-
-
-def class_named(name: str) -> Any:
-    """Return the class of converted models of this name; raises UserError for an unknown host."""
-    host = getattr(diffusers, name.removeprefix(PREFIX), None)
-    if not (isinstance(host, type) and issubclass(host, ModelMixin)):
-        raise UserError(f"{name}: this diffusers ({diffusers.__version__}) has no {name.removeprefix(PREFIX)}")
-    return converted_class(host)
-
-
 def __getattr__(name: str) -> Any:
-    """Return the class of converted models by its name: that is how pipelines ask for it."""
-    if not name.startswith(PREFIX):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return class_named(name)
-    except UserError as reason:
-        raise AttributeError(str(reason)) from reason
+    """Return the class of converted models by its name, by which stored models and pipelines find it."""
+    host = getattr(diffusers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
+    if not (isinstance(host, type) and issubclass(host, ModelMixin)):
+        raise AttributeError(f"the host of {name} is none of diffusers {diffusers.__version__}: install a newer one")
+    return converted_class(host)

@@ -38,6 +38,11 @@ def looks_like_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
 
 
+def norms_of(model: nn.Module) -> dict[str, Norm]:
+    """Return the norms of this library in a model by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Norm)}
+
+
 def read_norm(module: nn.Module) -> NormFunction:
     """Return the function of a norm, with the module's own tensors; raises Unreadable where no formula fits."""
     if isinstance(module, Norm):
@@ -46,11 +51,24 @@ def read_norm(module: nn.Module) -> NormFunction:
     if not _PER_TOKEN.search(type(module).__name__):
         raise Unreadable("not a LayerNorm or RMSNorm of each token")
     _refuse_attachments(module)
-    _refuse_unknown_tensors(module)
-    weight, bias = _parameter(module, "weight"), _parameter(module, "bias")
-    dim, axis = _width(module, weight), _axis(module)
-    eps, statistic, offset = _identify(module, dim, _eps_candidates(module, weight), axis)
-    return NormFunction(statistic=statistic, dim=dim, axis=axis, eps=eps, gain=weight, offset=offset, bias=bias)
+    tensors = [name for tensors in (module.named_parameters(), module.named_buffers()) for name, _ in tensors]
+    if others := [name for name in tensors if name not in ("weight", "bias")]:
+        raise Unreadable(f"no formula explains its {others[0]}")
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    for name, value in (("weight", weight), ("bias", bias)):
+        if not (value is None or isinstance(value, nn.Parameter)):
+            raise Unreadable(f"its {name} is not a parameter")
+    shape = getattr(module, "normalized_shape", None) if weight is None else weight.shape
+    if shape is None:
+        raise Unreadable("it has no weight and no normalized_shape: its width is not known")
+    if len(shape) != 1:
+        raise Unreadable(f"it normalises over {len(shape)} axes")
+    named = _CHANNELS_FIRST.search(type(module).__name__)
+    axis = 1 if named or getattr(module, "data_format", None) == "channels_first" else -1
+    eps, statistic, offset = _identify(module, int(shape[0]), _eps_candidates(module, weight), axis)
+    return NormFunction(
+        statistic=statistic, dim=int(shape[0]), axis=axis, eps=eps, gain=weight, offset=offset, bias=bias
+    )
 
 
 def _refuse_attachments(module: nn.Module) -> None:
@@ -70,45 +88,16 @@ def _refuse_attachments(module: nn.Module) -> None:
         raise Unreadable(f"its forward takes {', '.join(inputs)}: a norm takes one tensor")
 
 
-def _refuse_unknown_tensors(module: nn.Module) -> None:
-    known = ("weight", "bias")
-    names = [name for tensors in (module.named_parameters(), module.named_buffers()) for name, _ in tensors]
-    others = [name for name in names if name not in known]
-    if others:
-        raise Unreadable(f"no formula explains its {others[0]}")
-
-
-def _parameter(module: nn.Module, name: str) -> Tensor | None:
-    value = getattr(module, name, None)
-    if value is None or isinstance(value, nn.Parameter):
-        return value
-    raise Unreadable(f"its {name} is not a parameter")
-
-
-def _width(module: nn.Module, weight: Tensor | None) -> int:
-    shape = getattr(module, "normalized_shape", None) if weight is None else weight.shape
-    if shape is None:
-        raise Unreadable("it has no weight and no normalized_shape: its width is not known")
-    if len(shape) != 1:
-        raise Unreadable(f"it normalises over {len(shape)} axes")
-    return int(shape[0])
-
-
 def _eps_candidates(module: nn.Module, weight: Tensor | None) -> tuple[float, ...]:
     """Return the eps that a module names, or those that its forward may hold as a number (OLMo's)."""
-    for name in _EPS_NAMES:
-        if hasattr(module, name):
-            eps = getattr(module, name)
-            if eps is None:  # torch: the resolution of the dtype it computes in, which is never below fp32
-                dtype = torch.get_default_dtype() if weight is None else weight.dtype
-                return (torch.finfo(torch.promote_types(dtype, torch.float32)).eps,)
-            return (float(eps),)
-    return _USUAL_EPS
-
-
-def _axis(module: nn.Module) -> int:
-    named = _CHANNELS_FIRST.search(type(module).__name__)
-    return 1 if named or getattr(module, "data_format", None) == "channels_first" else -1
+    name = next((name for name in _EPS_NAMES if hasattr(module, name)), None)
+    if name is None:
+        return _USUAL_EPS
+    eps = getattr(module, name)
+    if eps is None:  # torch: the resolution of the dtype it computes in, which is never below fp32
+        dtype = torch.get_default_dtype() if weight is None else weight.dtype
+        eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    return (float(eps),)
 
 
 def _identify(module: nn.Module, dim: int, candidates: tuple[float, ...], axis: int) -> tuple[float, str, float]:
@@ -141,23 +130,17 @@ def _run_copy(
     channels = torch.linspace(-1.0, 1.0, dim, device=device)
     for name, parameter in probe.named_parameters():
         parameter.copy_(0.3 * channels + (0.9 if name == "weight" else 0.2))
-    x = _probe_input(dim, eps, device)
+    # Without the third, small token, eps inside, outside or absent from the root could not be distinguished.
+    numbers = torch.arange(24 * dim, device=device, dtype=torch.float32).reshape(2, 3, 4, dim)
+    scale = torch.tensor([1.0, 3.0, math.sqrt(eps) or 1.0], device=device)
+    x = (torch.sin(numbers * 1.7 + 0.3) + 0.4) * scale.reshape(3, 1, 1)
     values = probe(x.movedim(-1, axis)).movedim(axis, -1).double()
     return x, values, getattr(probe, "weight", None), getattr(probe, "bias", None)
 
 
-def _probe_input(dim: int, eps: float, device: torch.device) -> Tensor:
-    # Without the third, small token, eps inside, outside or absent from the root could not be told apart.
-    numbers = torch.arange(24 * dim, device=device, dtype=torch.float32).reshape(2, 3, 4, dim)
-    scale = torch.tensor([1.0, 3.0, math.sqrt(eps) or 1.0], device=device)
-    return (torch.sin(numbers * 1.7 + 0.3) + 0.4) * scale.reshape(3, 1, 1)
-
-
 def _evaluate(statistic: str, x: Tensor, gain: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    if statistic == "layernorm":
-        normalised = F.layer_norm(x, x.shape[-1:], eps=eps)
-    else:
-        normalised = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    function = F.layer_norm if statistic == "layernorm" else F.rms_norm
+    normalised = function(x, x.shape[-1:], eps=eps)
     return normalised * (1.0 if gain is None else gain.double()) + (0.0 if bias is None else bias.double())
 
 
@@ -188,17 +171,8 @@ def replacement(
     return new, differences
 
 
-def replace_module(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Replace the module of a name."""
-    parent, _, key = name.rpartition(".")
-    setattr(model.get_submodule(parent), key, new)
-
-
 def replay(model: nn.Module, record: Mapping[str, Any]) -> None:
-    """Repeat on a freshly built model the structural part of `swap_norms`, for weights to be loaded into.
-
-    The model may be the same backbone with another head, or none: norms of a head that is absent are left out.
-    """
+    """Repeat `swap_norms` on a freshly built model, which weights are loaded into; its head may be absent."""
     spec, prefix = NormSpec.from_json(record["norm"]), f"{getattr(model, 'base_model_prefix', '')}."
     modules = dict(model.named_modules(remove_duplicate=False))
     for recorded in record["names"]:
@@ -212,4 +186,4 @@ def replay(model: nn.Module, record: Mapping[str, Any]) -> None:
             new, _ = replacement(modules[name], read_norm(modules[name]), spec, model)
         except Unreadable as reason:
             raise UserError(f"{name} is no norm that can be replaced: {reason}") from reason
-        replace_module(model, name, new)
+        model.set_submodule(name, new)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 
-from siamesenorm.data.tokenizer import Tokenizer
 from siamesenorm.errors import UserError
-from siamesenorm.interop.libraries import library_errors
-from siamesenorm.interop.library_models import TransformersModel
-from siamesenorm.interop.native_models import NativeModel, require_finite, require_known
+from siamesenorm.interop.library_models import TransformersModel, library_errors
+from siamesenorm.interop.native_models import NativeModel, require_finite
 from siamesenorm.interop.stored_model import StoredModel
-from siamesenorm.models.language import LanguageModel
 
 GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
 Show = Callable[[str], None]
@@ -31,54 +28,25 @@ class Continuation:
     ended: bool
 
 
-class Prompt(Protocol):
-    """A prompt with the model that continues it; `notes` are for its user."""
-
-    notes: tuple[str, ...]
-
-    def __call__(self, show: Show, *, temperature: float, seed: int) -> Continuation:
-        """Return the continuation; `show` is called with every piece of text.
-
-        Tokens are drawn from softmax(logits / temperature), and are the likeliest at temperature 0.
-        """
-
-
-def open_prompt(stored: StoredModel, prompt: str, *, tokens: int) -> Prompt:
-    """Return a prompt before a stored model, which continues it with `tokens` tokens at most.
-
-    Raises UserError for a model that generates nothing or cannot read so many tokens, weights that are not finite, no
-    tokenizer, and an empty prompt where no token begins a text.
-    """
-    if isinstance(stored, NativeModel):
-        return NativePrompt(stored, prompt, tokens=tokens)
-    if isinstance(stored, TransformersModel):
-        return TransformersPrompt(stored, prompt, tokens=tokens)
-    raise UserError(
-        f"{stored.path} holds a {stored.name} of {stored.library}, which generates no text: name a language model"
-    )
-
-
 class NativePrompt:
-    """A prompt before a language model of this library."""
+    """A prompt before a language model of this library; `notes` are for the user."""
 
     def __init__(self, stored: NativeModel, prompt: str, *, tokens: int) -> None:
         self.tokens = tokens
-        self.model: LanguageModel = stored.load()
-        self.tokenizer: Tokenizer = stored.tokenizer()
+        self.model = stored.load()
+        self.tokenizer = stored.tokenizer()
         self.notes = stored.notes
         (ids,) = self.tokenizer.encode_batch([prompt])
         self.ids = ids.tolist() or [self.tokenizer.end_of_text]
         config = self.model.config
-        require_known(self.ids, config.vocabulary, stored.path)
+        _require_known(self.ids, config.vocabulary, stored.path)
         length = len(self.ids) + tokens
         if length > config.context:
-            self.notes = (
-                *self.notes,
-                f"the model was trained on {config.context} tokens at a time, and this text may have {length}",
-            )
+            note = f"the model was trained on {config.context} tokens at a time, and this text may have {length}"
+            self.notes = (*self.notes, note)
 
     def __call__(self, show: Show, *, temperature: float, seed: int) -> Continuation:
-        """Return the continuation."""
+        """Return the continuation, likeliest tokens at temperature 0; `show` is called with every piece of text."""
         generator = torch.Generator().manual_seed(seed)
         drawn = self.model.continuation(torch.tensor([self.ids]), temperature=temperature, generator=generator)
         found: list[int] = []
@@ -96,38 +64,41 @@ class NativePrompt:
 
 
 class TransformersPrompt:
-    """A prompt before a language model of transformers, converted or not, with the tokenizer beside it."""
+    """The same before a language model of transformers, converted or not, with the tokenizer beside it."""
 
     def __init__(self, stored: TransformersModel, prompt: str, *, tokens: int) -> None:
-        stored.import_library()
+        library = stored.import_library()
         self.path, self.tokens, self.notes = stored.path, tokens, stored.notes
-        self.tokenizer = _read_tokenizer(stored.path)
+        if not any(self.path.glob("tokenizer*")) and not any(self.path.glob("vocab.*")):
+            raise UserError(
+                f"{self.path} has no tokenizer: save it beside the model, tokenizer.save_pretrained(directory)"
+            )
+        with library_errors(self.path):
+            self.tokenizer: Any = library.AutoTokenizer.from_pretrained(self.path, local_files_only=True)
         self.model = cast(Any, stored.load())
         kind = type(self.model).__name__
         if not self.model.can_generate():
             raise UserError(f"{self.path} holds a {kind}, which generates no text: name a language model")
         if self.model.config.is_encoder_decoder:
-            raise UserError(
-                f"{self.path} holds a {kind}, whose decoder answers a text and does not continue it: name a language "
-                "model without an encoder"
-            )
+            raise UserError(f"{self.path} holds a {kind}, which has an encoder: name a language model without one")
         require_finite(self.path, self.model.state_dict())
-        self.ids = self.tokenizer(prompt).input_ids or [self._first_token()]
-        require_known(self.ids, self.model.get_input_embeddings().weight.shape[0], self.path)
+        first = [token for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id) if token is not None]
+        self.ids = self.tokenizer(prompt).input_ids or first[:1]
+        if not self.ids:
+            raise UserError(f"the tokenizer of {self.path} has no token that begins a text: give a --prompt")
+        _require_known(self.ids, self.model.get_input_embeddings().weight.shape[0], self.path)
         longest = getattr(self.model.config, "max_position_embeddings", math.inf)
         if len(self.ids) + tokens > longest:
             room = longest - len(self.ids)
             remedy = f"generate at most {room}" if room > 0 else "shorten the prompt"
-            raise UserError(
-                f"{tokens} tokens: {self.path} reads {longest} tokens, and the prompt has {len(self.ids)}: {remedy}"
-            )
+            raise UserError(f"{tokens} tokens: the model reads {longest}, and the prompt has {len(self.ids)}: {remedy}")
 
     def __call__(self, show: Show, *, temperature: float, seed: int) -> Continuation:
-        """Return the continuation."""
+        """Return the continuation, as `NativePrompt`."""
         from transformers import TextStreamer
 
         class Streamer(TextStreamer):
-            """Passes every piece of text on once it is whole, which for words is at their end."""
+            """Shows every piece of text once it is whole, a word at its end."""
 
             text = ""
 
@@ -151,19 +122,23 @@ class TransformersPrompt:
         ended = bool(found) and found[-1] in ends
         return Continuation(text=streamer.text, tokens=len(found) - ended, ended=ended)
 
-    def _first_token(self) -> int:
-        """Return the token that begins a document; raises UserError where the tokenizer names none."""
-        for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
-            if token is not None:
-                return int(token)
-        raise UserError(f"the tokenizer of {self.path} has no token that begins a text: give a --prompt")
+
+def _require_known(ids: Sequence[int], tokens: int, directory: Path) -> None:
+    """Raise UserError for a token id beyond the vocabulary of a model."""
+    if max(ids) >= tokens:
+        raise UserError(
+            f"{directory}: its tokenizer gives token {max(ids)}, and the model has {tokens}: save its own tokenizer"
+        )
 
 
-def _read_tokenizer(directory: Path) -> Any:
-    """Return the tokenizer beside a model; raises UserError without one."""
-    from transformers import AutoTokenizer
+def open_prompt(stored: StoredModel, prompt: str, *, tokens: int) -> NativePrompt | TransformersPrompt:
+    """Return a prompt before a stored model, which continues it with `tokens` tokens at most.
 
-    if not any(directory.glob("tokenizer*")) and not any(directory.glob("vocab.*")):
-        raise UserError(f"{directory} has no tokenizer: save it beside the model, tokenizer.save_pretrained(directory)")
-    with library_errors(directory):
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    Raises UserError for a model that generates nothing or cannot read so many tokens, weights that are not finite, no
+    tokenizer, and an empty prompt where no token begins a text.
+    """
+    if isinstance(stored, NativeModel):
+        return NativePrompt(stored, prompt, tokens=tokens)
+    if isinstance(stored, TransformersModel):
+        return TransformersPrompt(stored, prompt, tokens=tokens)
+    raise UserError(f"{stored.path} holds a {stored.name}, which generates no text: name a language model")

@@ -6,9 +6,15 @@ its own is loaded.
 
 from __future__ import annotations
 
+import importlib
+import logging
 import re
 import shutil
+import sys
+import textwrap
 from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -16,15 +22,7 @@ import torch
 from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.libraries import (
-    import_library,
-    library_errors,
-    quiet,
-    require_whole,
-    safetensors_errors,
-    stored_dtype,
-)
-from siamesenorm.interop.stored_model import Step, StoredModel
+from siamesenorm.interop.stored_model import StoredModel, safetensors_errors
 
 COMPANIONS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
@@ -34,8 +32,10 @@ COMPANIONS = (
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|npz|onnx|index\.json)")
 """Names of files of weights in any format; an index names others, which may be missing."""
-OLD_CONSTANTS = (r"\.attn\.masked_bias$",)
+OLD_CONSTANTS = r"\.attn\.masked_bias$"
 """Names of constants that old versions of transformers saved with GPT-2."""
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""The floating dtypes of safetensors by its own names."""
 
 
 class LibraryModel(StoredModel):
@@ -49,7 +49,7 @@ class LibraryModel(StoredModel):
     """The file of weights that the library reads."""
 
     @classmethod
-    def detect(cls, path: Path, record: dict[str, Any], data: Path | None) -> Self | None:
+    def detect(cls, path: Path, record: dict[str, Any]) -> Self | None:
         """Return the model whose configuration has the library's mark."""
         name = record.get(cls.mark)
         return cls(path=path, record=record, name=name) if isinstance(name, str) else None
@@ -58,17 +58,6 @@ class LibraryModel(StoredModel):
     def converted(self) -> bool:
         """Whether the configuration has the prefix of converted models."""
         return self.name.startswith(self.prefix)
-
-    @property
-    def steps(self) -> list[Step]:
-        """The recorded conversions; raises UserError for a damaged record."""
-        steps = self._arguments().get("siamesenorm") or []
-        if isinstance(steps, list) and all(isinstance(step, dict) for step in steps):
-            return steps
-        raise UserError(
-            f"{self.path}: siamesenorm in config.json is no list of conversions: the configuration is damaged, save "
-            "the model again"
-        )
 
     @property
     def weights(self) -> list[Path]:
@@ -80,55 +69,54 @@ class LibraryModel(StoredModel):
         """Return the model with its weights; raises UserError unless all are there in safetensors, and no others."""
         if "output_loading_info" in options:
             raise UserError("output_loading_info: a model that loads has all its weights, and no others: leave it out")
-        if quantised := None if self.converted else self.record.get("quantization_config"):
+        quantised = self.record.get("quantization_config")
+        if quantised and not self.converted:
             method = quantised.get("quant_method", "unnamed method") if isinstance(quantised, dict) else quantised
             raise UserError(f"{self.path} holds quantised weights ({method}): name the model that they were made from")
         if not self.weights:
             raise UserError(self._remedy_for_weights())
-        if self.steps and not self.converted:
+        if self._arguments().get("siamesenorm") and not self.converted:
             raise UserError(
-                f"{self.path} records conversions, but its {self.mark} {self.name} is that of an unconverted model: "
-                "the configuration is damaged, save the model again"
+                f"{self.path} records conversions of an unconverted {self.name}: the configuration is damaged"
             )
         library = self.import_library()
-        with library_errors(self.path), quiet(library):
-            return self._load(library, options).eval()
+        with library_errors(self.path), _quiet(library):
+            model: nn.Module = self._load(library, options)
+        return model.eval()
 
     def initialise(self, seed: int) -> nn.Module:
-        """Return the model with its weights; where there is no file of weights at all, with its library's initial ones.
-
-        Raises UserError for weights that cannot be loaded.
-        """
+        """Return the model; where there is no file of weights at all, with its library's initial ones of this seed."""
         if self._files_of_weights():
             return self.load()
         library = self.import_library()
         torch.manual_seed(seed)
         with library_errors(self.path):
-            return self._build(library).eval()
+            model: nn.Module = self._build(library)
+        return model.eval()
 
     def save(self, model: Any, target: Path) -> None:
         """Write the model to a directory, and beside it the tokenizer and the licence of this one."""
-        with safetensors_errors(target), quiet(self.import_library()):
+        with safetensors_errors(target), _quiet(self.import_library()):
             self._save(model, target)
         for file in (file for pattern in COMPANIONS for file in self.path.glob(pattern)):
             if file.is_file() and not (target / file.name).exists():
                 shutil.copyfile(file, target / file.name)
 
     def import_library(self) -> Any:
-        """Return the library; raises UserError if it cannot be imported."""
-        return import_library(self.library, self.extra, self.path)
+        """Return the library; raises UserError, with the extra of this package that brings it, without it."""
+        try:
+            return importlib.import_module(self.library)
+        except ImportError as error:
+            install = f"pip install 'siamesenorm[{self.extra}]'"
+            raise UserError(f"{self.path} needs {self.library} ({error}): {install}") from error
 
     def class_of(self, library: Any, name: str) -> Any:
         """Return a model's class of the library by its name; raises UserError if it has none."""
         found = getattr(library, name, None)
         if isinstance(found, type) and issubclass(found, nn.Module):
             return found
-        own_code = "auto_map" in self.record
-        remedy = "load it in Python and call siamesenorm.rewire" if own_code else "install a version that has it"
-        raise UserError(
-            f"{self.path} is a {name}, no model of {self.library} {library.__version__}: {remedy}, or correct the "
-            "name in config.json"
-        )
+        remedy = "load it in Python" if "auto_map" in self.record else "install a version that has it"
+        raise UserError(f"{self.path} is a {name}, no model of {self.library} {library.__version__}: {remedy}")
 
     def _arguments(self) -> dict[str, Any]:
         """Return the part of the configuration that holds the conversions."""
@@ -151,11 +139,26 @@ class LibraryModel(StoredModel):
         kind = "a pickle, which can run code" if found[0].endswith(PICKLES) else "of another format"
         return f"{self.path} has no safetensors weights: {found[0]} is {kind}: save the model as safetensors"
 
-    @abstractmethod
-    def _build(self, library: Any) -> nn.Module: ...
+    def _require_whole(self, info: Mapping[str, Any], *, any_shape: bool = False) -> None:
+        """Raise UserError unless all weights were found, in their shapes, and no others; `info` is the library's."""
+        unexpected = [name for name in info.get("unexpected_keys", ()) if not re.search(OLD_CONSTANTS, name)]
+        mismatched = [] if any_shape else [name for name, *_ in info.get("mismatched_keys", ())]
+        found = {
+            "lacks": info.get("missing_keys", ()),
+            "has, with no place in the model,": unexpected,
+            "has in another shape": mismatched,
+        }
+        for verb, names in found.items():
+            if names:
+                weights = "1 weight" if len(names) == 1 else f"{len(names)} weights"
+                some = ", ".join([*sorted(names)[:3], *(["..."] if len(names) > 3 else [])])
+                raise UserError(f"{self.path} {verb} {weights} ({some}): its files are not those of its config.json")
 
     @abstractmethod
-    def _load(self, library: Any, options: dict[str, Any]) -> nn.Module: ...
+    def _build(self, library: Any) -> Any: ...
+
+    @abstractmethod
+    def _load(self, library: Any, options: dict[str, Any]) -> Any: ...
 
     def _save(self, model: Any, target: Path) -> None:
         model.save_pretrained(target)
@@ -169,12 +172,10 @@ class TransformersModel(LibraryModel):
     mark = "model_type"
     prefix = "siamesenorm-"
 
-    def _build(self, library: Any) -> nn.Module:
-        kind = self._class(library)
-        model: nn.Module = kind(self._configuration(library))
-        return model
+    def _build(self, library: Any) -> Any:
+        return self._class(library)(self._configuration(library))
 
-    def _load(self, library: Any, options: dict[str, Any]) -> nn.Module:
+    def _load(self, library: Any, options: dict[str, Any]) -> Any:
         kind = self._class(library)
         defaults: dict[str, Any] = {"use_safetensors": True, "local_files_only": True, "ignore_mismatched_sizes": True}
         if not self.converted:  # the options of a converted model may change its configuration
@@ -182,11 +183,8 @@ class TransformersModel(LibraryModel):
         if "torch_dtype" not in options:  # the old name of dtype, which yields to the new one
             defaults["dtype"] = "auto"
         model, found = kind.from_pretrained(self.path, **{**defaults, **options}, output_loading_info=True)
-        if options.get("ignore_mismatched_sizes"):
-            found = {**found, "mismatched_keys": ()}
-        require_whole(self.path, found, ignored=OLD_CONSTANTS)
-        loaded: nn.Module = model
-        return loaded
+        self._require_whole(found, any_shape=options.get("ignore_mismatched_sizes", False))
+        return model
 
     def _configuration(self, library: Any) -> Any:
         return library.AutoConfig.from_pretrained(self.path, local_files_only=True)
@@ -195,15 +193,15 @@ class TransformersModel(LibraryModel):
         names = self.record.get("architectures")
         name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
         if self.converted:
-            from siamesenorm.interop.huggingface.converted import class_named
+            from siamesenorm.interop.huggingface import converted
 
-            return class_named(name or self.name, self.path)
+            return getattr(converted, name or self.name)
         if name is not None:
             return self.class_of(library, name)
         known = library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         usual = known.get(self.name, "LlamaForCausalLM")
         raise UserError(
-            f"{self.path} does not say of which class its model is: write it to config.json, such as "
+            f"{self.path} does not name the class of its model: write it to config.json, such as "
             f'"architectures": ["{usual}"]'
         )
 
@@ -217,26 +215,24 @@ class DiffusersModel(LibraryModel):
     prefix = "SiameseNorm"
     file = "diffusion_pytorch_model.safetensors"
 
-    def _build(self, library: Any) -> nn.Module:
+    def _build(self, library: Any) -> Any:
         kind = self._class(library)
-        model: nn.Module = kind.from_config(kind.load_config(self.path, local_files_only=True))
-        return model
+        return kind.from_config(kind.load_config(self.path, local_files_only=True))
 
-    def _load(self, library: Any, options: dict[str, Any]) -> nn.Module:
-        defaults = {"local_files_only": True, "use_safetensors": True, "torch_dtype": stored_dtype(self.weights[0])}
+    def _load(self, library: Any, options: dict[str, Any]) -> Any:
+        defaults = {"local_files_only": True, "use_safetensors": True, "torch_dtype": _stored_dtype(self.weights[0])}
         model, found = self._class(library).from_pretrained(
             self.path, **{**defaults, **options}, output_loading_info=True
         )
-        require_whole(self.path, found)
-        loaded: nn.Module = model
-        return loaded
+        self._require_whole(found)
+        return model
 
     def _class(self, library: Any) -> Any:
         if not self.converted:
             return self.class_of(library, self.name)
-        from siamesenorm.interop.diffusers import class_named
+        from siamesenorm.interop import diffusers
 
-        return class_named(self.name)
+        return getattr(diffusers, self.name)
 
 
 class TimmModel(LibraryModel):
@@ -251,19 +247,61 @@ class TimmModel(LibraryModel):
         arguments = self.record.get("model_args")
         return arguments if isinstance(arguments, dict) else {}
 
-    def _build(self, library: Any) -> nn.Module:
-        return self._create(library, pretrained=False)
+    def _build(self, library: Any) -> Any:
+        return self._create(library, {"pretrained": False})
 
-    def _load(self, library: Any, options: dict[str, Any]) -> nn.Module:
-        return self._create(library, pretrained=True, **options)
+    def _load(self, library: Any, options: dict[str, Any]) -> Any:
+        return self._create(library, {**options, "pretrained": True})
 
-    def _create(self, library: Any, **options: Any) -> nn.Module:
+    def _create(self, library: Any, options: dict[str, Any]) -> Any:
         if self.converted:
             import siamesenorm.interop.timm  # noqa: F401  registers the architecture
-        model: nn.Module = library.create_model(f"local-dir:{self.path}", **options)
-        return model
+        return library.create_model(f"local-dir:{self.path}", **options)
 
     def _save(self, model: Any, target: Path) -> None:
         from siamesenorm.interop.timm import save_pretrained
 
         save_pretrained(model, target)
+
+
+def _stored_dtype(file: Path) -> torch.dtype:
+    """Return the dtype of most floating tensors in a file of safetensors; fp32 if there are none."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as tensors:
+        found = [tensors.get_slice(name).get_dtype() for name in tensors.keys()]  # noqa: SIM118  not a mapping
+    floating = [dtype for dtype in found if dtype in DTYPES] or ["F32"]
+    return DTYPES[max(set(floating), key=floating.count)]
+
+
+@contextmanager
+def library_errors(directory: Path) -> Iterator[None]:
+    """Turn any error of a library into a UserError of one line, which names the directory."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # of any class: libraries raise their own over damaged files
+        text = str(error).strip() or type(error).__name__
+        sentence = re.split(r"\n|(?<=[.!?]) ", text)[0]
+        if sentence.endswith(":"):  # it only announces what follows
+            sentence = textwrap.shorten(text, 240, placeholder=" ...")
+        raise UserError(f"{directory} cannot be loaded: {sentence}") from error
+
+
+@contextmanager
+def _quiet(library: Any) -> Iterator[None]:
+    """Silence a library's warnings about weights, which are refused here, and its progress bars in files and pipes."""
+    logger = logging.getLogger(library.__name__)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    bars: Any = library.utils.logging if library.__name__ == "transformers" else None
+    hide = bars is not None and bars.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if hide:
+        bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if hide:
+            bars.enable_progress_bar()

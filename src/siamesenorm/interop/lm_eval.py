@@ -1,12 +1,7 @@
 """lm-evaluation-harness on our models: a run, a checkpoint or an exported directory by path, and tasks of local files.
 
-Importing this module registers the model "siamesenorm". A harness that reads entry points imports it; for 0.4.13, which
-does not, the command line is:
-
-    python -c "import siamesenorm.interop.lm_eval; from lm_eval.__main__ import cli_evaluate; cli_evaluate()" \\
-        run --model siamesenorm --model_args pretrained=runs/x --tasks my_task --include_path my_tasks
-
-In Python, and without a network:
+Importing this module registers the model "siamesenorm"; where a harness reads no entry points (0.4.13), run
+`python -c "import siamesenorm.interop.lm_eval; from lm_eval.__main__ import cli_evaluate; cli_evaluate()" run ...`.
 
     task = local_task("arc_easy.jsonl")
     results = evaluate("runs/x", [task])["arc_easy"]["acc,none"]
@@ -32,8 +27,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from siamesenorm.errors import UserError
 from siamesenorm.interop.huggingface import SiameseNormForCausalLM
+from siamesenorm.interop.native_models import tokenizer_for
 from siamesenorm.interop.stored import open_native
-from siamesenorm.interop.tokenizer import tokenizer_for
 
 PROMPT = "Question: {{question}}\nAnswer:"
 FIELDS = "question, choices and label"
@@ -60,7 +55,7 @@ class SiameseNormLM(HFLM):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         _require_counts(options)
-        place = _device(device), _dtype(dtype)
+        place = _place(device, dtype)
         if isinstance(pretrained, (str, Path)):
             stored = open_native(pretrained, data=Path(data) if data else None)
             native = stored.load()
@@ -68,15 +63,16 @@ class SiameseNormLM(HFLM):  # type: ignore[misc]
             tokenizer = tokenizer or own
             pretrained = SiameseNormForCausalLM.from_native(native, eos_token_id=own.eos_token_id)
         elif isinstance(pretrained, nn.Module) and hasattr(pretrained, "merge_and_unload"):
-            raise UserError(
-                f"a {type(pretrained).__name__} holds adapters of PEFT: give model.merge_and_unload(), with its "
-                "tokenizer"
-            )
+            raise UserError(f"a {type(pretrained).__name__} holds adapters of PEFT: give model.merge_and_unload()")
         elif not isinstance(pretrained, PreTrainedModel):
             raise UserError(f"a {type(pretrained).__name__} is no model of transformers: name its directory instead")
         elif tokenizer is None and not (pretrained.name_or_path and Path(pretrained.name_or_path).is_dir()):
             raise UserError(f"{type(pretrained).__name__} is not from a directory with a tokenizer: give its tokenizer")
-        elif pretrained.training or any(_place_of(tensor) != place for tensor in _floating(pretrained)):
+        elif pretrained.training or any(
+            (one.device, one.dtype) != place
+            for one in chain(pretrained.parameters(), pretrained.buffers())
+            if one.is_floating_point()
+        ):
             pretrained = copy.deepcopy(pretrained)  # the caller's is not changed
         nn.Module.to(pretrained, *place)
         super().__init__(pretrained=pretrained, tokenizer=tokenizer, **{"backend": "causal", **options})
@@ -91,8 +87,7 @@ class SiameseNormLM(HFLM):  # type: ignore[misc]
         longest = max((len(continuation) for _, _, continuation in requests), default=0)
         if longest > self.max_length:
             raise UserError(
-                f"a choice has {longest} tokens, more than the {self.max_length} of the model's context: leave its "
-                "question out"
+                f"a choice has {longest} tokens, the model's context {self.max_length}: leave its question out"
             )
         found: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, *args, **options)
         return found
@@ -112,11 +107,13 @@ def local_task(
     if not file.is_file():
         raise UserError(f"{file}: no such file: give one of JSON lines with {FIELDS}")
     _require_questions(file, prompt, options)
-    place = {} if cache is None else {"cache_dir": str(cache)}
     config: dict[str, Any] = {
         "task": name or file.name.partition(".")[0],
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(file.resolve())}, **place},
+        "dataset_kwargs": {
+            "data_files": {"test": str(file.resolve())},
+            **({} if cache is None else {"cache_dir": str(cache)}),
+        },
         "test_split": "test",
         "output_type": "multiple_choice",
         "doc_to_text": prompt,
@@ -151,10 +148,9 @@ def evaluate(
 
 def _require_questions(file: Path, prompt: str, options: Mapping[str, Any]) -> None:
     """Raise UserError, naming the line, unless every line has the fields that the task is going to read."""
-    lines = list(_lines(file))
-    if not lines:
-        raise UserError(f"{file} holds no question: give lines with {FIELDS}")
-    for place, line in lines:
+    count = 0
+    for place, line in _lines(file):
+        count += 1
         try:
             question = json.loads(line)
         except ValueError as error:
@@ -163,18 +159,15 @@ def _require_questions(file: Path, prompt: str, options: Mapping[str, Any]) -> N
             raise UserError(f"{place}: not a JSON object: give one with {FIELDS}")
         if "question" in prompt and "doc_to_text" not in options and "question" not in question:
             raise UserError(f"{place}: no question, which the prompt is made of: add it")
-        if "doc_to_choice" not in options:
-            _require_choices(place, question, labelled="doc_to_target" not in options)
-
-
-def _require_choices(place: str, question: Mapping[str, Any], *, labelled: bool) -> None:
-    choices, label = question.get("choices"), question.get("label")
-    if not (isinstance(choices, list) and choices and all(choice and isinstance(choice, str) for choice in choices)):
-        raise UserError(f"{place}: choices are {choices!r}: give a list of texts")
-    if labelled and "label" not in question:
-        raise UserError(f"{place}: no label: add the index of the right choice")
-    if labelled and not (type(label) is int and 0 <= label < len(choices)):
-        raise UserError(f"{place}: label is {label!r}: give the index of the right one of {len(choices)} choices")
+        if "doc_to_choice" in options:
+            continue
+        choices, label = question.get("choices"), question.get("label")
+        if not (isinstance(choices, list) and choices and all(one and isinstance(one, str) for one in choices)):
+            raise UserError(f"{place}: choices are {choices!r}: give a list of texts")
+        if "doc_to_target" not in options and not (type(label) is int and 0 <= label < len(choices)):
+            raise UserError(f"{place}: label is {label!r}: give the index of the right one of {len(choices)} choices")
+    if not count:
+        raise UserError(f"{file} holds no question: give lines with {FIELDS}")
 
 
 def _lines(file: Path) -> Iterator[tuple[str, str]]:
@@ -199,24 +192,12 @@ def _require_counts(options: Mapping[str, Any]) -> None:
         raise UserError(f"max_length is {max_length!r}: choose a whole number of tokens, or leave it out")
 
 
-def _floating(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield what of a model has a floating dtype."""
-    return (tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.is_floating_point())
-
-
-def _place_of(tensor: torch.Tensor) -> tuple[torch.device, torch.dtype]:
-    return tensor.device, tensor.dtype
-
-
-def _device(name: str | None) -> torch.device:
-    try:
-        return torch.empty(0, device=name or ("cuda" if torch.cuda.is_available() else "cpu")).device
-    except (RuntimeError, AssertionError) as error:  # the latter is what a torch without CUDA raises
-        raise UserError(f"device is {name!r}: choose cpu, or cuda where there is a GPU") from error
-
-
-def _dtype(name: str | torch.dtype | None) -> torch.dtype:
-    found = getattr(torch, name, None) if isinstance(name, str) else name or torch.float32
+def _place(device: str | None, dtype: str | torch.dtype | None) -> tuple[torch.device, torch.dtype]:
+    """Return device and dtype of the names; raises UserError for one that is not available."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or torch.float32
     if not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise UserError(f"dtype is {name!r}: choose float32, bfloat16 or float16")
-    return found
+        raise UserError(f"dtype is {dtype!r}: choose float32, bfloat16 or float16")
+    try:
+        return torch.empty(0, device=device or ("cuda" if torch.cuda.is_available() else "cpu")).device, found
+    except (RuntimeError, AssertionError) as error:  # the latter is what a torch without CUDA raises
+        raise UserError(f"device is {device!r}: choose cpu, or cuda where there is a GPU") from error

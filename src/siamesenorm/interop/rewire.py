@@ -1,45 +1,34 @@
-"""Give a model another residual topology: find its blocks, exchange their residual path, carry its norms over."""
+"""Give a model another residual topology: find its blocks, exchange their residual path, and report on every norm."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
+from typing import Literal
 
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.interop.converted_models import record_step, refuse_unsavable
-from siamesenorm.interop.hosts.blocks import BlockStack, RewiredBlock
-from siamesenorm.interop.hosts.find import find_blocks
-from siamesenorm.interop.hosts.wiring import (
+from siamesenorm.interop.find_blocks import find_blocks
+from siamesenorm.interop.foreign_norms import inheriting, looks_like_norm, norms_of
+from siamesenorm.interop.rewired_blocks import BlockStack, RewiredBlock
+from siamesenorm.interop.wiring import (
     FROM_SCRATCH,
-    ResidualParts,
-    Wiring,
-    needs_qkv_norm,
-    new_norm,
+    HostNorms,
+    build_parts,
+    init_as_pre_norm,
+    install,
     read_norms,
     refuse_fused_projections,
-    refuse_other_functions,
-)
-from siamesenorm.interop.rewire_report import (
-    NormFate,
-    NormOutcome,
-    RewireReport,
-    describe_move,
-    fates_of_new_norms,
-    fates_of_old_norms,
-    norms_of,
 )
 from siamesenorm.models.conversion import convert, converted_config
 from siamesenorm.models.language import LanguageModel
-from siamesenorm.norms import Norm, NormFunction, NormSpec
-from siamesenorm.topologies import Topology, build_topology, topology_name
+from siamesenorm.norms import Inexact, Norm, NormFunction, NormSpec
+from siamesenorm.topologies import Topology, build_topology, topology_name, topology_to_json
 from siamesenorm.topologies.pre_norm_family import PreNorm
-
-__all__ = ["NormFate", "NormOutcome", "RewireReport", "record_streams", "rewire"]
-
-StreamsOfBlock = dict[str, Tensor]
 
 
 def rewire(
@@ -63,43 +52,50 @@ def rewire(
     not understood, a model that was rewired before, a norm shared between sublayers, and a topology that cannot keep
     the function.
     """
+    wanted = build_topology(topology) if isinstance(topology, str) else topology
     if isinstance(model, LanguageModel):
-        return _rewire_native(model, topology, preserve=preserve, norm=norm)
+        return _rewire_native(model, wanted, preserve=preserve, norm=norm)
     refuse_unsavable(model, "rewire")
     stack = find_blocks(model)
-    wanted = build_topology(topology) if isinstance(topology, str) else topology
     resolved = _resolve(wanted, stack, preserve=preserve)
     old = read_norms(stack)
-    operator = new_norm(norm, old)
-    parts = ResidualParts.build(stack, resolved, operator, old)
-    differences = None
+    chosen = NormSpec.parse(norm) if isinstance(norm, str) else norm
+    operator = old.operator if chosen is None else inheriting(chosen, old.first)
+    path = build_parts(stack, resolved, operator, old)
+    differences = attention_norm = None
     if preserve:
-        found = parts.init_as_pre_norm(stack, old)
-        refuse_other_functions(operator, found, chosen=norm)
+        found = init_as_pre_norm(path, stack, old)
+        remedy = "make them alike with swap_norms first" if norm is None else "leave norm out"
+        for name, one in ((name, one) for name, each in found.items() for one in each):
+            if not one.kind.only_eps_or_rounding:
+                what = f"norm {operator} cannot keep the function of the host's norms ({name}: {one.detail})"
+                raise UserError(f"{what}: {remedy}, or {FROM_SCRATCH}")
         differences = tuple(dict.fromkeys(chain.from_iterable(found.values())))
-    attention_norm = _attention_operator(old.first) if not preserve and needs_qkv_norm(resolved) else None
-    before = fates_of_old_norms(model, stack, old, preserve=preserve)
-    known = norms_of(model)
+    elif resolved.attention_norm == "qkv-head":
+        # Of the host's operator and eps, whatever the operator of the residual path.
+        eps = {} if old.first.eps is None else {"eps": old.first.eps}
+        attention_norm = NormSpec.parse(old.first.statistic, **eps)
+    before, known = _fates_of_old_norms(model, stack, old, preserve=preserve), norms_of(model)
     # Nothing of the model was changed above, and nothing can fail below.
-    wiring = Wiring(topology=resolved, norm=operator, attention_norm=attention_norm, preserve=preserve)
-    wiring.install(stack, parts)
-    record_step(model, wiring.to_json())
-    fates = (*before, *fates_of_new_norms(model, known.values(), preserve=preserve))
+    install(stack, path, resolved, attention_norm=attention_norm, preserve=preserve)
+    step = {
+        "operation": "rewire",
+        "topology": topology_to_json(resolved),
+        "norm": operator.to_json(),
+        "attention_norm": attention_norm and attention_norm.to_json(),
+        "preserve": preserve,
+    }
+    record_step(model, step)
+    fates = (*before, *_fates_of_new_norms(model, known.values(), preserve=preserve))
     return RewireReport(topology=resolved, blocks=stack.name, norms=fates, differences=differences)
-
-
-def _attention_operator(host: NormFunction) -> NormSpec:
-    """Return the host's operator with its eps, which attention keeps, whatever the operator of the residual path."""
-    return NormSpec.parse(host.statistic, **({} if host.eps is None else {"eps": host.eps}))
 
 
 def _resolve(topology: Topology, stack: BlockStack, *, preserve: bool) -> Topology:
     """Return the topology with the options that the host needs; raises UserError where the two do not compose."""
     spec, what = stack.spec, type(stack.blocks[0]).__name__
-    if spec.parallel and topology.tells_sublayers_apart:
+    if len(spec.sublayers) == 1 and topology.tells_sublayers_apart:
         raise UserError(
-            f"{topology_name(topology)} has different connections for attention and MLP, but {what} ({stack.name}) "
-            "computes the two in parallel: use siamese-post-pre, or another topology with one kind of connection"
+            f"{topology_name(topology)} on {what}, with attention and MLP in parallel: use siamese-post-pre"
         )
     if spec.keeps_final_norm and topology.modulation_refusal:
         raise UserError(f"{topology_name(topology)} on {what}: {topology.modulation_refusal}")
@@ -114,54 +110,39 @@ def _resolve(topology: Topology, stack: BlockStack, *, preserve: bool) -> Topolo
         )
     if any(parameter.is_meta for parameter in stack.backbone.parameters()):
         raise UserError(
-            f"{stack.name} is on the meta device, so that there is no function to preserve: load the weights first, or "
-            f"{FROM_SCRATCH}"
+            f"{stack.name} is on the meta device, without a function: load the weights first, or {FROM_SCRATCH}"
         )
     return resolved
 
 
 def _rewire_native(
-    model: LanguageModel, topology: str | Topology, *, preserve: bool, norm: str | NormSpec | None
+    model: LanguageModel, topology: Topology, *, preserve: bool, norm: str | NormSpec | None
 ) -> RewireReport:
-    """Give a Pre-Norm model of this library, in place, another topology, operator, or both, keeping its function.
-
-    Nothing is packed and no class changes: the result is the model that its new configuration describes. Raises
-    UserError, with the model unchanged, where its function cannot be kept, and for `preserve=False`.
-    """
-    wanted = build_topology(topology) if isinstance(topology, str) else topology
-    train = f"train one that has it, siamesenorm train --model.topology {topology_name(wanted)}"
+    """Rewire a Pre-Norm model of this library, whose configuration changes with it, and keep its function."""
+    train = f"train one that has it, siamesenorm train --model.topology {topology_name(topology)}"
     if not preserve:
+        raise UserError(f"preserve=False, --scratch: a model of this library is not changed from scratch: {train}")
+    if isinstance(model.config.topology, PreNorm) and topology.pre_norm_refusal:
         raise UserError(
-            f"a model of this library does not start from scratch here (preserve=False, --scratch): {train}, or build "
-            "it with build_language_model"
-        )
-    if isinstance(model.config.topology, PreNorm) and wanted.pre_norm_refusal:
-        raise UserError(
-            f"{wanted.title} cannot keep the function of a Pre-Norm model: {wanted.pre_norm_refusal}; {train}, or "
+            f"{topology.title} cannot keep the function of a Pre-Norm model: {topology.pre_norm_refusal}; {train}, or "
             "choose a topology that can, such as siamese-post-pre"
         )
     target = converted_config(model.config, topology, norm)
     old = norms_of(model)
     differences = convert(model, target)
-    return RewireReport(
-        topology=target.topology, blocks="blocks", norms=_native_fates(model, old), differences=differences
-    )
-
-
-def _native_fates(model: LanguageModel, old: dict[str, Norm]) -> tuple[NormFate, ...]:
-    """Return what became of every norm of the model before, and every new one."""
     new = norms_of(model)
-    fates = []
-    for name, norm in old.items():
-        stays = new.get(name) is norm
-        outcome = NormOutcome.KEPT if stays else NormOutcome.MOVED
-        detail = "in the attention" if stays else describe_move(norm.function(), "a new norm")
-        fates.append(NormFate(name=name, outcome=outcome, detail=detail))
-    return (*fates, *fates_of_new_norms(model, old.values(), preserve=True))
+    fates = [
+        NormFate(name, "kept", "in the attention")
+        if new.get(name) is module
+        else NormFate(name, "moved", _move(module.function(), "a new norm"))
+        for name, module in old.items()
+    ]
+    fates += _fates_of_new_norms(model, old.values(), preserve=True)
+    return RewireReport(topology=target.topology, blocks="blocks", norms=tuple(fates), differences=differences)
 
 
 @contextmanager
-def record_streams(model: nn.Module) -> Iterator[list[StreamsOfBlock]]:
+def record_streams(model: nn.Module) -> Iterator[list[dict[str, Tensor]]]:
     """Collect, for every block that runs inside the context, its streams by name, [batch, tokens, dim] each.
 
     Hyper-Connections have one entry, "streams", [batch, tokens, streams, dim]. Raises UserError for a model that
@@ -170,7 +151,7 @@ def record_streams(model: nn.Module) -> Iterator[list[StreamsOfBlock]]:
     blocks = [module for module in model.modules() if isinstance(module, RewiredBlock)]
     if not blocks:
         raise UserError(f"{type(model).__name__} has no rewired blocks: call siamesenorm.rewire first")
-    found: list[StreamsOfBlock] = []
+    found: list[dict[str, Tensor]] = []
 
     def keep(block: nn.Module, _: object, packed: Tensor) -> None:
         assert isinstance(block, RewiredBlock)
@@ -183,3 +164,107 @@ def record_streams(model: nn.Module) -> Iterator[list[StreamsOfBlock]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+# --- the report
+
+
+@dataclass(frozen=True, slots=True)
+class NormFate:
+    """The outcome of one norm: its parameters moved into a connection, or it was kept, dropped, or made new."""
+
+    name: str
+    outcome: Literal["moved", "kept", "dropped", "new"]
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewireReport:
+    """The topology as installed, the norms old and new, and in what the function differs.
+
+    `differences` is empty where the function is kept up to rounding, and None where nothing was to be preserved.
+    """
+
+    topology: Topology
+    blocks: str
+    norms: tuple[NormFate, ...]
+    differences: tuple[Inexact, ...] | None
+
+    @property
+    def function_kept(self) -> bool:
+        """Whether the model computes what it did, up to rounding alone."""
+        return self.differences == ()
+
+    @property
+    def bound(self) -> float | None:
+        """The largest relative difference of a norm's output, over all tokens; None where it has no bound."""
+        bounds = None if self.differences is None else [difference.bound for difference in self.differences]
+        return None if bounds is None or None in bounds else max(filter(None, bounds), default=0.0)
+
+    def __str__(self) -> str:
+        """Return the report as a table, one norm a line."""
+        if self.differences is None:
+            function = "starting from scratch, function not kept"
+        else:
+            function = "; ".join(map(str, self.differences))
+            function = f"function kept but for: {function}" if function else "function kept"
+        width = max(len(norm.name) for norm in self.norms)
+        lines = [f"{norm.name:<{width}}  {norm.outcome:<7}  {norm.detail}" for norm in self.norms]
+        return "\n".join([f"{self.blocks} rewired to {topology_name(self.topology)}: {function}", *lines])
+
+
+def _fates_of_new_norms(model: nn.Module, known: Iterable[Norm], *, preserve: bool) -> tuple[NormFate, ...]:
+    """Return every norm of a rewired model, except those that it had before, and the state of its gain."""
+    old = {id(norm) for norm in known}
+    return tuple(
+        NormFate(name, "new", _gain(norm, preserve=preserve))
+        for name, norm in norms_of(model).items()
+        if id(norm) not in old
+    )
+
+
+def _gain(norm: Norm, *, preserve: bool) -> str:
+    """Return an operator and the state of its gain: zero, one, carried over, or at another initial value."""
+    function = norm.function()
+    if function.gain is None or function.gain.is_meta:
+        return type(norm).__name__
+    gain = function.gain.detach().double() + function.offset
+    other = "carried over" if preserve else "at its initial value"
+    state = "zero" if not gain.any() else "one" if bool((gain == 1).all()) else other
+    return f"{type(norm).__name__}, gain {state}"
+
+
+def _move(norm: NormFunction | None, target: str) -> str:
+    """Return which parameters of a norm move to another one."""
+    parameters = [] if norm is None else [name for name in ("gain", "bias") if getattr(norm, name) is not None]
+    if not parameters:
+        return f"it has no gain and no bias; {target} replaces it"
+    return f"its {' and '.join(parameters)} {'go' if len(parameters) > 1 else 'goes'} to {target}"
+
+
+def _fates_of_old_norms(model: nn.Module, stack: BlockStack, old: HostNorms, *, preserve: bool) -> list[NormFate]:
+    """Return the outcomes of a host's norms, before it is rewired."""
+    spec, fates = stack.spec, []
+    kept = {path for sublayer in spec.sublayers for path in sublayer.kept}
+
+    def moved(name: str, norm: NormFunction | None, place: str) -> NormFate:
+        if not preserve:
+            return NormFate(name, "dropped", "the new norms start at their initial values")
+        return NormFate(name, "moved", _move(norm, f"the last norm {place}"))
+
+    for name in (name for name, module in model.named_modules() if looks_like_norm(module)):
+        in_blocks = name.startswith(f"{stack.name}.")
+        path = name.removeprefix(f"{stack.name}.").partition(".")[2]
+        if name in old.inputs:
+            fates.append(moved(name, old.inputs[name], "before the sublayer"))
+        elif name == stack.final_norm and not spec.keeps_final_norm:
+            fates.append(moved(name, old.final, "of the closing"))
+        elif name == stack.final_norm:
+            fates.append(NormFate(name, "kept", "after the closing"))
+        elif in_blocks and path in spec.output_norms:
+            fates.append(NormFate(name, "dropped", "the topology decides where outputs are normalised"))
+        elif in_blocks and path in kept:
+            fates.append(NormFate(name, "kept", "the sublayer normalises its own input with it"))
+        else:
+            fates.append(NormFate(name, "kept", "part of the sublayer" if in_blocks else "outside of the blocks"))
+    return fates

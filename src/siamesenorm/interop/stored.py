@@ -5,86 +5,61 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.export import write_export
-from siamesenorm.interop.libraries import read_config
 from siamesenorm.interop.library_models import DiffusersModel, LibraryModel, TimmModel, TransformersModel
 from siamesenorm.interop.native_models import ExportedModel, NativeModel
-from siamesenorm.interop.stored_model import StoredModel, check_new, new_directory
+from siamesenorm.interop.stored_model import StoredModel, check_new, new_directory, read_config
 
-Detection = Callable[[Path, dict[str, Any], Path | None], StoredModel | None]
-
-
-def _detect_run(path: Path, record: dict[str, Any], data: Path | None) -> StoredModel | None:
-    """Return the model of a run, or of a checkpoint, which has no configuration of its own."""
-    checkpoint = None if record else _checkpoint_path(path)
-    if not (checkpoint or "schema" in record or isinstance(record.get("model"), dict)):
-        return None
-    from siamesenorm.interop.trained_model import TrainedModel
-
-    return TrainedModel(path=path, record=record, name="run", checkpoint_path=checkpoint, data=data)
-
-
-def _checkpoint_path(path: Path) -> Path | None:
-    """Return the path of a checkpoint with all its names, links kept or resolved; None for other directories."""
-    candidates = (Path(os.path.abspath(path)), path.resolve())
-    return next((one for one in candidates if one.name.startswith("step-") and one.parent.name == "checkpoints"), None)
-
-
-LIBRARIES: tuple[Detection, ...] = (
-    ExportedModel.detect,
-    TransformersModel.detect,
-    DiffusersModel.detect,
-    TimmModel.detect,
-    _detect_run,
-)
-"""The first that recognises a directory opens it."""
+LIBRARIES = (ExportedModel, TransformersModel, DiffusersModel, TimmModel)
+"""The first that recognises a directory opens it; what none of them does may be a run."""
+OTHERS = {
+    "model_index.json": "holds a pipeline of diffusers: name the directory transformer in it",
+    "adapter_config.json": "holds an adapter, and no model: merge it into its model first",
+    "*.gguf": "holds GGUF files: name the safetensors model that they were made from",
+}
+"""What a directory without config.json holds by its files, with the remedy."""
 
 
 def detect(path: str | Path, *, data: Path | None = None) -> StoredModel:
-    """Return the model in a directory, not loaded yet: of this library, of transformers, diffusers or timm.
-
-    `data` is the prepared data of a run, where they were moved. Raises UserError for anything else.
-    """
+    """Return the model in a directory, not loaded yet; `data` is a run's prepared data, if moved; raises UserError."""
     path = Path(path)
     if not path.is_dir():
-        raise UserError(_absent(path))
+        what = " is a file, not a directory" if path.exists() else ": no such directory"
+        of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists()
+        fetch = f"; to fetch one from the Hub, run hf download {path} --local-dir {path.name} first" if of_hub else ""
+        raise UserError(f"{path}{what}: name the directory of a model{fetch}")
     record = read_config(path)
     for library in LIBRARIES:
-        if found := library(path, record, data):
+        if found := library.detect(path, record):
             return found
+    # A checkpoint is found by the names of its path, links kept or resolved.
+    paths = () if record else (Path(os.path.abspath(path)), path.resolve())
+    named = (one for one in paths if one.name.startswith("step-") and one.parent.name == "checkpoints")
+    checkpoint = next(named, None)
+    if checkpoint or "schema" in record or isinstance(record.get("model"), dict):
+        from siamesenorm.interop.trained_model import TrainedModel
+
+        return TrainedModel(path=path, record=record, name="run", checkpoint_path=checkpoint, data=data)
     if not (path / "config.json").is_file():
-        raise UserError(_without_configuration(path))
-    marks = ", ".join(f"{row.mark} ({row.library})" for row in (TransformersModel, DiffusersModel, TimmModel))
-    raise UserError(
-        f"{path} holds no model: its config.json is not of a run, and has none of {marks}: name the directory of a "
-        "model"
-    )
+        others = (text for pattern, text in OTHERS.items() if list(path.glob(pattern)))
+        raise UserError(f"{path} {next(others, 'has no config.json: name the directory of a model')}")
+    marks = ", ".join(f"{kind.mark} ({kind.library})" for kind in (TransformersModel, DiffusersModel, TimmModel))
+    raise UserError(f"{path / 'config.json'} is not of a run, and has none of {marks}: name the directory of a model")
 
 
 def open_native(path: str | Path, *, data: Path | None = None) -> NativeModel:
-    """Return the model of this library in the directory of a run, of a checkpoint of a run, or of an export.
-
-    Raises UserError for anything else; `data` as in `detect`.
-    """
+    """Return the native model in a directory; raises UserError for anything else; `data` as in `detect`."""
     found = detect(path, data=data)
     if isinstance(found, NativeModel):
         return found
     if found.converted:
-        raise UserError(
-            f"{path} holds a {found.name}, which was rewired or had its norms swapped and is in the format of "
-            f"{found.library} already: siamesenorm.from_pretrained({str(path)!r}) loads it"
-        )
-    raise UserError(
-        f"{path} holds a model of {found.library}, {found.name!r}, and none of siamesenorm: name the directory of a "
-        "run, of one of its checkpoints, or of an export"
-    )
+        raise UserError(f"{path} is in the format of {found.library} already: load it with siamesenorm.from_pretrained")
+    raise UserError(f"{path} holds a model of {found.library}, {found.name!r}: name a run, a checkpoint or an export")
 
 
 def from_pretrained(path: str | Path, **options: Any) -> nn.Module:
@@ -98,8 +73,7 @@ def from_pretrained(path: str | Path, **options: Any) -> nn.Module:
     found = detect(path)
     if isinstance(found, LibraryModel) and not found.converted:
         raise UserError(
-            f"{path} holds a {found.name} of {found.library} that was not converted: load it with {found.library}, and "
-            "call siamesenorm.rewire or swap_norms"
+            f"{path} holds an unconverted {found.name}: load it with {found.library}, then call siamesenorm.rewire"
         )
     model = found.load(**options)
     for note in found.notes:
@@ -117,33 +91,5 @@ def export(source: str | Path, out: Path, *, data: Path | None = None) -> Native
     stored = open_native(source, data=data)
     stored.load()  # weights that are not those of the configuration are refused before anything is written
     with new_directory(out) as directory:
-        write_export(
-            directory,
-            config=stored.config(),
-            weights=stored.weights(),
-            tokenizer=stored.tokenizer(),
-            seed=stored.seed(),
-            card=stored.card(),
-        )
+        stored.write(directory, *stored.contents(), stored.card())
     return stored
-
-
-def _absent(path: Path) -> str:
-    if path.exists():
-        return f"{path} is a file, not a directory: name the directory of a model"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists():
-        return (
-            f"{path} is no directory here, and nothing is downloaded: if it is a model of the Hub, run "
-            f"hf download {path} --local-dir {path.name} first"
-        )
-    return f"{path}: no such directory: name the directory of a model"
-
-
-def _without_configuration(path: Path) -> str:
-    if (path / "model_index.json").is_file():
-        return f"{path} holds a pipeline of diffusers: name its model, {path / 'transformer'}"
-    if (path / "adapter_config.json").is_file():
-        return f"{path} holds an adapter, and no model: merge it into its model first"
-    if list(path.glob("*.gguf")):
-        return f"{path} holds GGUF files: name the safetensors model that they were made from"
-    return f"{path} has no config.json: name the directory of a model"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ from siamesenorm.errors import UserError
 from siamesenorm.files import disk_errors, sync_directory
 
 Step = dict[str, Any]
-"""One conversion of a model, as JSON; see `conversion_log`."""
+"""One conversion of a model, as JSON; see `wiring`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ class StoredModel(ABC):
     record: dict[str, Any]
     """The content of config.json."""
     name: str
-    """What the library calls the model: its type or its class."""
+    """The library's name of the model: its type or its class."""
 
     @property
     def converted(self) -> bool:
@@ -37,13 +39,8 @@ class StoredModel(ABC):
         return False
 
     @property
-    def steps(self) -> list[Step]:
-        """The recorded conversions, none for a model that is what its library builds."""
-        return []
-
-    @property
     def notes(self) -> tuple[str, ...]:
-        """What a user of the model should know, such as a damaged checkpoint that was passed over."""
+        """Notes for the user, such as a damaged checkpoint that was skipped."""
         return ()
 
     @abstractmethod
@@ -56,7 +53,40 @@ class StoredModel(ABC):
 
     @abstractmethod
     def save(self, model: Any, target: Path) -> None:
-        """Write a model, this one after a conversion, and its tokenizer; raises OSError where the disk refuses."""
+        """Write a model, this one after a conversion, and its tokenizer; raises OSError for errors of the disk."""
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return the content of config.json in a directory, empty without one; raises UserError for a damaged one."""
+    file = directory / "config.json"
+    if not file.is_file():
+        return {}
+    try:
+        record = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+    if not isinstance(record, dict):
+        raise UserError(f"{file} holds a {type(record).__name__}, no configuration of a model: name another directory")
+    return record
+
+
+def write_json(path: Path, record: Any) -> None:
+    """Write a file of JSON with sorted keys."""
+    path.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
+
+
+@contextmanager
+def safetensors_errors(target: Path) -> Iterator[None]:
+    """Raise errors of the disk as OSError, which safetensors reports in an error of its own."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(target)) from error
 
 
 def check_new(out: Path) -> None:
@@ -66,20 +96,16 @@ def check_new(out: Path) -> None:
             raise UserError(f"{out} is a link: choose another directory, or name {out.readlink()} itself")
         if out.is_dir() and any(out.iterdir()):
             raise UserError(f"{out} is not empty: choose another directory")
-        place = next(path for path in (out, *out.absolute().parents) if path.exists())
-        if not place.is_dir():
-            raise UserError(f"{out} cannot be created, {place} is a file: choose another directory")
-        place = next(path for path in out.absolute().parents if path.exists())
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise UserError(f"{out} cannot be created in {place}: choose another directory, or permissions")
+        places = [path for path in (out.absolute(), *out.absolute().parents) if path.exists()]
+        if not places[0].is_dir():
+            raise UserError(f"{out} cannot be created, {places[0]} is a file: choose another directory")
+        if not os.access(places[1] if out.exists() else places[0], os.W_OK | os.X_OK):
+            raise UserError(f"{out} cannot be created in {places[0]}: choose another directory, or permissions")
 
 
 @contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
-    """Yield a directory beside `out` to write into, which becomes `out` at the end; on an error nothing is left.
-
-    Raises UserError as `check_new`.
-    """
+    """Yield a directory beside `out`, which becomes `out` if no error is raised; raises UserError as `check_new`."""
     check_new(out)
     out = out.absolute()
     with disk_errors(out):
@@ -99,7 +125,7 @@ def new_directory(out: Path) -> Iterator[Path]:
             unfinished.rename(out)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
-            with suppress(OSError):  # where another process has written something
+            with suppress(OSError):  # another process may have written something there
                 for parent in missing:
                     parent.rmdir()
             raise

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
 
 from torch import nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.interop.converted_models import record_step, refuse_unsavable
-from siamesenorm.interop.foreign_norms import Unreadable, looks_like_norm, read_norm, replace_module, replacement
-from siamesenorm.interop.rewire_report import norms_of
+from siamesenorm.interop.foreign_norms import Unreadable, looks_like_norm, norms_of, read_norm, replacement
 from siamesenorm.models.conversion import path_of
 from siamesenorm.models.language import LanguageModel, LanguageModelConfig
 from siamesenorm.models.transformer import inherited_operator
@@ -30,15 +29,10 @@ class Replacement:
     now: str
     differences: tuple[Inexact, ...] = ()
 
-    @property
-    def function_kept(self) -> bool:
-        """Whether the new norm computes what the old one did, up to rounding."""
-        return not self.differences
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapReport:
-    """What `swap_norms` did: norms replaced, kept and refused, the last two as (name, reason)."""
+    """The norms that `swap_norms` replaced, kept and refused, the last two as (name, reason)."""
 
     replaced: tuple[Replacement, ...] = ()
     kept: tuple[tuple[str, str], ...] = ()
@@ -47,15 +41,14 @@ class SwapReport:
     @property
     def function_kept(self) -> bool:
         """Whether the whole model computes what it did, up to rounding."""
-        return all(replacement.function_kept for replacement in self.replaced)
+        return not any(one.differences for one in self.replaced)
 
     def __str__(self) -> str:
         """Return the report as a table, one norm a line."""
         rows = [("norm", "outcome", "detail")]
         for one in self.replaced:
-            function = (
-                "function kept" if one.function_kept else f"function changed: {'; '.join(map(str, one.differences))}"
-            )
+            changes = "; ".join(map(str, one.differences))
+            function = f"function changed: {changes}" if changes else "function kept"
             rows.append((one.name, "replaced", f"{one.was} -> {one.now}, {function}"))
         for outcome, entries in (("kept", self.kept), ("refused", self.refused)):
             rows.extend((name, outcome, reason) for name, reason in entries)
@@ -79,92 +72,68 @@ def swap_norms(model: nn.Module, norm: str | NormSpec, where: Callable[[str], bo
     Raises UserError for an unknown norm or option, a pattern that selects nothing, and a model that no configuration
     would describe afterwards; the model is then unchanged.
     """
-    specification = NormSpec.parse(norm) if isinstance(norm, str) else norm
+    spec = NormSpec.parse(norm) if isinstance(norm, str) else norm
     refuse_unsavable(model, "swap the norms of")
-    names = _names_of_norms(model)
+    names = {name: one for name, one in model.named_modules(remove_duplicate=False) if looks_like_norm(one)}
     if isinstance(model, LanguageModel):
-        swapped = _swapped_config(model.config, specification)
-        plan = _plan(model, names, specification, _selection_in_native(model, where))
-        if plan.refused:
-            name, reason = plan.refused[0]
+        if where is not None:
+            raise UserError(f"where={where!r}: a LanguageModel has one operator on its residual path: leave it out")
+        swapped = _swapped_config(model.config, spec)
+        inside = {id(norm) for part in path_of(model).parts for norm in norms_of(part).values()}
+        new, report = _plan(model, names, spec, lambda name: id(names[name]) in inside)
+        if report.refused:
+            name, reason = report.refused[0]
             raise UserError(f"{name} cannot be replaced, and the model has one operator: {reason}")
         model.config = swapped
     else:
-        plan = _plan(model, names, specification, _selection(where, names))
-    for name, new in plan.new.items():
-        replace_module(model, name, new)
-    if plan.new and not isinstance(model, LanguageModel):
-        step = {"operation": "swap_norms", "norm": specification.to_json(), "names": list(plan.new)}
-        record_step(model, step)
-    return SwapReport(replaced=tuple(plan.replaced), kept=tuple(plan.kept), refused=tuple(plan.refused))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
-    """The new norms by name, and what the report will say; nothing is in the model yet."""
-
-    new: dict[str, Norm] = field(default_factory=dict)
-    replaced: list[Replacement] = field(default_factory=list)
-    kept: list[tuple[str, str]] = field(default_factory=list)
-    refused: list[tuple[str, str]] = field(default_factory=list)
+        if isinstance(where, str):
+            chosen = set(fnmatch.filter(names, where))
+            if not chosen:
+                some = ", ".join([*islice(names, 4), *(["..."] if len(names) > 4 else [])])
+                raise UserError(f"where={where!r} selects no norm: the model has {some or 'none'}")
+            where = chosen.__contains__
+        new, report = _plan(model, names, spec, where or (lambda name: True))
+    for name, module in new.items():
+        model.set_submodule(name, module)
+    if new and not isinstance(model, LanguageModel):
+        record_step(model, {"operation": "swap_norms", "norm": spec.to_json(), "names": list(new)})
+    return report
 
 
 def _plan(
-    model: nn.Module, names: dict[str, nn.Module], specification: NormSpec, selects: Callable[[str], bool]
-) -> _Plan:
-    parents, plan = dict(model.named_modules(remove_duplicate=False)), _Plan()
+    model: nn.Module, names: dict[str, nn.Module], spec: NormSpec, selects: Callable[[str], bool]
+) -> tuple[dict[str, Norm], SwapReport]:
+    """Return the new norms by name, and the report; the model is not changed."""
+    parents = dict(model.named_modules(remove_duplicate=False))
+    new: dict[str, Norm] = {}
+    replaced: list[Replacement] = []
+    kept: list[tuple[str, str]] = []
+    refused: list[tuple[str, str]] = []
     for name, module in names.items():
         if not selects(name):
-            plan.kept.append((name, "not selected"))
+            kept.append((name, "not selected"))
             continue
         try:
-            _refuse_shared(name, module, names)
-            _refuse_place(name, parents[name.rpartition(".")[0]])
+            _refuse_place(name, parents[name.rpartition(".")[0]], names)
             function = read_norm(module)
         except Unreadable as reason:
-            plan.refused.append((name, str(reason)))
+            refused.append((name, str(reason)))
             continue
-        if _is_already(module, specification):
-            plan.kept.append((name, f"is {specification} already"))
+        if type(module) is NORMS[spec.name] and dict(spec.options).items() <= module.settings().items():
+            kept.append((name, f"is {spec} already"))
             continue
-        new, differences = replacement(module, function, specification, model)
-        plan.new[name] = new
-        plan.replaced.append(
-            Replacement(name=name, was=type(module).__name__, now=type(new).__name__, differences=tuple(differences))
-        )
-    return plan
+        new[name], differences = replacement(module, function, spec, model)
+        was, now = type(module).__name__, type(new[name]).__name__
+        replaced.append(Replacement(name=name, was=was, now=now, differences=tuple(differences)))
+    return new, SwapReport(replaced=tuple(replaced), kept=tuple(kept), refused=tuple(refused))
 
 
-def _names_of_norms(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in model.named_modules(remove_duplicate=False) if looks_like_norm(module)}
-
-
-def _selection(where: Callable[[str], bool] | str | None, names: Collection[str]) -> Callable[[str], bool]:
-    if where is None:
-        return lambda name: True
-    if not isinstance(where, str):
-        return where
-    chosen = set(fnmatch.filter(names, where))
-    if not chosen:
-        some = ", ".join([*islice(names, 4), *(["..."] if len(names) > 4 else [])])
-        raise UserError(f"where={where!r} selects no norm: the model has {some or 'none'}")
-    return chosen.__contains__
-
-
-def _selection_in_native(model: LanguageModel, where: Callable[[str], bool] | str | None) -> Callable[[str], bool]:
-    if where is not None:
-        raise UserError(f"where={where!r}: a model of this library has one operator on its residual path: leave it out")
-    return _on_the_residual_path(model).__contains__
-
-
-def _refuse_shared(name: str, module: nn.Module, names: dict[str, nn.Module]) -> None:
-    mine = {id(module), *map(id, module.parameters())}
+def _refuse_place(name: str, parent: nn.Module, names: dict[str, nn.Module]) -> None:
+    """Raise Unreadable for a norm that cannot be exchanged where it is."""
+    mine = {id(names[name]), *map(id, names[name].parameters())}
     for other, candidate in names.items():
         if other != name and mine & {id(candidate), *map(id, candidate.parameters())}:
             raise Unreadable(f"shared with {other}")
-
-
-def _refuse_place(name: str, parent: nn.Module) -> None:
     if not name:
         raise Unreadable("the model itself is a norm: use build_norm")
     if isinstance(parent, nn.TransformerEncoderLayer):
@@ -173,24 +142,8 @@ def _refuse_place(name: str, parent: nn.Module) -> None:
         raise Unreadable("a fused connection computes its norms itself: build the model with kernels='plain'")
 
 
-def _is_already(module: nn.Module, specification: NormSpec) -> bool:
-    if type(module) is not NORMS[specification.name]:
-        return False
-    settings = module.settings()
-    return all(settings[option] == value for option, value in specification.options)
-
-
-def _on_the_residual_path(model: LanguageModel) -> set[str]:
-    """Return the names of the norms that a topology made, which are of the configuration's operator."""
-    inside = {id(norm) for part in path_of(model).parts for norm in norms_of(part).values()}
-    return {name for name, norm in norms_of(model).items() if id(norm) in inside}
-
-
 def _swapped_config(config: LanguageModelConfig, norm: NormSpec) -> LanguageModelConfig:
-    """Return the configuration of a model whose norms on the residual path were replaced, with its weights.
-
-    Raises UserError for an operator with which the configuration would describe another model in other parts as well.
-    """
+    """Return the configuration after a swap; raises UserError where it would describe another model."""
     swapped = dataclasses.replace(config, norm=inherited_operator(config.norm, norm))
     if NORMS[norm.name].scales_embedding != NORMS[config.norm.name].scales_embedding:
         raise UserError(f"norm {norm} comes with another scale of the embedding: build the model with it")

@@ -2,7 +2,7 @@
 
 Importing this module registers "siamesenorm_vit_tiny_patch16_224" and the like: timm's model of the rest of that name,
 to train from scratch, with `topology` and `norm` as further arguments of `timm.create_model`. What is saved names
-"siamesenorm_converted", or its registered name, as its architecture, which timm without this import does not know.
+"siamesenorm_converted", or its registered name, as its architecture, which timm has only after this import.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from timm.models.vision_transformer import checkpoint_filter_fn  # by which posi
 from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.conversion_log import replay_steps, steps_of
 from siamesenorm.interop.rewire import rewire
 from siamesenorm.interop.stored_model import Step
+from siamesenorm.interop.wiring import replay_steps, steps_of
 
 PREFIX = "siamesenorm_"
 CONVERTED = f"{PREFIX}converted"
@@ -47,10 +47,7 @@ __all__ = ["save_pretrained"]
 
 
 def save_pretrained(model: nn.Module, directory: str | Path) -> None:
-    """Save a converted model of timm: model.safetensors, and config.json in timm's format with the steps.
-
-    Raises UserError for a model that was not converted, or that timm.create_model did not make.
-    """
+    """Save a converted model in timm's format with its steps; raises UserError for one that timm cannot build again."""
     steps = steps_of(model)
     if not steps:
         raise UserError(f"{type(model).__name__} was not converted: call siamesenorm.rewire first, or save_for_hf")
@@ -63,15 +60,41 @@ def save_pretrained(model: nn.Module, directory: str | Path) -> None:
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=target) as written:
-        save_for_hf(
-            model,
-            written,
-            model_config={"pretrained_cfg": {"architecture": architecture}},
-            model_args=arguments,
-            safe_serialization=True,
-        )
+        config = {"pretrained_cfg": {"architecture": architecture}}
+        save_for_hf(model, written, model_config=config, model_args=arguments, safe_serialization=True)
         for name in ("model.safetensors", "config.json"):  # the configuration last: without it nothing loads
             os.replace(Path(written, name), target / name)
+
+
+def _entry_point(host: str, name: str) -> Callable[..., nn.Module]:
+    def create(
+        pretrained: bool = False,
+        topology: str = TOPOLOGY,
+        norm: str | None = None,
+        siamesenorm: list[Step] | None = None,
+        **options: Any,
+    ) -> nn.Module:
+        """Build the host, and rewire it or repeat the steps of a saved model."""
+        if pretrained and not (options.get("pretrained_cfg") or options.get("pretrained_cfg_overlay")):
+            raise UserError(f"{name} has no pretrained weights: create {host} with pretrained=True, and rewire it")
+
+        def build(**arguments: Any) -> nn.Module:
+            model: nn.Module = model_entrypoint(host)(pretrained=False, **arguments)
+            if siamesenorm:
+                replay_steps(model, siamesenorm)
+            else:
+                rewire(model, topology, preserve=False, norm=norm)
+            return model
+
+        features = {"out_indices": 3, "feature_cls": "getter"}
+        built: nn.Module = build_model_with_cfg(
+            build, name, pretrained, feature_cfg=features, pretrained_filter_fn=checkpoint_filter_fn, **options
+        )
+        return built
+
+    create.__name__ = create.__qualname__ = name
+    create.__doc__ = f"Build timm's {host} with the residual path of `topology` and the operator `norm`."
+    return create
 
 
 def siamesenorm_converted(
@@ -80,47 +103,8 @@ def siamesenorm_converted(
     """Build timm's model `host` and repeat the steps on it: the architecture that a saved converted model names."""
     if not host or not siamesenorm:
         raise UserError(f"{CONVERTED} is the architecture of saved models: load one with siamesenorm.from_pretrained")
-    return _create(CONVERTED, host, lambda model: replay_steps(model, siamesenorm), pretrained, options)
+    return _entry_point(host, CONVERTED)(pretrained, siamesenorm=siamesenorm, **options)
 
 
-def _entry_point(host: str) -> Callable[..., nn.Module]:
-    def create(
-        pretrained: bool = False,
-        topology: str = TOPOLOGY,
-        norm: str | None = None,
-        siamesenorm: list[Step] | None = None,
-        **options: Any,
-    ) -> nn.Module:
-        def convert(model: nn.Module) -> None:
-            if siamesenorm:  # a saved model: its record decides, not what names mean today
-                replay_steps(model, siamesenorm)
-            else:
-                rewire(model, topology, preserve=False, norm=norm)
-
-        return _create(create.__name__, host, convert, pretrained, options)
-
-    create.__name__ = create.__qualname__ = f"{PREFIX}{host}"
-    create.__doc__ = f"Build timm's {host} with the residual path of `topology` and the operator `norm`."
-    return create
-
-
-def _create(
-    name: str, host: str, convert: Callable[[nn.Module], None], pretrained: bool, options: dict[str, Any]
-) -> nn.Module:
-    if pretrained and not (options.get("pretrained_cfg") or options.get("pretrained_cfg_overlay")):
-        raise UserError(f"{name} has no pretrained weights: create {host} with pretrained=True, and rewire it")
-
-    def build(**arguments: Any) -> nn.Module:
-        model: nn.Module = model_entrypoint(host)(pretrained=False, **arguments)
-        convert(model)
-        return model
-
-    features = {"out_indices": 3, "feature_cls": "getter"}
-    model: nn.Module = build_model_with_cfg(
-        build, name, pretrained, feature_cfg=features, pretrained_filter_fn=checkpoint_filter_fn, **options
-    )
-    return model
-
-
-for _create_model in (siamesenorm_converted, *map(_entry_point, HOSTS)):
-    register_model(_create_model)
+for _create in (siamesenorm_converted, *(_entry_point(host, f"{PREFIX}{host}") for host in HOSTS)):
+    register_model(_create)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -57,8 +58,7 @@ class TrainedModel(NativeModel):
         """The configuration of the run."""
         if not self.run.config_file.is_file():
             raise UserError(
-                f"{self.path} is a checkpoint, and its run has no {self.run.config_file}: name the directory of a run, "
-                "of one of its checkpoints, or of an export"
+                f"{self.path} is a checkpoint without its run: name a run, a checkpoint in one, or an export"
             )
         config = self.run.read_config()
         if not isinstance(config.task, LanguageTaskConfig):
@@ -77,22 +77,17 @@ class TrainedModel(NativeModel):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Say which damaged checkpoints were passed over."""
+        """The damaged checkpoints that were skipped."""
         used = f"the older one of step {self.checkpoint.step} is used"
         return tuple(f"{self.path}: a checkpoint was skipped ({reason}), {used}" for reason in self.checkpoint.skipped)
 
-    def config(self) -> LanguageModelConfig:
-        """Return the configuration, for use."""
-        return for_use(self.run_config.task.model)
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the weights by their native names."""
-        return self.checkpoint.tensors["model"]
+    def contents(self) -> tuple[LanguageModelConfig, dict[str, Tensor]]:
+        """Return the configuration, for use, and the weights by their native names."""
+        return for_use(self.run_config.task.model), self.checkpoint.tensors["model"]
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the data that the run was trained on."""
-        self._manifest()
-        return load_tokenizer(self._data)
+        return load_tokenizer(self._prepared()[0])
 
     def seed(self) -> int:
         """Return the seed of the initial weights."""
@@ -100,26 +95,19 @@ class TrainedModel(NativeModel):
 
     def card(self) -> str:
         """Return a model card, written from the record of the run."""
-        return model_card(self.run, self.run_config, self.checkpoint.step, self._manifest())
+        return model_card(self.run, self.run_config, self.checkpoint.step, self._prepared()[1])
 
-    @property
-    def _data(self) -> Path:
-        return self.data or Path(self.run_config.task.data)
-
-    def _manifest(self) -> Manifest:
-        """Return the manifest of the run's data; their tokens need not be there any more."""
-        file = self._data / MANIFEST_FILE
-        if not file.is_file():
-            raise UserError(
-                f"{self._data}: the run's data with its tokenizer are not there: name their place with --data"
-            )
-        manifest = read_manifest(file)
+    def _prepared(self) -> tuple[Path, Manifest]:
+        """Return the directory of the run's data and their manifest; their tokens need not be there any more."""
+        data, wanted = self.data or Path(self.run_config.task.data), self.run_config.task.digest[:12]
+        if not (data / MANIFEST_FILE).is_file():
+            raise UserError(f"{data}: the run's data with its tokenizer are not there: name their place with --data")
+        manifest = read_manifest(data / MANIFEST_FILE)
         if manifest.digest != self.run_config.task.digest:
             raise UserError(
-                f"{self._data} holds other data than the run was trained on (digest {manifest.digest[:12]}, not "
-                f"{self.run_config.task.digest[:12]}): name their place with --data"
+                f"{data} holds other data than the run's (digest {manifest.digest[:12]}, not {wanted}): give --data"
             )
-        return manifest
+        return data, manifest
 
 
 def model_card(run: RunDirectory, config: RunConfig, step: int, manifest: Manifest) -> str:
@@ -128,82 +116,64 @@ def model_card(run: RunDirectory, config: RunConfig, step: int, manifest: Manife
     introduction = next((record for record in records if record["kind"] == "model"), None)
     if introduction is None:
         raise UserError(f"{run.metrics_file} has no record of the model: restore the run's record")
-    name = topology_name(config.task.model.topology)
+    origin = config.warm_start and config.warm_start.run[:12]
+    model, optimizer, split = config.task.model, config.optimizer, manifest.splits["train"]
+    name, parameters, batch = topology_name(model.topology), introduction["parameters"], config.batch * model.context
+    try:
+        found = decode_json(run.environment_file.read_bytes())
+        environment = f", siamesenorm {found['siamesenorm']}, torch {found['torch']}, on {found['device']}"
+    except (OSError, ValueError, KeyError, TypeError):  # an absent or incomplete record
+        environment = ""
+    facts = {
+        "Model": {
+            "Topology": f"`{name}`, streams: {', '.join(model.topology.stream_names)}",
+            "Norm": f"`{model.norm}`; attention norm `{introduction['attention_norm']}`",
+            "Shape": f"{model.depth} blocks of width {model.dim}, {model.heads} heads, MLP {model.hidden} "
+            f"({model.activation})",
+            "Parameters": f"{parameters:,}, of which {introduction['non_embedding_parameters']:,} outside the "
+            "embedding",
+            "Context": f"{model.context} tokens",
+            "Vocabulary": f"{model.vocabulary:,}, {'tied' if model.tied else 'untied'} head",
+        },
+        "Training": {
+            "Data": f"{Path(manifest.source).name}, {split.tokens:,} tokens in {split.documents:,} documents, digest "
+            f"`{manifest.digest[:12]}`",
+            "Tokenizer": f"{manifest.tokenizer.name}, {manifest.tokenizer.vocabulary:,} ids",
+            "Tokens seen": f"{step * batch:,}, {step * batch / split.tokens:.2f} times the data",
+            "Steps": f"{step:,} of {config.steps:,}, {batch:,} tokens each",
+            "Optimizer": f"AdamW, peak learning rate {optimizer.learning_rate:g}, {optimizer.shape} after "
+            f"{optimizer.warmup_steps:,} steps of warm-up, weight decay {optimizer.weight_decay:g}",
+            "Precision": f"{config.precision}, streams in {model.residual_dtype}",
+            "Seed": str(config.seed),
+            **({"Started from": f"the weights of run `{origin}`; its tokens are not counted here"} if origin else {}),
+            "Run": f"`{config.identity[:12]}`{environment}",
+        },
+        "Result": _results(run, step, records),
+    }
     parts = [
         f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- siamesenorm\n- {name}\n---",
-        f"# {introduction['label']}, {_count(introduction['parameters'])} parameters",
-        f"A decoder-only language model with the residual topology `{name}` ({config.task.model.topology.heading}, "
-        f"{config.task.model.topology.paper}) and the norm `{config.task.model.norm}`. This card was written by "
-        "`siamesenorm export` from the record of the run.",
-        "## Model",
-        _table(_model_facts(config, introduction)),
-        "## Training",
-        _table(_training_facts(run, config, step, manifest)),
-        "## Result",
-        _table(_result_facts(run, config, step, records)),
+        f"# {introduction['label']}, {parameters / 1e6:,.2f} M parameters",
+        f"A decoder-only language model with the residual topology `{name}` ({model.topology.heading}, "
+        f"{model.topology.paper}) and the norm `{model.norm}`. This card was written by `siamesenorm export` from the "
+        "record of the run.",
+        *(f"## {title}\n\n{_table(rows)}" for title, rows in facts.items()),
         LOADING,
         "## Limits",
-        _limits(config, manifest),
+        "\n".join(f"* {limit}" for limit in _limits(config, manifest)),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _model_facts(config: RunConfig, introduction: dict[str, Any]) -> dict[str, str]:
-    model = config.task.model
-    return {
-        "Topology": f"`{topology_name(model.topology)}`, streams: {', '.join(model.topology.stream_names)}",
-        "Norm": f"`{model.norm}`; attention norm `{introduction['attention_norm']}`",
-        "Shape": f"{model.depth} blocks of width {model.dim}, {model.heads} heads, MLP {model.hidden} "
-        f"({model.activation})",
-        "Parameters": f"{introduction['parameters']:,}, of which {introduction['non_embedding_parameters']:,} outside "
-        "the embedding",
-        "Context": f"{model.context} tokens",
-        "Vocabulary": f"{model.vocabulary:,}, {'tied' if model.tied else 'untied'} head",
-    }
-
-
-def _training_facts(run: RunDirectory, config: RunConfig, step: int, manifest: Manifest) -> dict[str, str]:
-    split, optimizer, seen = manifest.splits["train"], config.optimizer, step * config.batch * config.task.model.context
-    return {
-        "Data": f"{Path(manifest.source).name}, {split.tokens:,} tokens in {split.documents:,} documents, "
-        f"digest `{manifest.digest[:12]}`",
-        "Tokenizer": f"{manifest.tokenizer.name}, {manifest.tokenizer.vocabulary:,} ids",
-        "Tokens seen": f"{seen:,}, {seen / split.tokens:.2f} times the data",
-        "Steps": f"{step:,} of {config.steps:,}, {config.batch * config.task.model.context:,} tokens each",
-        "Optimizer": f"AdamW, peak learning rate {optimizer.learning_rate:g}, {optimizer.shape} after "
-        f"{optimizer.warmup_steps:,} steps of warm-up, weight decay {optimizer.weight_decay:g}",
-        "Precision": f"{config.precision}, streams in {config.task.model.residual_dtype}",
-        "Seed": str(config.seed),
-        **_origin(config),
-        "Run": f"`{config.identity[:12]}`{_environment(run)}",
-    }
-
-
-def _origin(config: RunConfig) -> dict[str, str]:
-    if config.warm_start is None:
-        return {}
-    return {"Started from": f"the weights of run `{config.warm_start.run[:12]}`; its tokens are not counted here"}
-
-
-def _environment(run: RunDirectory) -> str:
-    try:
-        found = decode_json(run.environment_file.read_bytes())
-        return f", siamesenorm {found['siamesenorm']}, torch {found['torch']}, on {found['device']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-
-
-def _result_facts(run: RunDirectory, config: RunConfig, step: int, records: list[dict[str, Any]]) -> dict[str, str]:
+def _results(run: RunDirectory, step: int, records: list[dict[str, Any]]) -> dict[str, str]:
     facts = {}
     losses = [record["loss"] for record in records if record["kind"] == "train"]
-    last = losses[-max(1, len(losses) // 10) :]
-    if last:
+    if last := losses[-max(1, len(losses) // 10) :]:
         facts["Training loss"] = f"{sum(last) / len(last):.4f} nats a token, mean of the last {len(last)} steps"
-    held_out = [record for record in records if record["kind"] == "validation"]
-    if held_out:
+    if held_out := [record for record in records if record["kind"] == "validation"]:
         newest = held_out[-1]
+        perplexity = f"{math.exp(newest['loss']):.2f}" if newest["loss"] < 100 else "beyond e^100"
         facts["Held-out loss"] = (
-            f"{newest['loss']:.4f} nats a token (perplexity {_perplexity(newest['loss'])}), step {newest['step']:,}, "
+            f"{newest['loss']:.4f} nats a token (perplexity {perplexity}), step {newest['step']:,}, "
             f"over {newest['items']:,} tokens"
         )
     verdict = run.read_verdict()
@@ -213,35 +183,19 @@ def _result_facts(run: RunDirectory, config: RunConfig, step: int, records: list
     return facts
 
 
-def _limits(config: RunConfig, manifest: Manifest) -> str:
-    alone = "nothing else" if config.warm_start is None else "what the run it started from has seen"
-    lines = [
-        "* A base model: it continues text, follows no instructions, and was neither filtered nor aligned.",
-        f"* It has seen {Path(manifest.source).name} and {alone}, {config.task.model.context} tokens at a time.",
-        "* Its code is the package siamesenorm: engines that serve models by code of their own cannot run it.",
-        "* Attention is PyTorch's scaled_dot_product_attention; attention weights cannot be put out.",
-    ]
+def _limits(config: RunConfig, manifest: Manifest) -> Iterator[str]:
+    more = "" if config.warm_start is None else ", after the data of the run it started from"
+    yield "A base model: it continues text, follows no instructions, and was neither filtered nor aligned."
+    yield f"Trained on {Path(manifest.source).name}{more}, {config.task.model.context} tokens at a time."
+    yield "Its code is the package siamesenorm: engines that serve models by code of their own cannot run it."
+    yield "Attention is PyTorch's scaled_dot_product_attention, which returns no attention weights."
     if config.precision != "float32":
-        lines.append(
-            f"* Trained in {config.precision} by autocast over fp32 weights, which are stored: it computes in the "
-            "dtype in which it is loaded, and its losses differ from those above by rounding."
+        yield (
+            f"Trained in {config.precision} by autocast over fp32 weights, which are stored: it computes in the dtype "
+            "in which it is loaded, and its losses differ from those above by rounding."
         )
-    return "\n".join(lines)
 
 
 def _table(facts: dict[str, str]) -> str:
-    return "\n".join(
-        ["| | |", "|---|---|", *(f"| {name} | {value.replace('|', '/')} |" for name, value in facts.items())]
-    )
-
-
-def _count(number: int) -> str:
-    """Return a count with three digits and a unit: 1.08 M."""
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return str(number)
-
-
-def _perplexity(loss: float) -> str:
-    return f"{math.exp(loss):.2f}" if loss < 100 else "beyond e^100"
+    rows = (f"| {name} | {value.replace('|', '/')} |" for name, value in facts.items())
+    return "\n".join(("| | |", "|---|---|", *rows))

@@ -15,9 +15,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +28,6 @@ from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json, disk_errors, encode_json, sync_directory, write_atomically
 
 SCHEMA = 1
-STAGES = (
-    "begin",
-    "partial-made",
-    "model-half-written",
-    "model-written",
-    "optimizer-half-written",
-    "optimizer-written",
-    "state-written",
-    "manifest-written",
-    "renamed",
-    "pruned",
-)
-
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
 
@@ -52,8 +38,6 @@ _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-
-Stage = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,44 +52,32 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    root: Path,
-    step: int,
-    tensors: Mapping[str, Mapping[str, Tensor]],
-    state: Mapping[str, Any],
-    *,
-    keep: int,
-    at_stage: Stage | None = None,
+    root: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], *, keep: int
 ) -> Path:
     """Write the checkpoint of a step, prune all but the newest `keep`, and return its directory.
 
-    `tensors` are groups by name, such as "model" and "optimizer", on any device; `state` is what JSON can hold.
-    `at_stage` is called with the names in `STAGES` (with the names of the groups) as they are reached. A checkpoint of
-    this step that is whole stays as it is. Raises `UserError` on a full disk, with everything earlier untouched, and
-    when a later checkpoint is whole.
+    `tensors` are groups by name, such as "model" and "optimizer", on any device; `state` is what JSON can hold. A
+    checkpoint of this step that is whole stays as it is. Raises `UserError` on a full disk, with everything earlier
+    untouched, and when a later checkpoint is whole.
     """
     if keep < 1:
         raise UserError(f"keep is {keep}: at least one checkpoint must be kept")
-    announce = at_stage or (lambda stage: None)
     target = root / f"step-{step:08d}"
     unfinished = target.with_name(target.name + PARTIAL)
     with disk_errors(target):
-        announce("begin")
         if not root.is_dir():
             root.mkdir(parents=True)
             sync_directory(root.parent)
         if _remove_leftovers(root, step):
             try:
                 unfinished.mkdir()
-                announce("partial-made")
-                _write_contents(unfinished, step, tensors, state, announce)
+                _write_contents(unfinished, step, tensors, state)
                 unfinished.rename(target)
             except BaseException:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 raise
             sync_directory(root)
-            announce("renamed")
         _prune(root, keep)
-        announce("pruned")
     return target
 
 
@@ -128,25 +100,21 @@ def _remove_leftovers(root: Path, step: int) -> bool:
 
 
 def _write_contents(
-    directory: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], announce: Stage
+    directory: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
 ) -> None:
-    files = {}
-    for group, named in tensors.items():
-        pieces = _safetensors_pieces(named, partial(announce, f"{group}-half-written"))
-        files[f"{group}.safetensors"] = _write_synced(directory / f"{group}.safetensors", pieces)
-        announce(f"{group}-written")
-    files["state.json"] = _write_synced(directory / "state.json", [encode_json(state, indent=1).encode()])
-    announce("state-written")
+    contents: dict[str, Iterable[bytes | memoryview]]
+    contents = {f"{group}.safetensors": _safetensors_pieces(named) for group, named in tensors.items()}
+    contents["state.json"] = [encode_json(state, indent=1).encode()]
+    files = {name: _write_synced(directory / name, pieces) for name, pieces in contents.items()}
     manifest = {"schema": SCHEMA, "step": step, "files": files}
     _write_synced(directory / MANIFEST, [encode_json(manifest, indent=1).encode()])
     sync_directory(directory)
-    announce("manifest-written")
 
 
-def _safetensors_pieces(tensors: Mapping[str, Tensor], halfway: Callable[[], None]) -> Iterator[bytes | memoryview]:
-    """Yield a safetensors file piece by piece, calling `halfway` before the middle tensor.
+def _safetensors_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """Yield a safetensors file piece by piece.
 
-    The library's writer wants all tensors in host memory at once, refuses tied ones, and reports a full disk as text.
+    The library's writer needs all tensors in host memory at once, refuses tied ones, and reports a full disk as text.
     """
     # Wide elements first, as the library does: every tensor is then aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -162,9 +130,7 @@ def _safetensors_pieces(tensors: Mapping[str, Tensor], halfway: Callable[[], Non
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
-    for number, name in enumerate(names):
-        if number == len(names) // 2:
-            halfway()
+    for name in names:
         yield tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 

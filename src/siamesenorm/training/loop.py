@@ -22,7 +22,6 @@ from siamesenorm.errors import UserError
 from siamesenorm.training import execution
 from siamesenorm.training.checkpoint import (
     Checkpoint,
-    Stage,
     capture_random_state,
     keep_last_weights,
     load_checkpoint,
@@ -64,20 +63,17 @@ class Instrument:
         """The run has ended, or failed."""
 
 
-def train(
-    config: RunConfig, directory: Path, *, instruments: tuple[Instrument, ...] = (), at_stage: Stage | None = None
-) -> Verdict:
+def train(config: RunConfig, directory: Path, *, instruments: tuple[Instrument, ...] = ()) -> Verdict:
     """Train the run of `config` in `directory`, or resume it, and return its verdict.
 
-    A finished run is not trained again. `at_stage` is called with the stages of writing checkpoints. Raises UserError
-    when the directory belongs to another configuration, for data that do not fit, and on a full disk; what cannot be
-    trained leaves no directory behind.
+    A finished run is not trained again. Raises UserError when the directory belongs to another configuration, for data
+    that do not fit, and on a full disk; what cannot be trained leaves no directory behind.
     """
     config, run = config.resolved(), RunDirectory(directory)
     finished = run.verdict_of(config)
     if finished is not None:
         return finished
-    loop = TrainingLoop(config, run, instruments, at_stage)
+    loop = TrainingLoop(config, run, instruments)
     try:
         with run.claimed(config):
             return run.read_verdict() or loop.run()
@@ -89,12 +85,10 @@ def train(
 class TrainingLoop:
     """One run in one process."""
 
-    def __init__(
-        self, config: RunConfig, run: RunDirectory, instruments: tuple[Instrument, ...], at_stage: Stage | None
-    ) -> None:
+    def __init__(self, config: RunConfig, run: RunDirectory, instruments: tuple[Instrument, ...]) -> None:
         if config.execution.threads:
             torch.set_num_threads(config.execution.threads)
-        self.config, self.run_directory, self.instruments, self.at_stage = config, run, instruments, at_stage
+        self.config, self.run_directory, self.instruments = config, run, instruments
         if not run.checkpoints.exists():
             require_start(config)
         self.device = execution.find_device(config.execution.device)
@@ -236,7 +230,6 @@ class TrainingLoop:
             },
             {"metrics_offset": self.log.sync(), "seconds": time.perf_counter() - self.clock},
             keep=self.config.execution.keep_checkpoints,
-            at_stage=self.at_stage,
         )
 
     def _resume(self) -> Checkpoint | None:

@@ -2,10 +2,10 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from siamesenorm.interop.export import MODEL_TYPE
 from siamesenorm.interop.huggingface.configuration import SiameseNormConfig
 from siamesenorm.interop.huggingface.converted import converted_class, register, register_families
 from siamesenorm.interop.huggingface.modeling import SiameseNormForCausalLM, SiameseNormModel
+from siamesenorm.interop.native_models import MODEL_TYPE
 
 __all__ = ["SiameseNormConfig", "SiameseNormForCausalLM", "SiameseNormModel", "converted_class", "register"]
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig
 
-from siamesenorm.interop.export import AUTO_MAP, DIGEST, MODEL_TYPE, REMOTE_CODE, REMOTE_CODE_FILE
+from siamesenorm.interop.native_models import AUTO_MAP, DIGEST, MODEL_TYPE, REMOTE_CODE, REMOTE_CODE_FILE
 from siamesenorm.models.language import LanguageModelConfig
 from siamesenorm.norms import NormSpec
 from siamesenorm.topologies import build_topology, topology_from_json
@@ -17,7 +17,17 @@ from siamesenorm.topologies import build_topology, topology_from_json
 FIELDS = tuple(field.name for field in dataclasses.fields(LanguageModelConfig))
 
 
-class SiameseNormConfig(PreTrainedConfig):
+class OwnRemoteCode:
+    """Mixed in before a class of transformers whose saving writes the file of code that config.json names."""
+
+    _auto_class: ClassVar[str | None] = None
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Do nothing: transformers would copy the file of the class."""
+
+
+class SiameseNormConfig(OwnRemoteCode, PreTrainedConfig):
     """A `LanguageModelConfig` for transformers: its fields, resolved, and those of `PreTrainedConfig`.
 
     `topology` and `norm` are texts ("dhc-2:streams=4"), what their `to_json` gives, or the objects; they are kept as
@@ -43,20 +53,14 @@ class SiameseNormConfig(PreTrainedConfig):
     pad_token_id: int | None = None
     seed: int = 0
 
-    def __init__(
-        self,
-        *,
-        use_cache: bool = True,
-        bos_token_id: int | None = None,
-        eos_token_id: int | None = None,
-        pad_token_id: int | None = None,
-        seed: int = 0,
-        **fields: Any,
-    ) -> None:
+    def __init__(self, **fields: Any) -> None:
         fields = {self.attribute_map.get(name, name): value for name, value in fields.items()}
-        self._take(_native({name: fields.pop(name) for name in FIELDS if name in fields}))
-        self.use_cache, self.seed = use_cache, seed
-        self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
+        record = _native({name: fields.pop(name) for name in FIELDS if name in fields}).to_json()
+        others = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "seed")
+        for name in FIELDS:
+            setattr(self, name, record[name])
+        for name in others:
+            setattr(self, name, fields.pop(name, getattr(type(self), name)))
         fields.pop(DIGEST, None)  # of the file that was read; other weights may be saved
         super().__init__(**{**fields, "auto_map": dict(AUTO_MAP)})
 
@@ -69,34 +73,21 @@ class SiameseNormConfig(PreTrainedConfig):
         """Return the configuration of the native model; raises UserError for one that cannot be built."""
         return _native({name: getattr(self, name) for name in FIELDS})
 
-    def save_pretrained(
-        self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **options: Any
-    ) -> None:
-        """Write config.json and the file of code that it names."""
-        directory = Path(save_directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / REMOTE_CODE_FILE).write_text(REMOTE_CODE)
-        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **options)
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Do nothing: `save_pretrained` writes the file of code, where transformers would copy this one."""
-
-    def _take(self, config: LanguageModelConfig) -> None:
-        record = config.to_json()
-        for name in FIELDS:
-            setattr(self, name, record[name])
+    def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
+        """Write config.json, and beside it the file of code that it names."""
+        Path(json_file_path).with_name(REMOTE_CODE_FILE).write_text(REMOTE_CODE)
+        super().to_json_file(json_file_path, use_diff)
 
 
 def _native(fields: dict[str, Any]) -> LanguageModelConfig:
-    """Return the native configuration of fields in any of the forms that a person or a file gives."""
-    topology, norm = fields.get("topology"), fields.get("norm")
-    if isinstance(topology, str):
-        fields["topology"] = build_topology(topology)
-    elif isinstance(topology, dict):
-        fields["topology"] = topology_from_json(topology)
-    if isinstance(norm, str):
-        fields["norm"] = NormSpec.parse(norm)
-    elif isinstance(norm, dict):
-        fields["norm"] = NormSpec.from_json(norm)
+    """Return the native configuration of fields, whose topology and norm are objects, texts or JSON."""
+    readers: dict[str, tuple[Any, Any]] = {
+        "topology": (build_topology, topology_from_json),
+        "norm": (NormSpec.parse, NormSpec.from_json),
+    }
+    for name, (parse, from_json) in readers.items():
+        if isinstance(fields.get(name), str):
+            fields[name] = parse(fields[name])
+        elif isinstance(fields.get(name), dict):
+            fields[name] = from_json(fields[name])
     return LanguageModelConfig(**fields)

@@ -1,13 +1,11 @@
 """Converted models of Hugging Face: each gets a class of its own, "SiameseNorm" before its host's name.
 
-The class builds the host and repeats on it the steps that its configuration holds; then weights are loaded into it. So
-saving and loading are the library's own, in safetensors alone. `register` makes the classes known to the Auto classes;
-importing this package does so for the families that `rewire` supports.
+The class builds the host and repeats the steps of its configuration; then transformers loads the weights. `register`
+adds the classes to the Auto classes; importing this package does so for the families that `rewire` supports.
 
 On disk the host's configuration is nested under "host", so that nothing takes the model for its host: the type is
-unknown to plain transformers, and the host's own class, called by name, finds null in place of a number that it needs,
-instead of drawing at random the norms that it misses. `trust_remote_code=True` finds the classes through a short file
-of code beside the weights.
+unknown to plain transformers, and the host's own class finds null in place of a number that it needs. With
+`trust_remote_code=True` a short file of code beside the weights imports the classes.
 """
 
 from __future__ import annotations
@@ -31,13 +29,12 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.conversion_log import replay_steps
-from siamesenorm.interop.derived_class import derive_as, original_class, without
-from siamesenorm.interop.hosts.blocks import RewiredBlock, keep_recording
-from siamesenorm.interop.hosts.find import FAMILIES
-from siamesenorm.interop.hosts.wiring import scale_drawn_weights
+from siamesenorm.interop.block_families import FAMILIES
+from siamesenorm.interop.huggingface.configuration import OwnRemoteCode
 from siamesenorm.interop.huggingface.modeling import is_initialised, mark_initialised, refill_constants
+from siamesenorm.interop.rewired_blocks import RewiredBlock, derive, keep_recording, original_class, without
 from siamesenorm.interop.stored_model import Step
+from siamesenorm.interop.wiring import replay_steps, scale_drawn_weights
 from siamesenorm.norms import DeclaredModule
 from siamesenorm.norms.parameters import assign, declared_parameters
 
@@ -56,11 +53,17 @@ REMOTE_CODE = '''\
 from siamesenorm.interop.huggingface.converted import __getattr__  # noqa: F401
 '''
 
+COMMON = {
+    "model_type", "transformers_version", "siamesenorm", "quantization_config",
+    *(field.name for field in fields(PreTrainedConfig)),
+}  # fmt: skip
+"""Fields of config.json that every converted model has; the others are the host's own."""
+
 # --- the configuration
 
 
-class ConvertedConfig:
-    """Mixed in before a host's configuration; `siamesenorm` holds the steps."""
+class ConvertedConfig(OwnRemoteCode):
+    """A host's configuration; `siamesenorm` holds the steps of the conversion."""
 
     siamesenorm: Sequence[Step] = ()
 
@@ -76,12 +79,12 @@ class ConvertedConfig:
     def to_json_string(self, use_diff: bool = True) -> str:
         """Return the content of config.json."""
         host = original_class(type(self))
-        common = {*(field.name for field in fields(PreTrainedConfig)), *COMMON}
         whole = json.loads(super().to_json_string(use_diff))  # type: ignore[misc]
-        record = {name: value for name, value in whole.items() if name in common}
-        record |= {_required_number(host): None} if _required_number(host) else {}
+        record = {name: value for name, value in whole.items() if name in COMMON}
+        if required := _required_number(host):
+            record[required] = None
         # Without "model_type", by which transformers would find the host's configuration in here.
-        record[HOST] = {name: value for name, value in whole.items() if name not in common}
+        record[HOST] = {name: value for name, value in whole.items() if name not in COMMON}
         names = {auto.__name__: PREFIX + kind.__name__ for auto, kind in host_classes(host).items()}
         names["AutoConfig"] = type(self).__name__
         record["auto_map"] = {auto: f"{REMOTE_CODE_MODULE}.{name}" for auto, name in names.items()}
@@ -92,29 +95,16 @@ class ConvertedConfig:
         Path(json_file_path).with_name(f"{REMOTE_CODE_MODULE}.py").write_text(REMOTE_CODE)
         super().to_json_file(json_file_path, use_diff)  # type: ignore[misc]
 
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Do nothing: saving writes the file of code, where transformers would copy this one."""
-
-
-COMMON = ("model_type", "transformers_version", "siamesenorm", "quantization_config")
-"""Fields of every converted model beside those that `PreTrainedConfig` declares."""
-
 
 def converted_config(host: type) -> type[Any]:
     """Return the class of the configurations of converted models whose host has configurations of class `host`."""
     host = original_class(host)
-    members = {
-        "__doc__": f"A {host.__name__} with the conversions of its model.",
-        "__module__": __name__,
-        "model_type": f"{TYPE_PREFIX}{host.model_type}",  # type: ignore[attr-defined]
-        "_auto_class": None,
-    }
-    return derive_as(f"{PREFIX}{host.__name__}", ConvertedConfig, host, members, (converted_config, (host,)))
+    name, model_type = f"{PREFIX}{host.__name__}", f"{TYPE_PREFIX}{host.model_type}"  # type: ignore[attr-defined]
+    return derive(ConvertedConfig, host, name, converted_config, model_type=model_type)
 
 
 def host_classes(config: type) -> dict[type[Any], type[Any]]:
-    """Return the host's class for each Auto class that knows the host's class of configurations."""
+    """Return the host's class for each Auto class with the host's class of configurations."""
     found: dict[type[Any], type[Any]] = {}
     for auto in vars(modeling_auto).values():
         if isinstance(auto, type) and issubclass(auto, _BaseAutoModelClass) and auto._model_mapping is not None:
@@ -127,8 +117,7 @@ def host_classes(config: type) -> dict[type[Any], type[Any]]:
 
 def _required_number(host: type[Any]) -> str | None:
     """Return a field of the host's own configuration that must be a number, best a whole one."""
-    common = {field.name for field in fields(PreTrainedConfig)}
-    own = [field for field in fields(host) if field.name not in common]
+    own = [field for field in fields(host) if field.name not in COMMON]
     whole = [field.name for field in own if field.type is int]
     return next(iter(whole or [field.name for field in own if field.type is float]), None)
 
@@ -136,8 +125,8 @@ def _required_number(host: type[Any]) -> str | None:
 # --- the model
 
 
-class ConvertedTransformersModel:
-    """Mixed in before a host's class: a configuration with steps builds the converted model."""
+class ConvertedTransformersModel(OwnRemoteCode):
+    """A converted model, which a configuration with steps builds from its host."""
 
     config: Any
 
@@ -161,45 +150,31 @@ class ConvertedTransformersModel:
         model: Any = self
         if module is model:
             if not is_initialised(model):
-                _initialise_declared(model)
+                for _, parameter, declaration in declared_parameters(model):
+                    if not is_initialised(parameter):
+                        dtype, device = parameter.dtype, parameter.device
+                        assign(parameter, torch.tensor(declaration.initial, dtype=dtype, device=device))
                 scale_drawn_weights(model, keep=is_initialised)
             refill_constants(model)
         super()._initialize_weights(module, is_custom_code)  # type: ignore[misc]
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-        """Do nothing: saving writes the file of code, where transformers would copy this one."""
-
-
-def _initialise_declared(model: nn.Module) -> None:
-    for _, parameter, declaration in declared_parameters(model):
-        if not is_initialised(parameter):
-            assign(parameter, torch.tensor(declaration.initial, dtype=parameter.dtype, device=parameter.device))
 
 
 def converted_class(host: type) -> type[Any]:
     """Return the class of converted models whose host is of class `host`."""
     host = without(ConvertedTransformersModel, host)
     original: Any = original_class(host)
-    members = {
-        "__doc__": f"A converted {original.__name__}.",
-        "__module__": __name__,
-        "config_class": converted_config(original.config_class),
-        "_auto_class": None,
-    }
-    return derive_as(
-        f"{PREFIX}{original.__name__}", ConvertedTransformersModel, host, members, (converted_class, (host,))
-    )
+    name, config = f"{PREFIX}{original.__name__}", converted_config(original.config_class)
+    return derive(ConvertedTransformersModel, host, name, converted_class, config_class=config)
 
 
 def register(host: type) -> None:
-    """Make converted models known to the Auto classes that know configurations of class `host`."""
+    """Add converted models to the Auto classes that have configurations of class `host`."""
     config, original = converted_config(host), original_class(host)
     AutoConfig.register(config.model_type, config, exist_ok=True)
     host_type = original.model_type  # type: ignore[attr-defined]
     for auto, kind in host_classes(original).items():
         auto.register(config, converted_class(kind), exist_ok=True)
-        # By this list of names the Trainer knows which models shift their labels, and pipelines which ones they take.
+        # By this list of names the Trainer decides whether a model shifts its labels, and a pipeline whether it fits.
         auto._model_mapping._model_mapping[config.model_type] = converted_class(kind).__name__
     if host_type in TOKENIZER_MAPPING_NAMES:
         TOKENIZER_MAPPING_NAMES[config.model_type] = TOKENIZER_MAPPING_NAMES[host_type]
@@ -217,18 +192,14 @@ def register_families() -> None:
 
 
 def adopt(model: nn.Module, steps: Sequence[Step]) -> None:
-    """Give a converted model the class that saves and loads it, and a configuration of its own with the steps.
-
-    The old configuration, which other models may share, stays as it is; `name_or_path` is cleared, since that path
-    holds another model.
-    """
+    """Give a converted model the class that saves it as what it is, and a configuration of its own with the steps."""
     assert isinstance(model, PreTrainedModel)
     register(type(model.config))
     copies: dict[int, Any] = {}
     config = copy.deepcopy(model.config, copies)
     config.__class__ = converted_config(type(config))
     config.siamesenorm = copy.deepcopy(list(steps))
-    config.name_or_path = ""
+    config.name_or_path = ""  # that path holds another model
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, PreTrainedConfig) and id(value) in copies:
@@ -253,25 +224,14 @@ def _set_class(model: Any) -> None:
     vars(model).pop("_weight_conversions", None)
 
 
-def class_named(architecture: str, path: Path) -> type[Any]:
-    """Return the registered class of converted models of this name; raises UserError for an unknown host."""
-    host = getattr(transformers, architecture.removeprefix(PREFIX).removeprefix(REWIRED), None)
-    if not (isinstance(host, type) and issubclass(host, PreTrainedModel)):
-        raise UserError(
-            f"{path} is a {architecture}, whose host is none of transformers {transformers.__version__}: load it with "
-            "converted_class(host).from_pretrained of siamesenorm.interop.huggingface"
-        )
-    register(host.config_class)  # type: ignore[arg-type]
-    return converted_class(host)
-
-
 def __getattr__(name: str) -> Any:
-    """Return the class of converted models or configurations by its name, for remote code."""
-    host = getattr(transformers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
-    if isinstance(host, type) and issubclass(host, PreTrainedConfig):
-        register(host)
-        return converted_config(host)
-    if isinstance(host, type) and issubclass(host, PreTrainedModel):
-        register(host.config_class)  # type: ignore[arg-type]
-        return converted_class(host)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Return the class of converted models or configurations by its name, for stored models and remote code."""
+    ours = name.startswith((PREFIX, REWIRED))
+    host: Any = getattr(transformers, name.removeprefix(PREFIX).removeprefix(REWIRED), None) if ours else None
+    is_config, is_model = (isinstance(host, type) and issubclass(host, c) for c in (PreTrainedConfig, PreTrainedModel))
+    if not (is_config or is_model):
+        raise AttributeError(
+            f"the host of {name} is none of transformers {transformers.__version__}: use converted_class(host)"
+        )
+    register(host if is_config else host.config_class)
+    return converted_config(host) if is_config else converted_class(host)

@@ -23,7 +23,7 @@ from siamesenorm.interop.native_models import compute_in
 from siamesenorm.models.language import LanguageModel
 from siamesenorm.models.transformer import add_losses
 from siamesenorm.norms import DeclaredModule
-from siamesenorm.sublayers.sublayer import Context, KeyValueCache, Losses, Rotation
+from siamesenorm.sublayers.sublayer import Context, Losses
 from siamesenorm.topologies import Streams
 
 StreamsOfBlock = dict[str, Tensor]
@@ -44,32 +44,6 @@ class CausalLMOutput(CausalLMOutputWithPast):
     streams: tuple[StreamsOfBlock, ...] | None = None
 
 
-class Recorder:
-    """Collects, after every block, the closed state that transformers calls hidden state, and the streams by name."""
-
-    def __init__(self, native: LanguageModel, *, hidden_states: bool, streams: bool) -> None:
-        self.native = native
-        self.hidden_states: tuple[Tensor, ...] | None = () if hidden_states else None
-        self.streams: tuple[StreamsOfBlock, ...] | None = () if streams else None
-
-    def embedded(self, embedding: Tensor) -> None:
-        """Record the embedding, the first of the hidden states."""
-        if self.hidden_states is not None:
-            self.hidden_states += (embedding,)
-
-    def after_block(self, streams: Streams) -> None:
-        """Record the streams after a block; raises UserError where a write is pending."""
-        if self.hidden_states is None and self.streams is None:
-            return
-        names = self.native.config.topology.stream_names
-        if len(names) != len(streams):
-            raise UserError("fused kernels leave writes pending between blocks: record with kernels='plain'")
-        if self.hidden_states is not None:
-            self.hidden_states += (self.native.closing(streams),)
-        if self.streams is not None:
-            self.streams += (dict(zip(names, streams, strict=True)),)
-
-
 class SiameseNormPreTrainedModel(PreTrainedModel):
     """What both models share: the native model, as `model`, and the loop over its blocks."""
 
@@ -82,6 +56,7 @@ class SiameseNormPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     _can_compile_fullgraph = True
+    _input_embed_layer = "embedding"
     has_head: ClassVar[bool] = True
 
     def __init__(self, config: SiameseNormConfig) -> None:
@@ -91,15 +66,6 @@ class SiameseNormPreTrainedModel(PreTrainedModel):
             self.model.head = None
         self._compute_in_dtype_of_parameters()
         self.post_init()  # type: ignore[no-untyped-call]
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the embedding."""
-        embedding: nn.Module = self.model.embedding
-        return embedding
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Exchange the embedding."""
-        self.model.embedding = value
 
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the head; None where it is the embedding, and where there is none."""
@@ -116,49 +82,59 @@ class SiameseNormPreTrainedModel(PreTrainedModel):
         if is_initialised(self):  # what was added to it since, and what copies it
             super()._initialize_weights(module, is_custom_code)
         elif module is self:
-            self._draw_missing()
+            parameters = dict(self.model.named_parameters())
+            given = {name: one.clone() for name, one in parameters.items() if is_initialised(one)}
+            if len(given) < len(parameters):
+                self.model.reset_parameters(self.config.seed)
+                for name, values in given.items():
+                    parameters[name].copy_(values)
             mark_initialised(self)
         if module is self:
             refill_constants(self)
 
-    def _draw_missing(self) -> None:
-        parameters = dict(self.model.named_parameters())
-        given = {name: parameter for name, parameter in parameters.items() if is_initialised(parameter)}
-        if len(given) < len(parameters):
-            kept = {name: parameter.clone() for name, parameter in given.items()}
-            self.model.reset_parameters(self.config.seed)
-            for name, values in kept.items():
-                parameters[name].copy_(values)
-
     def run_blocks(
         self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        past_key_values: Cache | None,
-        inputs_embeds: Tensor | None,
-        use_cache: bool | None,
-        recorder: Recorder,
-    ) -> tuple[Streams, Losses, Cache | None]:
-        """Return the streams after the last block, the losses of the sublayers, and the cache."""
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_streams: bool = False,
+        **unknown: Any,
+    ) -> tuple[Streams, Losses, dict[str, Any]]:
+        """Return the streams after the last block, the losses of the sublayers, and the other fields of an output."""
         if (input_ids is None) == (inputs_embeds is None):
             raise UserError("a model takes either input_ids or inputs_embeds: give one of them")
+        if unknown.get("output_attentions", self.config.output_attentions):
+            raise UserError("attention weights are never computed (fused attention): leave out output_attentions")
         embedding = self.model.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values, use_cache)
-        steps = steps_of(embedding, cache)
+        # The places [tokens] of the new tokens in the cache, counted from the first token it holds.
+        past = 0 if cache is None else cache.get_seq_length()
+        steps = torch.arange(embedding.shape[1], device=embedding.device) + past
         rotary = self.model.rotary(steps if position_ids is None else position_ids.unsqueeze(1))
         # Positions without a mask and a past are, as elsewhere in transformers, those of packed documents.
         packed = position_ids if attention_mask is None and past_key_values is None else None
         mask = attention_mask_for(steps, attention_mask, packed, cache)
-        recorder.embedded(embedding)
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        hidden_states: tuple[Tensor, ...] | None = (embedding,) if wanted else None
+        by_name: tuple[StreamsOfBlock, ...] | None = () if output_streams else None
+        names = self.model.config.topology.stream_names if wanted or output_streams else ()
         streams: Streams = self.model.open(embedding)
         losses: Losses = {}
         for index, block in enumerate(self.model.blocks):
             layer = None if cache is None else LayerCache(cache, index)
-            streams, more = self._run_block(block, streams, rotary, mask, layer)
+            streams, more = self._run_block(block, streams, Context(rotary, mask, layer))
             losses = add_losses(losses, more)
-            recorder.after_block(streams)
-        return streams, losses, cache
+            if names and len(names) != len(streams):
+                raise UserError("fused kernels leave writes pending between blocks: record with kernels='plain'")
+            if hidden_states is not None:
+                hidden_states += (self.model.closing(streams),)
+            if by_name is not None:
+                by_name += (dict(zip(names, streams, strict=True)),)
+        return streams, losses, {"past_key_values": cache, "hidden_states": hidden_states, "streams": by_name}
 
     @property
     def _recomputes(self) -> bool:
@@ -166,44 +142,29 @@ class SiameseNormPreTrainedModel(PreTrainedModel):
         return self.gradient_checkpointing and self.training and torch.is_grad_enabled()
 
     def _cache(self, given: Cache | None, wanted: bool | None) -> Cache | None:
+        if self._recomputes and given is not None:
+            raise UserError("a cache under gradient checkpointing, which would fill it twice: leave out one of them")
         if self._recomputes:
-            if given is not None:
-                raise UserError(
-                    "a cache under gradient checkpointing, which computes its keys twice: leave out one of them"
-                )
             return None
         wanted = (self.config.use_cache and not self.training) if wanted is None else wanted
         return DynamicCache(config=self.config) if given is None and wanted else given
 
-    def _run_block(
-        self,
-        block: nn.Module,
-        streams: Streams,
-        rotary: Rotation | None,
-        mask: Tensor | None,
-        cache: KeyValueCache | None,
-    ) -> tuple[Streams, Losses]:
+    def _run_block(self, block: nn.Module, streams: Streams, context: Context) -> tuple[Streams, Losses]:
         """Run a block, in the backward pass once more under gradient checkpointing."""
         if not self._recomputes:
-            result: tuple[Streams, Losses] = block(streams, Context(rotary, mask, cache))
+            result: tuple[Streams, Losses] = block(streams, context)
             return result
         names: list[str] = []
 
         def flat(*streams: Tensor) -> tuple[Tensor, ...]:
             # Reentrant checkpointing sees gradients only of tensors that are arguments and results themselves.
-            streams, losses = block(streams, Context(rotary, mask))
+            streams, losses = block(streams, context)
             names[:] = losses
             return *streams, *losses.values()
 
         results = self._gradient_checkpointing_func(flat, *streams)
         count = len(results) - len(names)
         return results[:count], dict(zip(names, results[count:], strict=True))
-
-    def _recorder(self, output_hidden_states: Any, output_streams: bool, unknown: dict[str, Any]) -> Recorder:
-        if unknown.get("output_attentions", self.config.output_attentions):
-            raise UserError("attention weights are never computed (fused attention): leave out output_attentions")
-        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        return Recorder(self.model, hidden_states=wanted is not None and wanted is not False, streams=output_streams)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -222,33 +183,15 @@ class SiameseNormModel(SiameseNormPreTrainedModel):
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        output_streams: bool = False,
-        **kwargs: Any,
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **inputs: Any
     ) -> ModelOutput:
         """Return the closed state [batch, tokens, dim] of input_ids [batch, tokens], left or right padded.
 
-        `output_hidden_states` adds the embedding and the closed state after every block, `output_streams` the streams
-        after every block by name.
+        Other inputs are those of `SiameseNormForCausalLM`. `output_hidden_states` adds the embedding and the closed
+        state after every block, `output_streams` the streams after every block by name.
         """
-        recorder = self._recorder(output_hidden_states, output_streams, kwargs)
-        streams, losses, cache = self.run_blocks(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, recorder
-        )
-        return ModelOutput(
-            last_hidden_state=self.model.closing(streams),
-            past_key_values=cache,
-            hidden_states=recorder.hidden_states,
-            streams=recorder.streams,
-            losses=losses or None,
-        )
+        streams, losses, others = self.run_blocks(input_ids, attention_mask, **inputs)
+        return ModelOutput(last_hidden_state=self.model.closing(streams), losses=losses or None, **others)
 
 
 class SiameseNormForCausalLM(SiameseNormPreTrainedModel, GenerationMixin):
@@ -290,23 +233,17 @@ class SiameseNormForCausalLM(SiameseNormPreTrainedModel, GenerationMixin):
         cross-entropy plus the losses of the sublayers. `logits_to_keep` is the number of last tokens with logits, or
         their places; `output_hidden_states` and `output_streams` are those of `SiameseNormModel`.
         """
-        recorder = self._recorder(output_hidden_states, output_streams, kwargs)
-        streams, losses, cache = self.run_blocks(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, recorder
-        )
+        streams, losses, others = self.run_blocks(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_hidden_states,
+            output_streams, **kwargs,
+        )  # fmt: skip
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.model.logits(self.model.closing(tuple(stream[:, kept] for stream in streams)))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
             loss = loss + sum(losses.values())
-        return CausalLMOutput(
-            loss=loss,
-            logits=logits,
-            past_key_values=cache,
-            hidden_states=recorder.hidden_states,
-            streams=recorder.streams,
-        )
+        return CausalLMOutput(loss=loss, logits=logits, **others)
 
 
 # --- padding, packing and caches of transformers, as native attention takes them
@@ -325,27 +262,20 @@ class LayerCache:
         return both
 
 
-def steps_of(embedding: Tensor, cache: Cache | None) -> Tensor:
-    """Return the places [tokens] that new tokens take in the cache, counted from the first token it holds."""
-    past = 0 if cache is None else cache.get_seq_length()
-    return torch.arange(embedding.shape[1], device=embedding.device) + past
-
-
 def attention_mask_for(
     steps: Tensor, attention_mask: Tensor | None, packed_positions: Tensor | None, cache: Cache | None
 ) -> Tensor | None:
     """Return the boolean mask [batch or 1, 1, tokens, all tokens], or None for plain causal attention.
 
     `attention_mask` [batch, all tokens] is 0 for padding; one of four dimensions is used unchanged.
-    `packed_positions` [batch or 1, tokens] start again with every document of a packed sequence. A padding token sees
-    itself, since a row without any key has no softmax. Raises UserError for a mask of other dimensions.
+    `packed_positions` [batch or 1, tokens] start again with every document of a packed sequence. A padding token has
+    itself as its key, since a row without any has no softmax. Raises UserError for a mask of other dimensions.
     """
     if attention_mask is not None and attention_mask.dim() == 4:
         return attention_mask
     if attention_mask is not None and attention_mask.dim() != 2:
         raise UserError(
-            f"attention_mask has {attention_mask.dim()} dimensions: give [batch, tokens], with 0 for padding, or "
-            "[batch, 1, tokens, tokens]"
+            f"attention_mask has {attention_mask.dim()} dimensions: give [batch, tokens], with 0 for padding"
         )
     new = len(steps)
     total = new if cache is None else cache.get_mask_sizes(new, 0)[0]
@@ -361,24 +291,17 @@ def attention_mask_for(
         tokens = F.pad(attention_mask.bool(), (0, max(0, total - attention_mask.shape[-1])))[:, None, :total]
         visible = visible & (tokens | (keys == steps[:, None]))
     if packed_positions is not None:
-        visible = visible & same_document(packed_positions)
+        # Positions rise by one inside a document.
+        document = F.pad((packed_positions.diff(dim=-1) != 1).cumsum(dim=-1), (1, 0))
+        visible = visible & (document[:, :, None] == document[:, None, :])
     return visible[:, None]
-
-
-def same_document(positions: Tensor) -> Tensor:
-    """Return [batch, tokens, tokens], True where two tokens are in one document: positions rise by one inside it."""
-    document = F.pad((positions.diff(dim=-1) != 1).cumsum(dim=-1), (1, 0))
-    return document[:, :, None] == document[:, None, :]
 
 
 # --- which modules have their weights
 
 
 def mark_initialised(model: nn.Module) -> None:
-    """Mark a model and all its modules as having their weights: transformers draws nothing again.
-
-    Marks are on modules, where copies keep them, not on parameters.
-    """
+    """Mark a model's modules, whose marks are copied with them, as having their weights: nothing is drawn again."""
     for module in model.modules():
         module._is_hf_initialized = True  # type: ignore[assignment]
 

@@ -1,23 +1,72 @@
-"""How a block of another library uses the residual path, and what a rewired block and its backbone are made of.
+"""How a block of another library uses the residual path, and the classes of a rewired block and its backbone.
 
-A rewired block is the host's own block, whose class is exchanged for a subclass with another forward: its attention,
-its MLP, their names, hooks and checkpointing stay. Blocks return one packed tensor [..., streams, dim], so that the
-host's loop over its blocks runs unchanged.
+A rewired block is the host's own block of another class, with another forward: attention, MLP, names, hooks and
+checkpointing stay. It returns one packed tensor [..., streams, dim], and the host's loop over its blocks is unchanged.
 """
 
 from __future__ import annotations
 
+import copyreg
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
-from siamesenorm.errors import UserError
-from siamesenorm.interop.derived_class import derive, original_class
 from siamesenorm.topologies import Closing, Connection, Opening, Streams, Topology
+
+# --- classes made at run time: a host's own class with another behaviour mixed in before it
+
+
+class DerivedClass(type):
+    """The metaclass of derived classes, which are pickled as `recipe`, the call that makes them again."""
+
+    mixin: type
+    host: type
+    recipe: tuple[Callable[..., Any], tuple[type, ...]]
+
+
+copyreg.pickle(DerivedClass, lambda kind: kind.recipe)
+_MADE: dict[tuple[type, type], DerivedClass] = {}
+
+
+def derive(
+    mixin: type, host: type, name: str = "", make: Callable[[type], type] | None = None, **members: Any
+) -> type[Any]:
+    """Return the one subclass of a host in which `mixin` comes first; `make(host)` returns it if it has a name."""
+    if (mixin, host) not in _MADE:
+        # The usual name keeps the host's: libraries look for it (no-split modules, LoRA's targets, device maps).
+        name = name or f"Rewired{original_class(host).__name__}"
+        members = {"__doc__": mixin.__doc__, "__module__": mixin.__module__, **members}
+        kind = DerivedClass(name, (mixin, host), members)
+        kind.mixin, kind.host = mixin, host
+        kind.recipe = (make, (host,)) if make else (derive, (mixin, host))
+        _MADE[mixin, host] = kind
+    return _MADE[mixin, host]
+
+
+def original_class(kind: type) -> type:
+    """Return the host's own class, from which a class was derived."""
+    return original_class(kind.host) if isinstance(kind, DerivedClass) else kind
+
+
+def without(mixin: type, kind: type) -> type:
+    """Return a class with one mixin removed, the others in their order."""
+    if not isinstance(kind, DerivedClass):
+        return kind
+    host = without(mixin, kind.host)
+    return host if kind.mixin is mixin else derive(kind.mixin, host)
+
+
+def qualified_name(module: nn.Module) -> str:
+    """Return the full name of a module's class, or of the host's if it was derived from that."""
+    kind = original_class(type(module))
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+# --- rewired blocks and closings
 
 
 class RewiredBlock(nn.Module):
@@ -41,33 +90,35 @@ class RewiredBlock(nn.Module):
 
 
 class SequentialBlock(RewiredBlock):
-    """A block of attention, then MLP, each behind a connection; a family's subclass returns their outputs.
+    """Attention, then MLP, each behind a connection; a subclass names the modules that compute each sublayer."""
 
-    Further arguments are the attention's, by name: their order differs from family to family.
-    """
-
+    attention_modules: ClassVar[tuple[str, ...]]
+    mlp_modules: ClassVar[tuple[str, ...]]
     attention_connection: Connection
     mlp_connection: Connection
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the packed streams after both sublayers."""
-        streams = self.attention_connection(self.enter(hidden_states), lambda h: self.attend(h, *args, **kwargs))
-        return self.leave(self.mlp_connection(streams, self.transform))
+        streams = self.attention_connection(self.enter(hidden_states), lambda h: self._attend(h, *args, **kwargs))
+        return self.leave(self.mlp_connection(streams, self._transform))
 
-    def attend(self, h: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the output of the attention sublayer."""
-        raise NotImplementedError
+    def _attend(self, h: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self._chain(self.attention_modules, h, *args, **kwargs)
 
-    def transform(self, h: Tensor) -> Tensor:
-        """Return the output of the MLP sublayer."""
-        raise NotImplementedError
+    def _transform(self, h: Tensor) -> Tensor:
+        return self._chain(self.mlp_modules, h)
+
+    def _chain(self, names: Sequence[str], h: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the result of modules one after the other; an attention returns its output first of a tuple."""
+        result = getattr(self, names[0])(h, *args, **kwargs)
+        output: Tensor = result[0] if isinstance(result, tuple) else result
+        for name in names[1:]:
+            output = getattr(self, name)(output)
+        return output
 
 
 class RewiredClosing(nn.Module):
-    """Replaces the host's final norm: closes packed streams [..., streams, dim] into [..., dim].
-
-    `final_norm` is the host's own, where it stays: one whose gain depends on a condition.
-    """
+    """Replaces the host's final norm: closes packed streams; `final_norm` is the host's, if conditioned."""
 
     def __init__(self, topology: Topology, closing: Closing, final_norm: nn.Module | None = None) -> None:
         super().__init__()
@@ -79,6 +130,9 @@ class RewiredClosing(nn.Module):
         """Return the input of the host's head."""
         closed: Tensor = self.final_norm(self.closing(self.topology.unpack(packed)))
         return closed
+
+
+# --- the specification of a family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +149,14 @@ class SublayerSpec:
     kept: tuple[str, ...] = ()
 
 
+def two_sublayers(attention_norm: str | None = None, mlp_norm: str | None = None) -> tuple[SublayerSpec, SublayerSpec]:
+    """Return attention, then MLP, each with a connection of its own, which replaces its input norm, if any."""
+    return (
+        SublayerSpec(kind="attention", connection="attention_connection", norm=attention_norm),
+        SublayerSpec(kind="mlp", connection="mlp_connection", norm=mlp_norm),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSpec:
     """How a block of one class uses the residual path.
@@ -104,8 +166,9 @@ class BlockSpec:
     "value", "attention_output", "mlp_up", "mlp_gate", "mlp_output"), as far as they are separate maps; `head_norms`
     are the roles whose output the host normalises itself; `head_dim` returns the width of a head of the attention.
     `output_norms` normalise what a sublayer returns, on a block without input norms: starting from scratch drops them.
-    `pre_norm_refusal` says why the block is no Pre-Norm block. `check_backbone` raises UserError for a backbone that
-    uses the blocks in an unknown way; `adapt_backbone` closes its other outputs (hidden states) into one stream.
+    `pre_norm_refusal` is the reason why the block is no Pre-Norm block. `backbones` are the full names of the classes
+    of backbones whose loop over the blocks is known, `check_backbone` raises UserError for other differences, and
+    `backbone_mixin` comes before the class of the backbone, to close its other outputs (hidden states) into one stream.
     """
 
     rewired: type[RewiredBlock]
@@ -119,13 +182,9 @@ class BlockSpec:
     head_dim: Callable[[Any], int] = attrgetter("head_dim")
     output_norms: tuple[str, ...] = ()
     pre_norm_refusal: str | None = None
-    check_backbone: Callable[[nn.Module], None] | None = None
-    adapt_backbone: Callable[[nn.Module], None] | None = None
-
-    @property
-    def parallel(self) -> bool:
-        """Whether one connection serves attention and MLP together."""
-        return len(self.sublayers) == 1
+    backbones: tuple[str, ...] = ()
+    check_backbone: Callable[[nn.Module], None] = lambda backbone: None
+    backbone_mixin: type[nn.Module] | None = None
 
 
 SpecReader = Callable[[nn.Module], BlockSpec]
@@ -147,42 +206,6 @@ class BlockStack:
         prefix = self.name.rpartition(".")[0]
         return f"{prefix}.{self.spec.final_norm}" if prefix else self.spec.final_norm
 
-    def input_norms(self) -> list[str]:
-        """Return the qualified names of all input norms, replaced or kept."""
-        return [
-            f"{self.name}.{index}.{norm}"
-            for index in range(len(self.blocks))
-            for sublayer in self.spec.sublayers
-            for norm in (*filter(None, (sublayer.norm,)), *sublayer.kept)
-        ]
-
-
-def two_sublayers(attention_norm: str | None = None, mlp_norm: str | None = None) -> tuple[SublayerSpec, SublayerSpec]:
-    """Return attention, then MLP, each with a connection of its own, which replaces its input norm, if any."""
-    return (
-        SublayerSpec(kind="attention", connection="attention_connection", norm=attention_norm),
-        SublayerSpec(kind="mlp", connection="mlp_connection", norm=mlp_norm),
-    )
-
-
-def qualified_name(module: nn.Module) -> str:
-    """Return the full name of a module's class, or of the host's if it was derived from that."""
-    kind = original_class(type(module))
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def inside(backbone: str, block: str) -> Callable[[nn.Module], None]:
-    """Return the check that blocks are in a backbone of the one class whose loop over them is known."""
-
-    def check(module: nn.Module) -> None:
-        if qualified_name(module) != backbone:
-            raise UserError(
-                f"{block}s in a {qualified_name(module)}, which may use them in any way: rewire supports them in a "
-                f"{backbone}"
-            )
-
-    return check
-
 
 # --- hidden states of a rewired backbone of transformers: the closed state of each block, [batch, tokens, dim]
 
@@ -200,7 +223,9 @@ class ClosedHiddenStates(nn.Module):
         states = getattr(output, "hidden_states", None)
         if states is not None:
             closing = next(module for module in self.modules() if isinstance(module, RewiredClosing))
-            output["hidden_states"] = tuple(_close(closing, state) for state in states)
+            output["hidden_states"] = tuple(
+                closing(state) if state is not None and state.dim() == 4 else state for state in states
+            )
         names = getattr(self.config, "return_dict", True) if wanted is None else wanted
         return output.to_tuple() if names is False else output
 
@@ -210,22 +235,10 @@ class ClosedHiddenStates(nn.Module):
         keep_recording(self)
 
 
-def _close(closing: RewiredClosing, state: Tensor | None) -> Tensor | None:
-    """Return a packed state [batch, tokens, streams, dim] closed; others unchanged."""
-    return closing(state) if state is not None and state.dim() == 4 else state
-
-
-def close_hidden_states(backbone: nn.Module) -> None:
-    """Give a backbone the class whose hidden states are closed."""
-    backbone.__class__ = derive(ClosedHiddenStates, type(backbone))
-    keep_recording(backbone)
-
-
 def keep_recording(model: nn.Module) -> None:
     """Register a model of a new class with transformers, so that it records the same outputs as before."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
-    if capturing is not None:
+    if capturing is not None and hasattr(model, "_can_record_outputs"):
         registry = capturing._CAN_RECORD_REGISTRY
         # A dictionary, up to some 5.x, by the text of the class; then a registry that takes the model itself.
-        key = str(type(model)) if type(registry) is dict else model
-        registry[key] = getattr(model, "_can_record_outputs", None)
+        registry[str(type(model)) if type(registry) is dict else model] = model._can_record_outputs

@@ -1,0 +1,266 @@
+"""Exchange the residual path of a stack of blocks: build the parts of a topology, set them, and install them.
+
+A saved model records its conversions as steps, which `replay_steps` repeats on a freshly built model, for weights to be
+loaded into. A step is a JSON object whose "operation" names the conversion: "rewire" or "swap_norms".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from siamesenorm.errors import UserError, unknown
+from siamesenorm.interop import foreign_norms
+from siamesenorm.interop.find_blocks import find_blocks
+from siamesenorm.interop.foreign_norms import Unreadable, inheriting, read_norm
+from siamesenorm.interop.rewired_blocks import (
+    BlockSpec,
+    BlockStack,
+    RewiredBlock,
+    RewiredClosing,
+    derive,
+    keep_recording,
+)
+from siamesenorm.interop.stored_model import Step
+from siamesenorm.models.transformer import ResidualPath, build_residual_path
+from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec
+from siamesenorm.topologies import Place, ResidualSpec, Topology, topology_from_json, topology_name
+
+FROM_SCRATCH = "start from scratch (preserve=False or --scratch)"
+
+# --- the norms of a host as functions, and the operator that replaces them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostNorms:
+    """The functions of a host's norms: one a connection, None where the sublayer keeps its own, and the final one.
+
+    `inputs` are by the name of the norm, or of the connection where none is replaced. `first` is a norm that exists,
+    which gives the width; `operator` is that one's, with its eps, offset and options.
+    """
+
+    inputs: Mapping[str, NormFunction | None]
+    final: NormFunction | None
+    first: NormFunction
+    operator: NormSpec
+
+
+def read_norms(stack: BlockStack) -> HostNorms:
+    """Return the functions of the norms on the residual path; raises UserError for one that is not understood."""
+    found = dict[str, tuple[nn.Module, NormFunction]]()
+
+    def read(owner: nn.Module, path: str, name: str) -> NormFunction:
+        """Return the function of the norm at `path` in `owner`, with `name` in errors."""
+        try:
+            module = owner.get_submodule(path)
+            found[name] = module, read_norm(module)
+        except (Unreadable, AttributeError) as reason:
+            raise UserError(f"{name} is no norm that rewire understands: {reason}") from reason
+        return found[name][1]
+
+    inputs: dict[str, NormFunction | None] = {}
+    for index, block in enumerate(stack.blocks):
+        for sublayer in stack.spec.sublayers:
+            name = f"{stack.name}.{index}.{sublayer.norm or sublayer.connection}"
+            inputs[name] = read(block, sublayer.norm, name) if sublayer.norm else None
+            for path in sublayer.kept:
+                read(block, path, f"{stack.name}.{index}.{path}")
+    final = read(stack.backbone, stack.spec.final_norm, stack.final_norm)
+    module, first = next(iter(found.values()))
+    if isinstance(module, Norm):  # one of ours, with its own options
+        name = next(name for name, operator in NORMS.items() if type(module) is operator)
+        operator = NormSpec.parse(name, **module.settings())
+    else:
+        operator = inheriting(NormSpec(first.statistic), first, bias=True)
+    return HostNorms(
+        inputs=inputs, final=None if stack.spec.keeps_final_norm else final, first=first, operator=operator
+    )
+
+
+# --- the parts of a topology: nothing is installed yet
+
+
+def build_parts(stack: BlockStack, topology: Topology, norm: NormSpec, old: HostNorms) -> ResidualPath:
+    """Build opening, connections and closing on the devices and in the dtypes of the host's weights."""
+    final_norm = not stack.spec.keeps_final_norm
+    spec = ResidualSpec(dim=old.first.dim, norm=norm, domain=stack.spec.domain, final_norm=final_norm)
+    path = build_residual_path(topology, spec, places_of(stack.spec, len(stack.blocks)))
+    norms = iter(old.inputs.values())
+    for block, connections in zip(stack.blocks, path.connections, strict=True):
+        for connection in connections:
+            connection.to(**like(block, next(norms)))
+    path.opening.to(**like(stack.blocks[0]))
+    path.closing.to(**like(stack.blocks[-1], old.final))
+    return path
+
+
+def init_as_pre_norm(path: ResidualPath, stack: BlockStack, old: HostNorms) -> dict[str, list[Inexact]]:
+    """Set the parts to where the rewired model computes what the host does; return what differs at each norm."""
+    path.opening.init_as_pre_norm()
+    found = {
+        name: connection.init_as_pre_norm(norm)
+        for connection, (name, norm) in zip(chain(*path.connections), old.inputs.items(), strict=True)
+    }
+    found[stack.final_norm] = path.closing.init_as_pre_norm(old.final)
+    # Where the sublayer keeps its own norm, the connection reports no bound: its eps is that of the other norms.
+    twice = Inexact.norm_of_norm(old.first.eps, old.first.eps)
+    for differences in found.values():
+        differences[:] = [twice if (one.kind, one.bound) == (twice.kind, None) else one for one in differences]
+    return found
+
+
+def places_of(spec: BlockSpec, depth: int) -> list[tuple[Place, ...]]:
+    """Return the places of every block's sublayers, numbered through the whole stack."""
+    places: list[Place] = []
+    count = len(spec.sublayers)
+    for index in range(depth * count):
+        sublayer = spec.sublayers[index % count]
+        places.append(Place(
+            index=index, block=index // count, slot=index % count, kind=sublayer.kind, depth=depth,
+            previous=places[-1] if places else None, normalises_input=bool(sublayer.kept),
+        ))  # fmt: skip
+    return [tuple(places[first : first + count]) for first in range(0, len(places), count)]
+
+
+def like(module: nn.Module, norm: NormFunction | None = None) -> dict[str, Any]:
+    """Return the device and dtype of a norm's gain, else of a module's first parameter that is not quantised."""
+    gains = () if norm is None or norm.gain is None else (norm.gain,)
+    for parameter in (*gains, *module.parameters()):
+        if parameter.is_floating_point() and parameter.dtype.itemsize >= 2:
+            return {"device": parameter.device, "dtype": parameter.dtype}
+    return {"device": torch.get_default_device(), "dtype": torch.get_default_dtype()}
+
+
+# --- additions of a model that starts from scratch: QKV-norm, and factors on initial weights
+
+ATTENTION_ROLES = ("query", "key", "value")
+SCALED_ROLES = (*ATTENTION_ROLES, "attention_output", "mlp_up", "mlp_gate", "mlp_output")
+
+
+class NormedProjection(nn.Module):
+    """A projection and a norm of each head of its output; no `nn.Linear`, which LoRA would replace."""
+
+    def __init__(self, projection: nn.Module, head_norm: Norm) -> None:
+        super().__init__()
+        self.projection = projection
+        self.head_norm = head_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the projection with every head normalised."""
+        heads = self.projection(x).unflatten(-1, (-1, self.head_norm.dim))
+        normalised: Tensor = self.head_norm(heads).flatten(-2)
+        return normalised
+
+
+def refuse_fused_projections(stack: BlockStack, topology: Topology) -> None:
+    """Raise UserError where the topology concerns projections that are no separate maps in the host."""
+    known, name = stack.spec.projections, topology_name(topology)
+    if topology.attention_norm == "qkv-head" and not all(role in known for role in ATTENTION_ROLES):
+        keep = "" if topology.pre_norm_refusal else ", or keep the function, which adds no norm to the attention"
+        raise UserError(
+            f"{stack.name}.0.{stack.spec.attention} has no separate projections for queries, keys and values: it "
+            f"cannot have the QKV-norm of {name}; use siamese-post-pre{keep}"
+        )
+    for role in SCALED_ROLES:
+        if topology.initial_factor(role, len(stack.blocks)) != 1.0 and role not in known:
+            raise UserError(f"{name} scales {role}, which has no tensor of its own in {stack.name}.0: use post instead")
+
+
+def _normalise_projections(stack: BlockStack, operator: NormSpec) -> None:
+    """Give queries, keys and values a norm per head, except where the host has its own."""
+    spec = stack.spec
+    for block in stack.blocks:
+        head_dim = spec.head_dim(block.get_submodule(spec.attention))
+        for path in (spec.projections[role] for role in ATTENTION_ROLES if role not in spec.head_norms):
+            projection = block.get_submodule(path)
+            norm = operator.build(head_dim).to(**like(projection))
+            block.set_submodule(path, NormedProjection(projection, norm).train(projection.training))
+
+
+def _scale_initial_weights(stack: BlockStack, topology: Topology) -> None:
+    """Multiply weights by the factors that a topology declares for their initialisation, and store these on modules."""
+    factors = {role: topology.initial_factor(role, len(stack.blocks)) for role in stack.spec.projections}
+    for block in stack.blocks:
+        for role, factor in factors.items():
+            if factor != 1.0:
+                block.get_submodule(stack.spec.projections[role]).initial_factor = factor  # type: ignore[assignment]
+    scale_drawn_weights(stack.backbone)
+
+
+@torch.no_grad()
+def scale_drawn_weights(model: nn.Module, keep: Callable[[nn.Parameter], bool] = lambda weight: False) -> None:
+    """Multiply weights that were just drawn by the factors stored on their modules, except those to keep."""
+    for module in model.modules():
+        factor = vars(module).get("initial_factor")
+        if factor is not None and not keep(weight := module.get_parameter("weight")):
+            weight.mul_(factor)
+
+
+# --- the whole conversion
+
+
+def install(
+    stack: BlockStack, path: ResidualPath, topology: Topology, *, attention_norm: NormSpec | None, preserve: bool
+) -> None:
+    """Replace the host's residual path; from scratch, scale its initial weights; nothing here can fail."""
+    spec = stack.spec
+    if not preserve:
+        _scale_initial_weights(stack, topology)
+    if attention_norm:
+        _normalise_projections(stack, attention_norm)
+    for index, (block, connections) in enumerate(zip(stack.blocks, path.connections, strict=True)):
+        block.__class__ = derive(spec.rewired, type(block))
+        assert isinstance(block, RewiredBlock)
+        block.topology = topology
+        block.opening = path.opening.train(block.training) if index == 0 else None
+        for sublayer, connection in zip(spec.sublayers, connections, strict=True):
+            setattr(block, sublayer.connection, connection.train(block.training))
+        for norm in (*(sublayer.norm for sublayer in spec.sublayers if sublayer.norm), *spec.output_norms):
+            delattr(block, norm)
+    final = stack.backbone.get_submodule(spec.final_norm)
+    closing = RewiredClosing(topology, path.closing, final if spec.keeps_final_norm else None)
+    setattr(stack.backbone, spec.final_norm, closing.train(final.training))
+    if spec.backbone_mixin:
+        stack.backbone.__class__ = derive(spec.backbone_mixin, type(stack.backbone))
+        keep_recording(stack.backbone)
+
+
+# --- the record of conversions
+
+
+def steps_of(model: nn.Module) -> list[Step]:
+    """Return the steps recorded on a model."""
+    return list(getattr(model, "siamesenorm_steps", ()))
+
+
+def replay_steps(model: nn.Module, steps: Sequence[Step]) -> None:
+    """Repeat recorded steps on a freshly built model; raises UserError for an unknown or damaged record."""
+    if not steps or not isinstance(steps, (list, tuple)) or not all(isinstance(step, Mapping) for step in steps):
+        raise UserError("siamesenorm in the configuration is no list of conversions: the configuration is damaged")
+    operations = {"rewire": _replay, "swap_norms": foreign_norms.replay}
+    for step in steps:
+        name = step.get("operation", "")
+        if name not in operations:
+            raise unknown("operation of siamesenorm", str(name), operations)
+        try:
+            operations[name](model, step)
+        except KeyError as missing:
+            raise UserError(f"the record of {name} lacks {missing}: the configuration is damaged") from missing
+    model.siamesenorm_steps = list(steps)  # type: ignore[assignment]
+
+
+def _replay(model: nn.Module, record: Mapping[str, Any]) -> None:
+    """Repeat a rewiring on a freshly built host; raises UserError for a damaged record."""
+    stack = find_blocks(model)
+    for name in ("topology", "norm", "attention_norm"):
+        if not isinstance(record[name], Mapping) and not (name == "attention_norm" and record[name] is None):
+            raise UserError(f"{name} in the record of rewire is {record[name]!r}: the configuration is damaged")
+    topology, norm = topology_from_json(record["topology"]), NormSpec.from_json(record["norm"])
+    attention_norm = record["attention_norm"] and NormSpec.from_json(record["attention_norm"])
+    path = build_parts(stack, topology, norm, read_norms(stack))
+    install(stack, path, topology, attention_norm=attention_norm, preserve=record["preserve"])
