@@ -92,7 +92,8 @@ class ExperimentConsole(ExperimentObserver):
         for job in jobs:
             self.runs[job] = run = RunProgress(job, job.config.steps, len(read_notes(job)))
             run.read()
-            run.verdict = job.verdict and job.verdict.label
+            if verdict := job.verdict:
+                run.verdict = verdict.label
         done = sum(self.runs[job].verdict is not None for job in jobs)
         self._print(f"{formatting.plural(len(jobs), 'run')} in {self.directory}, {done} of them finished before")
 
