@@ -29,8 +29,10 @@ def test_every_family_is_there() -> None:
 
 @pytest.mark.parametrize("row", KEPT, ids=lambda row: f"{row['family']}-{row['topology']}")
 def test_a_function_was_kept(row: dict[str, Any]) -> None:
-    bound = 0.0 if row["outcome"] == "exact" else 1e-3 * row["largest_output"]
-    assert row["largest_difference"] <= bound
+    # No norm acts twice without the second stream's input norm: there not even rounding differs.
+    once = row["topology"].endswith("normalized_input=false")
+    relative = 1e-3 if row["outcome"] != "exact" else 0.0 if once else 2e-6
+    assert row["largest_difference"] <= relative * row["largest_output"]
     alive, _, zeroed = row["zeroed_gains_with_gradient"].partition(" of ")
     assert alive == zeroed != "0"
     assert row["reload_bit_equal"] and row["lora_starts_equal"]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,6 +27,8 @@ Timings = dict[str, list[float]]
 Result = TypeVar("Result")
 Values = Mapping[str, Tensor]
 """Results and gradients by name, rows of channels last."""
+Passes = dict[str, Action]
+"""The "forward" and the "backward" pass."""
 COPIED_BYTES = 1 << 28
 MINIMUM_ROUNDS = 3
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.05}
@@ -50,25 +52,15 @@ def random_like(x: Tensor, seed: int) -> Tensor:
     return torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """What a candidate must compute: the formulas' values in fp64, and the distance allowed for each."""
+def check_agreement(found: Values, formula: Values, plain: Values, dtype: torch.dtype) -> None:
+    """Raise UserError unless every row of every value is the formula's in fp64, up to rounding to `dtype`.
 
-    values: Values
-    allowed: Mapping[str, float]
-
-    @classmethod
-    def of(cls, values: Values, plain: Values, dtype: torch.dtype) -> Expected:
-        """Allow the rounding of `dtype`, and four times that of the plain formulas, for values that nearly cancel."""
-        rows = {what: farthest_row(plain[what], value) for what, value in values.items()}
-        return cls(values, {what: max(TOLERANCES[dtype], 4 * error) for what, error in rows.items()})
-
-    def check(self, found: Values) -> None:
-        """Raise UserError unless every row of every value is as expected."""
-        for what, value in self.values.items():
-            error = farthest_row(found[what], value)
-            if not error <= self.allowed[what]:
-                raise UserError(f"its {what} differs from the formula by {error:.2g} of its length")
+    Four times the distance of the `plain` formulas is allowed too, for values that nearly cancel.
+    """
+    for what, value in formula.items():
+        error = farthest_row(found[what], value)
+        if not error <= max(TOLERANCES[dtype], 4 * farthest_row(plain[what], value)):
+            raise UserError(f"its {what} differs from the formula by {error:.2g} of its length")
 
 
 def farthest_row(found: Tensor, expected: Tensor) -> float:
@@ -81,6 +73,14 @@ def farthest_row(found: Tensor, expected: Tensor) -> float:
     if not lengths.any():
         lengths = torch.ones_like(lengths)
     return float(((found - expected).norm(dim=-1) / lengths.clamp_min(0.1 * lengths.mean())).max())
+
+
+def named_gradients(
+    results: Sequence[Tensor], inputs: Mapping[str, Tensor], gradients: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """Return the gradient of every input, by name, from those of the results."""
+    found = torch.autograd.grad(results, list(inputs.values()), gradients, materialize_grads=True)
+    return {f"gradient of {name}": one for name, one in zip(inputs, found, strict=True)}
 
 
 # --- time
@@ -110,31 +110,6 @@ class Spread:
         return {name: float(f"{getattr(self, name):.6g}") for name in ("median", "low", "high")}
 
 
-@dataclass(frozen=True, slots=True)
-class Deadline:
-    """A moment of the monotonic clock after which nothing more is started."""
-
-    moment: float = math.inf
-
-    @classmethod
-    def after(cls, seconds: float) -> Deadline:
-        """Return the moment so many seconds from now."""
-        return cls(time.monotonic() + seconds)
-
-    @property
-    def passed(self) -> bool:
-        """Whether the moment has passed."""
-        return time.monotonic() > self.moment
-
-    def check(self) -> None:
-        """Raise UserError if the moment has passed."""
-        if self.passed:
-            raise UserError("no time was left")
-
-
-NO_DEADLINE = Deadline()
-
-
 def measure(
     actions: Mapping[str, Action],
     *,
@@ -142,12 +117,12 @@ def measure(
     rounds: int,
     warmup: int = 2,
     prepare: Action | None = None,
-    deadline: Deadline = NO_DEADLINE,
+    deadline: float = math.inf,
 ) -> Timings:
     """Return the seconds of every action in every round, at a common pace; the order rotates by one every round.
 
     `prepare` runs before each action, untimed (it may flush a cache). On CUDA the time is that between two events.
-    After the deadline no round starts, except the first three.
+    After the deadline, a time of the monotonic clock, no round starts, except the first three.
     """
     for _ in range(warmup):
         for action in actions.values():
@@ -155,7 +130,7 @@ def measure(
     timings: Timings = {name: [] for name in actions}
     names = list(actions)
     for number in range(rounds):
-        if number >= MINIMUM_ROUNDS and deadline.passed:
+        if number >= MINIMUM_ROUNDS and time.monotonic() > deadline:
             break
         first = number % len(names)
         for name in names[first:] + names[:first]:
@@ -204,47 +179,74 @@ def ratio(timings: Timings, names: str | Sequence[str], references: str | Sequen
     return Spread(median, min(spread.low, median), max(spread.high, median))
 
 
-@contextmanager
-def allow_many_graphs() -> Iterator[None]:
+def allow_many_graphs() -> AbstractContextManager[object]:
     """Let the compiler keep one graph per topology: they share the code of the block, by which it counts graphs."""
-    with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):
-        yield
+    context: AbstractContextManager[object] = torch._dynamo.config.patch(
+        recompile_limit=256, accumulated_recompile_limit=1024
+    )
+    return context
 
 
-@contextmanager
-def allow_kept_graphs() -> Iterator[None]:
+def allow_kept_graphs() -> AbstractContextManager[object]:
     """Let a compiled backward pass run many times on one graph: it must not overwrite what the graph keeps."""
-    with functorch_config.patch(donated_buffer=False):
-        yield
+    context: AbstractContextManager[object] = functorch_config.patch(donated_buffer=False)
+    return context
 
 
-class CacheFlush:
-    """Overwrite more memory than the last cache holds, for milliseconds, so that every candidate reads from memory.
+def cache_flush(device: torch.device) -> Action | None:
+    """Return an action that fills the last cache with other memory, for milliseconds; None on a CPU.
 
     While the device is busy, the host launches what is measured next; otherwise the time between two events would be
     that of Python, not of the kernels.
     """
+    if device.type != "cuda":
+        return None
+    memory = torch.empty(256 << 20, dtype=torch.int8, device=device)
 
-    def __init__(self, device: torch.device, megabytes: int = 256, times: int = 32) -> None:
-        self.memory = torch.empty(megabytes << 20, dtype=torch.int8, device=device)
-        self.times = times
+    def flush() -> None:
+        for _ in range(32):
+            memory.zero_()
 
-    def __call__(self) -> None:
-        """Overwrite the memory."""
-        for _ in range(self.times):
-            self.memory.zero_()
+    return flush
 
 
-def copy_action(device: torch.device) -> Action:
-    """Return a copy of `COPIED_BYTES`, which moves twice as many bytes: the reference of memory traffic."""
+def run_passes(
+    forward: Action, results: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> Passes:
+    """Run and return a forward pass and the backward pass of the graph of its results.
+
+    The forward pass records a graph, as in training: without gradients the compiler keeps less, and so does less work.
+    """
+
+    def backward() -> None:
+        torch.autograd.grad(results, inputs, gradients, retain_graph=True, allow_unused=True)
+
+    forward()
+    backward()
+    return {"forward": forward, "backward": backward}
+
+
+def measure_passes(candidates: Mapping[str, Passes], device: torch.device, rounds: int, deadline: float) -> Timings:
+    """Return the times of "NAME forward" and "NAME backward" of every candidate, and of "copy".
+
+    The copy of `COPIED_BYTES`, which moves twice as many bytes, is the reference of memory traffic.
+    """
     source = torch.empty(COPIED_BYTES, dtype=torch.int8, device=device).random_()
     target = torch.empty_like(source)
-    return lambda: target.copy_(source)
+    actions: dict[str, Action] = {"copy": lambda: target.copy_(source)}
+    for name, passes in candidates.items():
+        actions |= {f"{name} {direction}": run for direction, run in passes.items()}
+    return measure(actions, device=device, rounds=rounds, prepare=cache_flush(device), deadline=deadline)
 
 
-def share_of_copy_rate(timings: Timings, name: str, traffic: float) -> Spread:
-    """Return the rate at which an action moved `traffic` bytes, as a share of the rate of the action "copy"."""
-    return ratio(timings, "copy", name) * (traffic / (2 * COPIED_BYTES))
+def describe_passes(timings: Timings, name: str, traffic: Mapping[str, float]) -> dict[str, Any]:
+    """Return the time of each pass of a candidate, and the share of the rate of "copy" at its bytes of traffic."""
+    row: dict[str, Any] = {}
+    for direction, size in traffic.items():
+        action = f"{name} {direction}"
+        row[f"{direction}_ms"] = milliseconds(timings, action)
+        row[f"{direction}_share_of_copy_rate"] = ratio(timings, "copy", action) * (size / (2 * COPIED_BYTES))
+    return row
 
 
 def resolve_device(name: str) -> torch.device:
@@ -282,8 +284,8 @@ def kept_for_backward(function: Callable[[], object], *, besides: Iterable[Tenso
 
 def traffic_of(
     forward: Callable[[], tuple[Tensor, ...]], rows: Sequence[Tensor], *, besides: Iterable[Tensor] = ()
-) -> tuple[int, int]:
-    """Return the bytes that a forward pass over `rows` and its backward pass must move, each read or written once.
+) -> dict[str, int]:
+    """Return the bytes that a "forward" pass over `rows` and its "backward" pass must move, each read or written once.
 
     Forward: the rows, the results, and what is kept for the backward pass. Backward: the gradients of the results, what
     was kept, and the gradients of the rows. Parameters (`besides`) are not counted.
@@ -291,8 +293,9 @@ def traffic_of(
     results, kept = _run_and_save(forward)
     gradients = [torch.randn_like(result) for result in results]
     of_rows = [x for x in torch.autograd.grad(results, rows, gradients, allow_unused=True) if x is not None]
+    moved = {"forward": [*rows, *results, *kept], "backward": [*gradients, *kept, *of_rows]}
     known = list(besides)
-    return sum(_pieces([*rows, *results, *kept], known)), sum(_pieces([*gradients, *kept, *of_rows], known))
+    return {direction: sum(_pieces(tensors, known)) for direction, tensors in moved.items()}
 
 
 def _run_and_save(function: Callable[[], Result]) -> tuple[Result, list[Tensor]]:

@@ -6,21 +6,26 @@ It needs only torch: the machine of a GPU may have nothing else but Triton.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
+from siamesenorm.benchmark.measurement import allow_many_graphs, current
 from siamesenorm.errors import UserError
 from siamesenorm.files import disk_errors, write_atomically
 from siamesenorm.training.execution import describe_environment, version_of
 
 Row = dict[str, Any]
+Settings = TypeVar("Settings")
+"""A dataclass."""
 COLUMNS = {
     "boundary": (
         "topology", "dim", "streams", "candidate", "forward_ms", "backward_ms", "forward_share_of_copy_rate",
@@ -98,6 +103,42 @@ def check_writable(path: Path) -> None:
 
 Progress = Callable[[Results], object]
 """Receives the results so far after each part."""
+
+
+class Session(Generic[Settings]):
+    """A benchmark while it runs: settings, device, the time after which nothing starts, and the results so far."""
+
+    def __init__(
+        self,
+        benchmark: str,
+        settings: Settings,
+        device: torch.device,
+        deadline: float = math.inf,
+        progress: Progress = lambda results: None,
+    ) -> None:
+        self.settings, self.device, self.deadline, self.progress = settings, device, deadline, progress
+        self.results = Results(benchmark=benchmark, device=str(device), settings=vars(settings))
+
+    @contextmanager
+    def part(self, what: str) -> Iterator[list[Row]]:
+        """Return the list to which a part adds its rows; note a failure, and show the results so far."""
+        with current(self.device), allow_many_graphs(), self.noting(what):
+            yield self.results.rows
+        self.progress(self.results)
+
+    def noting(self, what: str) -> AbstractContextManager[None]:
+        """Measure something that may fail; see `measuring`."""
+        return measuring(what, self.results.not_measured)
+
+    def note(self, line: str) -> None:
+        """Add a line on what is not measured, once."""
+        if line not in self.results.not_measured:
+            self.results.not_measured.append(line)
+
+    def check_time(self) -> None:
+        """Raise UserError after the deadline."""
+        if time.monotonic() > self.deadline:
+            raise UserError("no time was left")
 
 
 @contextmanager
