@@ -29,7 +29,6 @@ from siamesenorm.benchmark.measurement import (
     perturb,
     random_like,
     ratio,
-    rounded,
     run_passes,
     traffic_of,
 )
@@ -193,7 +192,7 @@ class Boundary:
         row["kept_tensors"] = sum(size >= whole for size in sizes)
         row["kept_bytes_a_token"] = sum(sizes) / tokens
         row["kept_scalars_a_token"] = sum(size for size in sizes if size < whole) / (4 * tokens)
-        return rounded(row)
+        return row
 
 
 Others = Mapping[str, Callable[[Boundary], Cross]]

@@ -17,7 +17,6 @@ from siamesenorm.benchmark.measurement import (
     perturb,
     random_like,
     ratio,
-    rounded,
     run_passes,
 )
 from siamesenorm.benchmark.results import Results, Row, Session
@@ -83,7 +82,7 @@ def measure_width(dim: int, session: Session[NormSettings]) -> list[Row]:
             for direction in TRANSFERS:
                 times = (f"{candidate} {each} {direction}" for each in (name, REFERENCE))
                 row[f"{direction}_to_rmsnorm"] = ratio(timings, *times)
-        rows.append(rounded(row))
+        rows.append(row)
     return rows
 
 

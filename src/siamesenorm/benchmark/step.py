@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from siamesenorm.benchmark.boundary import kernels_of, missing_kernels
-from siamesenorm.benchmark.measurement import Spread, kept_for_backward, measure, milliseconds, ratio, rounded
+from siamesenorm.benchmark.measurement import kept_for_backward, measure, milliseconds, ratio
 from siamesenorm.benchmark.results import Results, Row, Session
 from siamesenorm.models.language import LanguageModel, build_language_model
 from siamesenorm.models.transformer import count_parameters
@@ -149,7 +150,7 @@ def compare(
         {name: step.run for name, step in steps.items()}, device=device, rounds=settings.rounds, deadline=deadline
     )
     pre = [name for name in steps if name.split(", ")[0] == REFERENCE]
-    best = min(pre, key=lambda name: Spread.of(timings[name]).median)
+    best = min(pre, key=lambda name: statistics.median(timings[name]))
     tokens = settings.batch * settings.context
     rows = []
     for name, step in steps.items():
@@ -161,7 +162,7 @@ def compare(
             "candidate": candidate,
             "step_ms": milliseconds(timings, name),
             "step_to_pre": ratio(timings, name, REFERENCE),
-            "tokens_per_second": tokens / Spread.of(timings[name]).median,
+            "tokens_per_second": tokens / statistics.median(timings[name]),
             "kept_bytes": kept[name],
             "kept_to_pre": kept[name] / kept[REFERENCE],
             "parameters": parameters,
@@ -171,7 +172,7 @@ def compare(
             record["step_to_best_pre"] = ratio(timings, name, best)
         if device.type == "cuda":
             record["peak_bytes"] = peak_bytes(step)
-        rows.append(rounded(record))
+        rows.append(record)
     return rows
 
 
