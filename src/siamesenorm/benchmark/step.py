@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,33 +129,26 @@ def measure_candidate(candidate: str, session: Session[StepSettings]) -> list[Ro
             step = TrainingStep.build(topology, each, settings, session.device)
             step.run()
             steps[topology if each == candidate else f"{topology}, {each}"] = step
-    return compare(candidate, steps, settings, session.device, session.deadline) if REFERENCE in steps else []
+    return compare(candidate, steps, session) if REFERENCE in steps else []
 
 
-def compare(
-    candidate: str,
-    steps: dict[str, TrainingStep],
-    settings: StepSettings,
-    device: torch.device,
-    deadline: float = math.inf,
-) -> list[Row]:
+def compare(candidate: str, steps: dict[str, TrainingStep], session: Session[StepSettings]) -> list[Row]:
     """Return a row for each topology: step time, its ratio to Pre-Norm's, tokens a second, memory.
 
     `steps` may have other candidates of Pre-Norm, as "pre, compiled": they have no row, but may be the fastest.
     """
     kept = {name: step.kept_bytes() for name, step in steps.items()}
-    timings = measure(
-        {name: step.run for name, step in steps.items()}, device=device, rounds=settings.rounds, deadline=deadline
-    )
+    actions = {name: step.run for name, step in steps.items()}
+    timings = measure(actions, device=session.device, rounds=session.settings.rounds, deadline=session.deadline)
     pre = [name for name in steps if name.split(", ")[0] == REFERENCE]
     best = min(pre, key=lambda name: statistics.median(timings[name]))
-    tokens = settings.batch * settings.context
+    tokens = session.settings.batch * session.settings.context
     rows = []
     for name, step in steps.items():
         if name in pre and name != REFERENCE:
             continue
         parameters, _ = count_parameters(step.model)
-        record: dict[str, Any] = {
+        row: Row = {
             "topology": name,
             "candidate": candidate,
             "step_ms": milliseconds(timings, name),
@@ -169,10 +160,10 @@ def compare(
             "parameters_to_pre": parameters / count_parameters(steps[REFERENCE].model)[0],
         }
         if len(pre) > 1:
-            record["step_to_best_pre"] = ratio(timings, name, best)
-        if device.type == "cuda":
-            record["peak_bytes"] = peak_bytes(step)
-        rows.append(record)
+            row["step_to_best_pre"] = ratio(timings, name, best)
+        if session.device.type == "cuda":
+            row["peak_bytes"] = peak_bytes(step)
+        rows.append(row)
     return rows
 
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from siamesenorm.kernels.norm_plain import normalise_rows, widest
+from siamesenorm.kernels.norm_plain import normalise_rows, sum_over_tokens, widest
 
 
 class Constants(NamedTuple):
@@ -167,23 +167,22 @@ def forward(bounded: Tensor, output: Tensor, identity: Tensor | None, parts: Par
     wide, statistics = widest(bounded), list[Tensor]()
     update = output.contiguous().to(wide)
     bounded_next = updated = times(bounded.contiguous().to(wide), constants.skip) + times(update, constants.scale)
-    if gains.post_norm_gain is not None:
-        normalised, found = normalise_rows(updated, eps, centred)
-        statistics.extend(found)
-        bounded_next = affine(normalised, gains.post_norm_gain, gains.post_norm_bias)
 
+    def normalise(x: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
+        normalised, found = normalise_rows(x, eps, centred)
+        statistics.extend(found)
+        return affine(normalised, gain, bias)
+
+    if gains.post_norm_gain is not None:
+        bounded_next = normalise(updated, gains.post_norm_gain, gains.post_norm_bias)
     h, identity_next = times(bounded_next, gains.gate), bounded.new_empty(0)
     if identity is not None:
         summed = identity.contiguous().to(wide) + times(update, constants.identity_scale)
         identity_next = summed.to(identity.dtype)
         if gains.identity_gain is not None:
-            normalised, found = normalise_rows(summed, eps, centred)
-            statistics.extend(found)
-            h = h + affine(normalised, gains.identity_gain, gains.identity_bias)
+            h = h + normalise(summed, gains.identity_gain, gains.identity_bias)
     if gains.input_gain is not None:
-        normalised, found = normalise_rows(h, eps, centred)
-        statistics.extend(found)
-        h = affine(normalised, gains.input_gain, gains.input_bias)
+        h = normalise(h, gains.input_gain, gains.input_bias)
 
     return Forward(
         bounded_next.to(bounded.dtype),
@@ -262,15 +261,12 @@ def backward(grads: Grads, kept: Kept, parts: Parts) -> Backward:
     if d_identity is None or gains.identity_gain is None:
         d_identity = stream.new_empty(0)
     d_bounded = times(d_bounded, constants.skip)
-    learned = [
-        sums[name].reshape(-1, stream.shape[-1]).sum(0) for name, gain in gains._asdict().items() if gain is not None
-    ]
     return Backward(
         d_bounded.to(stream.dtype, copy=d_bounded is grads.h),
         d_identity.to(stream.dtype),
         stream.new_empty(0)
         if shares_gradient(grads, kept, parts)
         else d_output.to(grads.h.dtype, copy=d_output is grads.h),
-        torch.stack(learned) if learned else stream.new_empty((0, stream.shape[-1]), dtype=wide),
+        sum_over_tokens(sums, gains._asdict(), total),
         difference.to(stream.dtype),
     )

@@ -135,15 +135,8 @@ def _keep_for_boundary(ctx: Any, inputs: tuple[Any, ...], output: Results) -> No
     ctx.fixed, ctx.h_dtype, ctx.takes_handle = (eps, centred), h.dtype, inputs[16] is not None
 
 
-def _boundary_backward(
-    ctx: Any,
-    grad_bounded_next: Tensor | None,
-    grad_identity: Tensor | None,
-    grad_h: Tensor | None,
-    _: None,
-    __: None,
-    difference: Tensor | None,
-) -> tuple[Tensor | None, ...]:
+def _boundary_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    grad_bounded_next, grad_identity, grad_h, _, _, difference = gradients
     stream, identity, statistics, next_scale, *learned = ctx.saved_tensors
     if next_scale is not None and difference is None:
         raise RuntimeError(
@@ -158,13 +151,12 @@ def _boundary_backward(
     )  # fmt: skip
     bounded, through_norm, output, sums, previous = boundary_backward(*arguments)
     grads, kept, parts = _backward_arguments(arguments)
-    row = iter(sums.unbind())
     return (
         bounded,
         bounded if boundary_plain.shares_gradient(grads, kept, parts) else output,
         grad_identity if parts.gains.identity_gain is None else through_norm,
         *(None for _ in parts.constants),
-        *(None if gain is None else next(row).to(gain.dtype) for gain in parts.gains),
+        *norm_plain.by_weight(sums, parts.gains),
         *(None, None, None),  # eps, centred, next_scale
         previous if ctx.takes_handle else None,
     )
