@@ -1,8 +1,7 @@
 """Launch the Triton kernels of the boundary: shapes of programs, memory for results, the last sum of the gains' parts.
 
 Nothing is tuned at run time. A thread holds 8 channels of a row, so that rows, gains and sums of the backward pass fit
-its registers (`benchmarks/registers.py` reports them), and a program has at least 4 warps, with several rows where they
-are short.
+its registers (`benchmarks/registers.py` reports them).
 """
 
 from __future__ import annotations

@@ -2,13 +2,11 @@
 
 A program holds tiles of [rows, heads, channels of a head] in registers, in fp32 whatever the dtypes in memory; a norm
 without dot products has one head. A pointer that is None is an absent part: branches on it are decided when the kernel
-is compiled. Rows, heads and channels beyond the tensors are read as zeros, so that no sum includes them. The backward
-kernel is persistent: a program walks over its share of the rows and keeps its sums for the gains in registers; they are
-added up in a fixed order afterwards, without atomics.
+is compiled. Rows, heads and channels beyond the tensors are read as zeros, so that no sum includes them. Persistence
+and sums over rows are as in `boundary_backward_triton`.
 
 Nothing is tuned at run time. A thread holds 8 channels of a row in the backward pass, so that rows, weights and three
-sums fit its registers, and up to 16 in the forward pass, so that more of the row is in flight;
-`benchmarks/registers.py` reports the registers. Short rows share a program.
+sums fit its registers, and up to 16 in the forward pass, so that more of the row is in flight.
 """
 
 # mypy has no types of Triton's language.
