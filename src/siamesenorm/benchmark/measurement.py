@@ -141,7 +141,7 @@ def seconds_of(action: Action, device: torch.device) -> float:
 
 def spread_of(values: Sequence[float], median: float | None = None, factor: float = 1.0) -> Spread:
     """Return the median and the quartiles of values, times a factor, to six digits; a given median may be outside."""
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else 3 * values
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
     middle = middle if median is None else median
     numbers = {"median": middle, "low": min(low, middle), "high": max(high, middle)}
     return {name: float(f"{number * factor:.6g}") for name, number in numbers.items()}

@@ -80,8 +80,8 @@ def measure_width(dim: int, session: Session[NormSettings]) -> list[Row]:
         row |= describe_passes(timings, f"{candidate} {name}", traffic)
         if f"{candidate} {REFERENCE}" in passes:
             for direction in TRANSFERS:
-                times = (f"{candidate} {each} {direction}" for each in (name, REFERENCE))
-                row[f"{direction}_to_rmsnorm"] = ratio(timings, *times)
+                ours, reference = (f"{candidate} {each} {direction}" for each in (name, REFERENCE))
+                row[f"{direction}_to_rmsnorm"] = ratio(timings, ours, reference)
         rows.append(row)
     return rows
 
