@@ -109,7 +109,7 @@ class SweepGrid:
         further: list[Planned] = []
         for method in self.reported_methods:
             first = configured(template, method, min(self.learning_rates), template.seed)
-            choice = choose_learning_rate(results, experiment.name_of(first))
+            choice = choose_learning_rate(results, experiment.plan.runs[experiment.run_directory(first).name].method)
             if choice is None:
                 experiment.observer.note(
                     f"{method}: no further seeds, because no run of seed {template.seed} has a result"
