@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from siamesenorm.benchmark.boundary import Boundary, BoundarySettings, Forward, measure_boundaries, settings_for
+from siamesenorm.benchmark.boundary import Boundary, BoundarySettings, Cross, measure_boundaries, settings_for
 from siamesenorm.benchmark.measurement import resolve_device
-from siamesenorm.benchmark.results import Results
+from siamesenorm.benchmark.results import Results, Session
 from siamesenorm.errors import UserError
 from siamesenorm.norms import RMSNorm
 
@@ -46,12 +46,11 @@ class ForeignKernel:
                 return lambda output, stream, gain, eps: self.call(kernel, output, stream, gain, eps)
         raise UserError(f"{self.package} cannot be used: {reason}") from reason
 
-    def forward(self, boundary: Boundary) -> Forward:
-        """Return Pre-Norm's forward pass by this kernel."""
+    def cross(self, boundary: Boundary) -> Cross:
+        """Return how this kernel crosses Pre-Norm's boundary."""
         kernel = self.load()
         (norm,) = (part for part in boundary.after.modules() if isinstance(part, RMSNorm))
-        (stream,) = boundary.streams
-        return lambda: kernel(boundary.output, stream, norm.gain, norm.eps)
+        return lambda before, after, streams, output: kernel(output, *streams, norm.gain, norm.eps)
 
 
 def _liger(kernel: Any, output: Tensor, stream: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -88,19 +87,19 @@ FOREIGN_KERNELS = {
 
 
 def measure_foreign_kernels(
-    settings: BoundarySettings, device: str, libraries: tuple[str, ...] = tuple(FOREIGN_KERNELS)
+    settings: BoundarySettings, device: torch.device, libraries: tuple[str, ...] = tuple(FOREIGN_KERNELS)
 ) -> Results:
     """Measure Pre-Norm's boundary with RMSNorm, by our candidates and by other libraries."""
-    others = {name: FOREIGN_KERNELS[name].forward for name in libraries}
+    others = {name: FOREIGN_KERNELS[name].cross for name in libraries}
     settings = replace(settings, topologies=("pre",), norm="rmsnorm")
-    return measure_boundaries(settings, device, others=others)
+    return measure_boundaries(Session("boundary", settings, device), others)
 
 
 def main() -> None:
     """Measure, write the file, print the table."""
     device = resolve_device("cuda")
     out = Path(__file__).parent / "gpu/foreign_kernels.json"
-    measure_foreign_kernels(settings_for(device), "cuda").show(out)
+    measure_foreign_kernels(settings_for(device), device).show(out)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from siamesenorm.comparison.plan import ExperimentPlan, Part, PlannedRun, write_plan
-from siamesenorm.comparison.sweep import comparisons_of, configured, normalised
+from siamesenorm.comparison.experiment_plan import ExperimentPlan, Part, PlannedRun, write_plan
+from siamesenorm.comparison.sweep_grid import comparisons_of, configured, normalised
 from siamesenorm.files import encode_json
 from siamesenorm.models.language import language_model_config
 from siamesenorm.tasks.language import LanguageTask, LanguageTaskConfig

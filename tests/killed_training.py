@@ -24,7 +24,7 @@ from siamesenorm.tasks.language import LanguageTask
 from siamesenorm.training import execution, run_directory
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.loop import Instrument, TrainingLoop, train
-from siamesenorm.training.metrics import MetricsLog
+from siamesenorm.training.run_record import MetricsLog
 from training_runs import tiny_run
 
 STEPS, CHECKPOINT_EVERY, VALIDATION_EVERY = 40, 3, 5

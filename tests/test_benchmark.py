@@ -21,8 +21,6 @@ import peers
 from siamesenorm.benchmark import boundary, gpu, measurement, norms, step
 from siamesenorm.benchmark.boundary import Boundary
 from siamesenorm.benchmark.measurement import (
-    Deadline,
-    Spread,
     at_common_pace,
     kept_for_backward,
     measure,
@@ -30,7 +28,7 @@ from siamesenorm.benchmark.measurement import (
     ratio,
     traffic_of,
 )
-from siamesenorm.benchmark.results import Results, markdown, measuring
+from siamesenorm.benchmark.results import Results, Session, markdown, measuring
 from siamesenorm.cli import main
 from siamesenorm.errors import UserError
 from siamesenorm.kernels import boundary_plain
@@ -64,9 +62,10 @@ def test_what_prepares_a_measurement_is_not_timed() -> None:
 
 def test_a_ratio_is_that_of_the_times_that_are_shown() -> None:
     timings = {"ours": [1.0, 4.0, 9.0], "theirs": [2.0, 4.0, 3.0], "more": [1.0, 1.0, 1.0]}
-    assert ratio(timings, "ours", "theirs") == Spread(4 / 3, 0.75, 2.0)
-    assert milliseconds(timings, "ours").median / milliseconds(timings, "theirs").median == pytest.approx(4 / 3)
-    assert ratio(timings, ("theirs", "more"), "ours").median == 1.0
+    assert ratio(timings, "ours", "theirs") == {"median": 1.33333, "low": 0.75, "high": 2.0}
+    ours, theirs = (milliseconds(timings, name)["median"] for name in ("ours", "theirs"))
+    assert ours / theirs == pytest.approx(4 / 3)
+    assert ratio(timings, ("theirs", "more"), "ours")["median"] == 1.0
 
 
 def test_a_slow_round_changes_no_time() -> None:
@@ -76,7 +75,7 @@ def test_a_slow_round_changes_no_time() -> None:
     assert {name: [one / seconds[0] for one in seconds] for name, seconds in found.items()} == {
         name: pytest.approx([1.0, 1.0, 1.0]) for name in even
     }
-    assert ratio(found, "b", "a").median == pytest.approx(1.5)
+    assert ratio(found, "b", "a")["median"] == pytest.approx(1.5)
 
 
 def test_kept_memory_is_counted_once_and_without_parameters() -> None:
@@ -94,7 +93,7 @@ def test_every_topology_has_a_boundary_to_measure(name: str) -> None:
     built = Boundary.build(build_topology(name), spec, 8, CPU)
     results = built.forward()
     assert results[0].shape == built.close(results).shape == (8, 16)
-    values = built.values(built.forward)
+    values = built.values()
     assert values["gradient of stream 0"].any() and values["gradient of output"].any()
 
 
@@ -112,7 +111,7 @@ def test_boundaries_are_measured_and_what_is_missing_is_named() -> None:
         topologies=("rezero", "siamese"), dims=(16,), tokens=32, stream_dtypes=("float32",), output_dtype="float32",
         candidates=("plain", "fused"), rounds=2,
     )  # fmt: skip
-    results = boundary.measure_boundaries(settings, "cpu")
+    results = boundary.measure_boundaries(Session("boundary", settings, CPU))
     assert [(row["topology"], row["candidate"]) for row in results.rows] == [
         ("rezero", "plain"), ("siamese", "plain"), ("siamese", "fused"),
     ]  # fmt: skip
@@ -126,8 +125,8 @@ def test_the_least_traffic_is_that_of_the_boundary_that_is_measured() -> None:
     """Hybrid-Pre's MLP has a post-norm: 7 passes forward, where the mean of a block's two boundaries is 6.5."""
     spec = ResidualSpec(dim=64, kernels="fused")
     built = Boundary.build(build_topology("siamese"), spec, 8, CPU)
-    rows = [*built.streams, built.output]
-    forward, backward = traffic_of(built.forward, rows, besides=built.parameters)
+    rows, parameters = [*built.streams, built.output], [*built.before.parameters(), *built.after.parameters()]
+    forward, backward = traffic_of(built.forward, rows, besides=parameters).values()
     statistics, scale = 3 * 8 * 4, 4
     assert (forward - statistics - scale, backward - statistics - scale) == (7 * 8 * 64 * 4, 8 * 8 * 64 * 4)
 
@@ -135,10 +134,13 @@ def test_the_least_traffic_is_that_of_the_boundary_that_is_measured() -> None:
 def test_boundaries_are_measured_in_a_fresh_process() -> None:
     """What the compiler brings has not been imported there."""
     code = (
+        "import torch\n"
         "from siamesenorm.benchmark import boundary\n"
+        "from siamesenorm.benchmark.results import Session\n"
         "settings = boundary.BoundarySettings(topologies=('rezero',), dims=(8,), tokens=4, rounds=1,\n"
         "                                     stream_dtypes=('float32',), candidates=('plain',))\n"
-        "assert len(boundary.measure_boundaries(settings, 'cpu').rows) == 1\n"
+        "session = Session('boundary', settings, torch.device('cpu'))\n"
+        "assert len(boundary.measure_boundaries(session).rows) == 1\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
 
@@ -149,11 +151,11 @@ def test_what_fails_is_noted_and_the_rest_is_measured() -> None:
         topologies=("siamese",), dims=(16,), tokens=32, stream_dtypes=("bfloat16",), candidates=("lean", "plain"),
         rounds=1,
     )  # fmt: skip
-    results = boundary.measure_boundaries(settings, "cpu")
+    results = boundary.measure_boundaries(Session("boundary", settings, CPU))
     assert [row["candidate"] for row in results.rows] == ["plain"]
     (noted,) = results.not_measured
     assert noted.startswith("siamese, 16 bfloat16, lean: kernels='lean' ")
-    late = boundary.measure_boundaries(settings, "cpu", Deadline.after(-1))
+    late = boundary.measure_boundaries(Session("boundary", settings, CPU, time.monotonic() - 1))
     assert (late.rows, late.not_measured) == ([], ["siamese, 16 bfloat16: no time was left"])
 
 
@@ -190,7 +192,7 @@ def test_a_kernel_that_is_wrong_or_fails_is_not_timed(
     kernels = types.SimpleNamespace(forward=boundary_plain.forward, backward=boundary_plain.backward)
     setattr(kernels, part, spoiled)
     monkeypatch.setattr(boundary_operator, "implementation", lambda x: kernels)
-    results = boundary.measure_boundaries(settings_of_two(), "cpu")
+    results = boundary.measure_boundaries(Session("boundary", settings_of_two(), CPU))
     assert [row["candidate"] for row in results.rows] == ["plain"]
     (noted,) = results.not_measured
     assert noted.startswith(f"siamese, 16 float32, fused: {what}")
@@ -201,20 +203,22 @@ def test_a_norm_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> N
     settings = norms.NormSettings(
         norms=("rmsnorm",), candidates=("plain", "fused"), dims=(16,), tokens=8, rounds=1, dtype="float32"
     )
-    results = norms.measure_norms(settings, "cpu")
+    results = norms.measure_norms(Session("norms", settings, CPU))
     assert [row["candidate"] for row in results.rows] == ["plain"]
     assert results.not_measured[0].startswith("rmsnorm, 16, fused: its output differs from the formula by 0.")
 
 
 def test_rounds_end_at_the_deadline_but_not_before_the_third() -> None:
-    timings = measure({"a": lambda: None}, device=CPU, rounds=9, deadline=Deadline.after(-1))
+    timings = measure({"a": lambda: None}, device=CPU, rounds=9, deadline=time.monotonic() - 1)
     assert len(timings["a"]) == 3
 
 
 def test_results_so_far_are_seen() -> None:
     seen: list[int] = []
     settings = dataclasses.replace(settings_of_two(), topologies=("siamese", "rezero"))
-    results = boundary.measure_boundaries(settings, "cpu", progress=lambda found: seen.append(len(found.rows)))
+    results = boundary.measure_boundaries(
+        Session("boundary", settings, CPU, progress=lambda found: seen.append(len(found.rows)))
+    )
     assert seen == [2, 3] and len(results.rows) == 3
 
 
@@ -227,11 +231,9 @@ def test_an_error_is_noted_in_one_line() -> None:
     assert missing == ["pre: RuntimeError: out of memory", "post: no time was left"]
 
 
-def measure_here(
-    part: str, path: Path, last: float, end: float, rounds: int | None, topologies: tuple[str, ...]
-) -> None:
+def measure_here(part: str, path: Path, last: float, end: float, changes: dict[str, object]) -> None:
     """Measure a part in this process, with CUDA simulated."""
-    gpu.measure_part(part, path, last, rounds, topologies)
+    gpu.measure_part(part, path, last, changes)
 
 
 def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,14 +241,14 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {
         "boundary": boundary.BoundarySettings(topologies=("siamese", "pre"), dims=(2048,), tokens=4, rounds=1,
                                               stream_dtypes=("bfloat16",), candidates=("plain", "fused", "lean")),
-        "norm": norms.NormSettings(dims=(2048,), tokens=4, rounds=1, candidates=("plain", "fused")),
+        "norms": norms.NormSettings(dims=(2048,), tokens=4, rounds=1, candidates=("plain", "fused")),
         "step": step.StepSettings(topologies=("siamese", "dhc-2"), candidates=("fused", "compiled"), dim=16, depth=1,
                                   heads=2, hidden=16, vocabulary=32, batch=1, context=8, rounds=1),
     }  # fmt: skip
     for part, settings in small.items():
-        monkeypatch.setattr(gpu, f"{part}_settings", lambda _, settings=settings: settings)
-    for module in (boundary, norms, step):
-        monkeypatch.setattr(module, "resolve_device", lambda _: CPU)
+        measure_it = gpu.BENCHMARKS[part][1]
+        monkeypatch.setitem(gpu.BENCHMARKS, part, (lambda _, settings=settings: settings, measure_it))
+    monkeypatch.setattr(gpu, "resolve_device", lambda _: CPU)
     monkeypatch.setattr(step, "compile_blocks", lambda model: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu, "measure_apart", measure_here)
@@ -283,7 +285,7 @@ def test_the_gpu_command_survives_a_part_that_fails(tmp_path: Path, monkeypatch:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     pretend_cuda(monkeypatch)
-    monkeypatch.setattr(gpu, "measure_boundaries", fail)
+    monkeypatch.setitem(gpu.BENCHMARKS, "boundary", (boundary.settings_for, fail))
     gpu.measure_on_gpu(tmp_path)
     files = {path.stem: json.loads(path.read_text()) for path in tmp_path.iterdir()}
     assert files["boundary"]["not_measured"] == [
@@ -303,7 +305,7 @@ def test_a_part_that_is_killed_leaves_what_it_had(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(boundary, "measure_boundary", killed)
     path = tmp_path / "boundary.json"
     with pytest.raises(KeyboardInterrupt):
-        gpu.measure_part("boundary", path, 60)
+        gpu.measure_part("boundary", path, 60, {})
     record = json.loads(path.read_text())
     assert {row["topology"] for row in record["rows"]} == {"siamese"}
     assert record["not_measured"][-1] == gpu.UNFINISHED
@@ -334,7 +336,7 @@ def test_a_process_that_dies_or_hangs_is_noted(
 
 def test_a_part_is_measured_by_a_process_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "step.json"
-    assert gpu.measure_apart("step", path, 9.0, 60.0, 2, ("siamese",)) is None
+    assert gpu.measure_apart("step", path, 9.0, 60.0, {"rounds": 2, "topologies": ("siamese",)}) is None
     (noted,) = json.loads(path.read_text())["not_measured"]
     assert noted.startswith("step: device 'cuda'")
 
@@ -361,7 +363,7 @@ def test_results_that_could_not_be_written_are_not_measured(tmp_path: Path, monk
     def measured(*_: object) -> None:
         raise AssertionError("measured before the path was checked")
 
-    monkeypatch.setattr(norms, "measure_norms", measured)
+    monkeypatch.setitem(gpu.BENCHMARKS, "norms", (norms.settings_for, measured))
     (tmp_path / "file").write_text("")
     for out in (tmp_path, tmp_path / "file" / "results.json"):
         assert main(["bench", "norms", "--out", str(out)]) == 2
@@ -373,7 +375,7 @@ def test_steps_are_compared_with_pre_norm() -> None:
         topologies=("siamese",), candidates=("plain",), dim=16, depth=1, heads=2, hidden=16, vocabulary=32, batch=1,
         context=8, rounds=2,
     )  # fmt: skip
-    results = step.measure_steps(settings, "cpu")
+    results = step.measure_steps(Session("step", settings, CPU))
     reference, siamese = results.rows
     assert (reference["topology"], siamese["topology"]) == ("pre", "siamese")
     assert reference["step_to_pre"] == {"median": 1.0, "low": 1.0, "high": 1.0}
@@ -390,7 +392,7 @@ def test_steps_are_compared_with_the_fastest_pre_norm(monkeypatch: pytest.Monkey
         topologies=("siamese",), candidates=("fused", "compiled"), dim=16, depth=1, heads=2, hidden=16, vocabulary=32,
         batch=1, context=8,
     )  # fmt: skip
-    pre, siamese, *_ = step.measure_steps(settings, "cpu").rows
+    pre, siamese, *_ = step.measure_steps(Session("step", settings, CPU)).rows
     assert (pre["topology"], siamese["topology"]) == ("pre", "siamese")
     assert siamese["step_to_best_pre"]["median"] == 2.0
     assert siamese["step_to_pre"]["median"] == pytest.approx(4 / 3, rel=1e-5)

@@ -137,7 +137,7 @@ def test_it_moves_what_the_performance_page_says(case: Case) -> None:
     inputs = draw_inputs(case, (3, 512), streams=torch.float32)
     rows = [part for part in (inputs.bounded, inputs.output, inputs.identity) if part is not None]
     parameters = [*inputs.gains.present, *filter(None, inputs.constants)]
-    moved = traffic_of(lambda: apply(inputs), rows, besides=parameters)
+    moved = tuple(traffic_of(lambda: apply(inputs), rows, besides=parameters).values())
     statistics = KEPT[case.name][1] * 3 * 4
     assert tuple((each - statistics) / inputs.bounded.nbytes for each in moved) == PASSES[case.name]
 

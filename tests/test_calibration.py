@@ -11,7 +11,10 @@ import pytest
 
 from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json
-from siamesenorm.training.calibration import (
+from siamesenorm.training.loss_curve import LossCurve
+from siamesenorm.training.run_record import MetricsLog
+from siamesenorm.training.verdict import DETECTOR, Thresholds
+from siamesenorm.training.verdict_calibration import (
     DEFAULT_GRID,
     CalibrationReport,
     Detection,
@@ -24,9 +27,6 @@ from siamesenorm.training.calibration import (
     inject_spike,
     read_runs,
 )
-from siamesenorm.training.curves import LossCurve
-from siamesenorm.training.metrics import MetricsLog
-from siamesenorm.training.verdict import DETECTOR, Thresholds
 
 ROOT = Path(__file__).parents[1]
 CALIBRATIONS = {"safe": 27, "safe_digits": 20}

@@ -263,7 +263,7 @@ DEATHS = textwrap.dedent(
     import torch
     from checkpoint_stages import STAGES, watch_stages
     from siamesenorm.training.checkpoint import load_checkpoint, save_checkpoint
-    from siamesenorm.training.metrics import MetricsLog, read_metrics
+    from siamesenorm.training.run_record import MetricsLog, read_metrics
 
     def groups(step):
         generator = torch.Generator().manual_seed(step)

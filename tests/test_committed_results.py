@@ -12,14 +12,14 @@ import pytest
 from siamesenorm.cli.parsing import parse
 from siamesenorm.cli.sweep import Arguments, SweepArguments, template_of
 from siamesenorm.comparison.comparison_tables import comparison_tables
-from siamesenorm.comparison.experiment import Experiment
+from siamesenorm.comparison.experiment_plan import Part, read_plan
+from siamesenorm.comparison.experiment_runner import Experiment
 from siamesenorm.comparison.findings import find
-from siamesenorm.comparison.plan import Part, read_plan
 from siamesenorm.comparison.report_writer import table_in_markdown
 from siamesenorm.comparison.results import read_experiment
-from siamesenorm.comparison.sweep import comparisons_of, configured
+from siamesenorm.comparison.sweep_grid import comparisons_of, configured
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.curves import read_loss_curve
+from siamesenorm.training.loss_curve import read_loss_curve
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.verdict import judge
 

@@ -13,6 +13,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 
 from comparison_sweeps import METHODS, PRE, SyntheticMethod, SyntheticRun, runs_of, write_sweep
+from siamesenorm.comparison.curve_figures import (
+    MOST_POINTS,
+    curve_figures,
+    difference,
+    finite_part,
+    smoothed,
+    thinned,
+)
 from siamesenorm.comparison.figure_style import (
     DARK,
     HUES,
@@ -29,14 +37,6 @@ from siamesenorm.comparison.figure_style import (
 from siamesenorm.comparison.findings import Findings, find
 from siamesenorm.comparison.rate_figures import noise_band, rate_figures
 from siamesenorm.comparison.results import Curve, read_experiment
-from siamesenorm.comparison.training_curves import (
-    MOST_POINTS,
-    curve_figures,
-    difference,
-    finite_part,
-    smoothed,
-    thinned,
-)
 
 # Machado, Oliveira and Fernandes (2009), severity 1: what a person without one kind of cone sees, in linear RGB.
 VISION = {
@@ -149,8 +149,8 @@ def figures(found: Findings) -> list[Figure]:
 def test_the_noise_band_is_the_spread_of_the_baseline_over_its_seeds(read: Reader) -> None:
     found = read(runs_of([PRE, METHODS[-1]], rates=(2e-3, 8e-3), seeds=(0, 1, 2), steps=40))
     noise, choice = noise_band(found), found.choices["pre"]
-    assert noise is not None and noise.method == "pre"
-    assert noise.high - noise.low == pytest.approx(2 * np.std(list(choice.losses.values()), ddof=1))
+    assert noise is not None and noise[0] == "pre"
+    assert noise[2] - noise[1] == pytest.approx(2 * np.std(list(choice.losses.values()), ddof=1))
     alone = read(runs_of([PRE, METHODS[-1]], rates=(2e-3, 8e-3), steps=40))
     assert noise_band(alone) is None
 

@@ -13,10 +13,10 @@ from scipy.special import stdtrit
 
 from comparison_sweeps import template
 from siamesenorm.comparison.comparison_report import conclusions, definitions
+from siamesenorm.comparison.experiment_plan import ComparisonKind, ExperimentPlan, Part, PlannedComparison, PlannedRun
 from siamesenorm.comparison.findings import Conclusion, Edge, Findings, find
-from siamesenorm.comparison.plan import ComparisonKind, ExperimentPlan, Part, PlannedComparison, PlannedRun
 from siamesenorm.comparison.results import Curve, ExperimentResults, RunResult
-from siamesenorm.comparison.sweep import comparisons_of
+from siamesenorm.comparison.sweep_grid import comparisons_of
 from siamesenorm.tasks.language import LanguageTask
 from siamesenorm.training.verdict import judge
 
@@ -156,8 +156,8 @@ def test_the_corrected_interval_is_wider_with_more_tests() -> None:
     crowd = findings({PRE: {1e-3: losses}, SIAMESE: {1e-3: lower}} | {f"m{i}": {1e-3: losses} for i in range(4)})
     widths = []
     for found in (alone, crowd):
-        comparison = found.comparison(SIAMESE, PRE)
-        assert comparison is not None and comparison.corrected is not None and comparison.interval is not None
+        (comparison,) = (each for each in found.comparisons if each.method == SIAMESE)
+        assert comparison.corrected is not None and comparison.interval is not None
         widths.append(comparison.corrected.half_width)
         assert comparison.interval.half_width == pytest.approx(
             quantile(0.95) * np.std(list(comparison.difference.by_seed.values()), ddof=1) / math.sqrt(3)
@@ -185,7 +185,7 @@ def test_a_seed_that_diverged_forbids_a_confirmation() -> None:
     found = findings({PRE: {1e-3: [1.5, 1.50, 1.52, 1.51]}, POST: {1e-3: [1.3, 1.30, 1.321, NAN]}})
     assert found.comparisons[0].conclusion == Conclusion.SOME_DIVERGED
     assert "the order of the two is not tested here" in text_of(found, "Lowest held-out loss")
-    assert found.choices[POST].diverged == 1
+    assert found.choices[POST].count("diverged") == 1
     assert text_of(found, "Diverged") == "post at 1e-3 (1 of 4 seeds)."
     lost = findings({PRE: {1e-3: [1.5, 1.5]}, POST: {1e-3: [1.3, NAN]}})
     assert lost.comparisons[0].conclusion == Conclusion.NOT_COMPARABLE
@@ -294,7 +294,7 @@ def test_stable_at_every_rate_is_said_only_of_methods_whose_runs_have_all_ended(
 
 def test_outcomes_hold_the_worst_verdict_and_the_seeds_that_survived() -> None:
     outcome = findings({POST: {1e-3: [1.4, NAN, 1.6]}}).outcomes[1e-3, POST]
-    assert (outcome.verdict, outcome.with_verdict, outcome.all_diverged) == ("diverged", 1, False)
+    assert (outcome.verdict, outcome.count("diverged"), outcome.all_diverged) == ("diverged", 1, False)
     assert outcome.held_out_loss is not None and outcome.held_out_loss.count == 2
     perplexity = outcome.metric("perplexity")
     assert perplexity is not None and perplexity.mean == pytest.approx((math.exp(1.4) + math.exp(1.6)) / 2)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from comparison_sweeps import METHODS, PRE, SyntheticRun, runs_of, write_run, write_sweep
-from siamesenorm.comparison.plan import Part
+from siamesenorm.comparison.experiment_plan import Part
 from siamesenorm.comparison.results import read_experiment, read_run, read_single_run, undisturbed_step_seconds
 from siamesenorm.errors import UserError
 from training_runs import edit_json
@@ -30,14 +30,14 @@ def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
     assert (result.method, result.planned.label, result.planned.seed) == ("pre", "pre", 3)
     assert (result.learning_rate, result.seed, result.status, result.word) == (2e-3, 3, "finished", "stable")
     assert result.train_loss == pytest.approx(np.mean(losses[72:]))
-    assert result.held_out_loss == records_of(tmp_path / "run", "validation")[-1]["loss"]
+    assert result.held_out["loss"] == records_of(tmp_path / "run", "validation")[-1]["loss"]
     assert (result.held_out_step, result.steps, result.steps_done) == (80, 80, 80)
     assert (result.parameters, result.flops_per_item) == (1_648_000, 9_888_000.0)
     assert result.held_out["perplexity"] == pytest.approx(np.exp(result.held_out["loss"]))
     assert result.peak_memory_bytes == 612 * 2**20
     assert result.losses.values.tolist() == losses
     assert len(result.gradient_norms.steps) == 80
-    assert result.complete and result.has_result and result.score == result.held_out_loss
+    assert result.complete and result.has_result and result.score == result.held_out["loss"]
 
 
 def test_step_time_is_that_of_the_undisturbed_half(tmp_path: Path) -> None:
@@ -95,9 +95,8 @@ def test_a_sweep_lists_what_is_unfinished_missing_and_damaged(tmp_path: Path) ->
     (tmp_path / "runs" / runs[3].identity / "metrics.jsonl").unlink()
     sweep = read_experiment(tmp_path)
     assert [run.seed for run in sweep.unfinished] == [1]
-    reasons = {run.path.name: run.reason for run in sweep.missing}
-    assert reasons["never"] == reasons[runs[3].identity] == "not started"
-    assert damaged.name in reasons
+    assert sweep.missing["never"] == sweep.missing[runs[3].identity] == "not started"
+    assert damaged.name in sweep.missing
     assert len(sweep.runs) == 4
 
 

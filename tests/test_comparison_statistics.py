@@ -43,13 +43,13 @@ def test_the_tail_equals_its_closed_forms(t: float) -> None:
 def test_an_interval_equals_the_published_analysis_of_students_sleep_data() -> None:
     estimate = t_interval(SLEEP)
     assert estimate.mean == pytest.approx(1.58)
-    assert (estimate.low, estimate.high) == (pytest.approx(0.7001142), pytest.approx(2.4598858))
+    assert estimate.ends == (pytest.approx(0.7001142), pytest.approx(2.4598858))
     assert PairedDifference(by_seed=dict(enumerate(SLEEP))).p_value == pytest.approx(0.00283289, rel=1e-5)
 
 
 def test_a_single_value_has_no_interval() -> None:
     estimate = t_interval([1.5])
-    assert (estimate.mean, estimate.half_width, estimate.low, estimate.high) == (1.5, None, None, None)
+    assert (estimate.mean, estimate.half_width, estimate.ends) == (1.5, None, None)
     assert PairedDifference(by_seed={3: 1.5}).p_value is None
 
 
@@ -82,8 +82,8 @@ def test_holms_intervals_exclude_zero_exactly_for_the_rejected() -> None:
         pairs = [PairedDifference(by_seed=dict(enumerate(generator.normal(effect, 1.0, size=5)))) for effect in effects]
         decisions = holm([pair.p_value or 0.0 for pair in pairs])
         for pair, decision in zip(pairs, decisions, strict=True):
-            interval = pair.interval(decision.confidence)
-            assert (interval.low * interval.high > 0) == decision.rejected
+            low, high = pair.interval(decision.confidence).ends or (0.0, 0.0)
+            assert (low * high > 0) == decision.rejected
             assert decision.rejected == (decision.adjusted_p < 0.05)
             seen.add(decision.rejected)
     assert seen == {True, False}

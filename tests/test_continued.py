@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from siamesenorm.cli import main
 from siamesenorm.comparison import experiment as experiment_module
-from siamesenorm.comparison.experiment import Experiment
+from siamesenorm.comparison.experiment_plan import ExperimentPlan, Part, PlannedRun, read_plan
+from siamesenorm.comparison.experiment_runner import Experiment
 from siamesenorm.comparison.findings import Conclusion
-from siamesenorm.comparison.plan import ExperimentPlan, Part, PlannedRun, read_plan
 from siamesenorm.comparison.report_writer import table_in_markdown
 from siamesenorm.comparison.results import ExperimentResults, read_experiment, read_run
 from siamesenorm.data import PreparedData, TokenSamples
@@ -36,8 +36,8 @@ from siamesenorm.recipes.continued import (
 )
 from siamesenorm.topologies import build_topology
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.curves import read_loss_curve
 from siamesenorm.training.loop import Instrument, TrainingLoop, train
+from siamesenorm.training.loss_curve import read_loss_curve
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.verdict import judge
 from siamesenorm.training.warm_start import continue_run, start_defaults

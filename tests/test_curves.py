@@ -8,8 +8,8 @@ import math
 import pytest
 
 from siamesenorm.errors import UserError
-from siamesenorm.training.curves import LossCurve, loss_curve, read_loss_curve
-from siamesenorm.training.metrics import MetricsLog
+from siamesenorm.training.loss_curve import LossCurve, loss_curve, read_loss_curve
+from siamesenorm.training.run_record import MetricsLog
 
 OUR_RECORDS = [
     {"kind": "model", "label": "pre", "floor": 2.9, "steps": 400, "warmup_steps": 40, "scale": 0.5},

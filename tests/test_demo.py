@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from siamesenorm.cli import demo
-from siamesenorm.comparison.experiment import Experiment
-from siamesenorm.comparison.sweep import SweepGrid
+from siamesenorm.comparison.experiment_runner import Experiment
+from siamesenorm.comparison.sweep_grid import SweepGrid
 from siamesenorm.data import PreparedData
 
 

@@ -66,7 +66,7 @@ def measured(library: str, *, streams: str = "float32", output: str = "float32")
     settings = BoundarySettings(
         dims=(16,), tokens=32, stream_dtypes=(streams,), output_dtype=output, candidates=("plain", "fused"), rounds=2
     )
-    return measure_foreign_kernels(settings, "cpu", (library,))
+    return measure_foreign_kernels(settings, torch.device("cpu"), (library,))
 
 
 @pytest.mark.parametrize(("streams", "output"), [("float32", "float32"), ("bfloat16", "bfloat16")])

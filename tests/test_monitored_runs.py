@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from monitored_training import VOCABULARY, Block, PlainModel, batches, cross_entropy, near, of_kind, tiny_model, train
 from siamesenorm import StreamMonitor
 from siamesenorm.errors import UserError
-from siamesenorm.training.curves import LossCurve, read_loss_curve
 from siamesenorm.training.execution import compile_blocks
+from siamesenorm.training.loss_curve import LossCurve, read_loss_curve
 from siamesenorm.training.verdict import Reason, Unchecked, judge
 
 # --- training is untouched

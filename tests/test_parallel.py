@@ -16,8 +16,8 @@ from siamesenorm.analysis.monitor_instrument import MonitorInstrument
 from siamesenorm.errors import UserError
 from siamesenorm.training.checkpoint import load_checkpoint
 from siamesenorm.training.loop import TrainingLoop, train
-from siamesenorm.training.metrics import read_metrics, strip_time
 from siamesenorm.training.run_directory import RunDirectory
+from siamesenorm.training.run_record import read_metrics, strip_time
 from siamesenorm.world import World
 from training_runs import write_data
 

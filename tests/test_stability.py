@@ -13,8 +13,8 @@ import pytest
 
 from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json, encode_json
-from siamesenorm.training.curves import LossCurve
-from siamesenorm.training.stability import centred_medians, learning_rate_sensitivity, still_falls
+from siamesenorm.training.loss_curve import LossCurve
+from siamesenorm.training.robust_statistics import centred_medians, learning_rate_sensitivity, still_falls
 from siamesenorm.training.verdict import (
     DEFAULT_THRESHOLDS,
     Reason,

@@ -23,12 +23,12 @@ import torch
 from siamesenorm import build_language_model
 from siamesenorm.cli import main
 from siamesenorm.comparison import experiment as experiment_module
-from siamesenorm.comparison.experiment import Experiment, ExperimentObserver, Job, shared_gpus
 from siamesenorm.comparison.experiment_console import ExperimentConsole
+from siamesenorm.comparison.experiment_plan import ExperimentPlan, Part, PlannedRun, read_plan
+from siamesenorm.comparison.experiment_runner import Experiment, ExperimentObserver, Job, shared_gpus
 from siamesenorm.comparison.findings import find
-from siamesenorm.comparison.plan import ExperimentPlan, Part, PlannedRun, read_plan
 from siamesenorm.comparison.results import read_experiment
-from siamesenorm.comparison.sweep import SweepGrid, comparisons_of, configured
+from siamesenorm.comparison.sweep_grid import SweepGrid, comparisons_of, configured
 from siamesenorm.errors import UserError
 from siamesenorm.files import StoppedError, exclusive
 from siamesenorm.models.language import language_model_config
@@ -38,8 +38,8 @@ from siamesenorm.tasks.language import LanguageTask
 from siamesenorm.topologies import build_topology
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.execution import Choices, describe_environment
-from siamesenorm.training.metrics import MetricsLog
 from siamesenorm.training.run_directory import RunDirectory
+from siamesenorm.training.run_record import MetricsLog
 from siamesenorm.training.verdict import judge
 from training_runs import edit_json, records, tiny_run, write_data
 

@@ -23,8 +23,8 @@ from siamesenorm.tasks.language import LanguageTask
 from siamesenorm.tasks.task import Losses
 from siamesenorm.training import worker
 from siamesenorm.training.config import Execution, RunConfig, presets
+from siamesenorm.training.console_and_trackers import build_trackers
 from siamesenorm.training.execution import Choices, choose, operators_in_use, require_compiler
-from siamesenorm.training.instruments import build_trackers
 from siamesenorm.training.loop import Instrument, TrainingLoop, train
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.verdict import Verdict

@@ -6,10 +6,11 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.live import Live
 
 BAR_WIDTH = 40
 
@@ -55,7 +56,13 @@ class ProgressDisplay:
         self._unit = unit
         self._line_seconds = line_seconds
         self._above = above
-        self._live: Any = self._open_live(keep) if self.terminal else None
+        self._live: Live | None = None
+        if self.terminal:
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(console=Console(stderr=True), refresh_per_second=4, transient=not keep)
+            self._live.start()
         self.start(total, before)
 
     def __enter__(self) -> Self:
@@ -80,12 +87,10 @@ class ProgressDisplay:
     def update(self, done: float, text: str) -> None:
         """Show that `done` of the work is done, with a text beside it."""
         finished = self.total is not None and self.done < self.total <= done
-        self.done, self._text = done, text
+        self.done, self._text, now = done, text, time.monotonic()
         if self._live is not None:
             self._live.update(self._draw())
-            return
-        now = time.monotonic()
-        if self._last_line is None or now - self._last_line >= self._line_seconds or finished:
+        elif self._last_line is None or now - self._last_line >= self._line_seconds or finished:
             self._last_line = now
             self.line(", ".join(filter(None, (text, self.speed(), self.time_left()))))
 
@@ -121,15 +126,6 @@ class ProgressDisplay:
             self._live.update(self._draw(), refresh=True)
             self._live.stop()
             self._live = None
-
-    def _open_live(self, keep: bool) -> Any:
-        """Return a live display of rich, which is imported only for a terminal."""
-        from rich.console import Console
-        from rich.live import Live
-
-        live = Live(console=Console(stderr=True), refresh_per_second=4, transient=not keep)
-        live.start()
-        return live
 
     def _rate(self) -> float:
         return (self.done - self.before) / max(self.elapsed, 1e-9)

@@ -13,33 +13,26 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from siamesenorm.benchmark.measurement import (
-    NO_DEADLINE,
-    Action,
-    CacheFlush,
-    Deadline,
-    Expected,
+    Passes,
     Timings,
     allow_kept_graphs,
-    copy_action,
-    current,
+    check_agreement,
+    describe_passes,
     kept_for_backward,
-    measure,
-    milliseconds,
+    measure_passes,
+    named_gradients,
     perturb,
     random_like,
     ratio,
-    resolve_device,
-    rounded,
-    share_of_copy_rate,
+    run_passes,
     traffic_of,
 )
-from siamesenorm.benchmark.results import Progress, Results, Row, measuring
+from siamesenorm.benchmark.results import Results, Row, Session
 from siamesenorm.errors import UserError
 from siamesenorm.norms import NormSpec
 from siamesenorm.topologies import (
@@ -54,8 +47,8 @@ from siamesenorm.topologies import (
 )
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-Forward = Callable[[], tuple[Tensor, ...]]
-"""Returns the next sublayer's input and the streams."""
+Cross = Callable[[Connection, Connection, Streams, Tensor], tuple[Tensor, ...]]
+"""Takes the connections that write and read, the streams and the output; returns the next input and the streams."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +72,12 @@ def settings_for(device: torch.device) -> BoundarySettings:
     return BoundarySettings(dims=(512,), tokens=8192, stream_dtypes=("float32",), output_dtype="float32", rounds=15)
 
 
+def cross(before: Connection, after: Connection, streams: Streams, output: Tensor) -> tuple[Tensor, ...]:
+    """Write the output of one sublayer and read for the next."""
+    h, streams = after.read(before.write(streams, output))
+    return (h, *streams)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
     """The second connection of a block after the first one's write, and the closing, which shows what they did."""
@@ -89,6 +88,7 @@ class Boundary:
     streams: Streams
     output: Tensor
     next_output: Tensor
+    cross: Cross = cross
 
     @classmethod
     def build(cls, topology: Topology, spec: ResidualSpec, tokens: int, device: torch.device) -> Boundary:
@@ -129,7 +129,7 @@ class Boundary:
 
     def forward(self) -> tuple[Tensor, ...]:
         """Return the next sublayer's input and the streams."""
-        return cross(self.before, self.after, self.streams, self.output)
+        return self.cross(self.before, self.after, self.streams, self.output)
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -138,11 +138,6 @@ class Boundary:
         parts = {"written": self.before, "read": self.after}
         gains = {f"{name} {gain}": p for name, part in parts.items() for gain, p in part.named_parameters()}
         return streams | {"output": self.output} | {name: p for name, p in gains.items() if p.requires_grad}
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters of both connections."""
-        return [*self.before.parameters(), *self.after.parameters()]
 
     def close(self, results: tuple[Tensor, ...]) -> Tensor:
         """Return what the head sees after one more write: independent of the form in which the streams are left."""
@@ -160,135 +155,92 @@ class Boundary:
         )
         return [random_like(results[0], 2), *of_streams]
 
-    def values(self, forward: Forward) -> dict[str, Tensor]:
-        """Return H, what the head sees, and the gradient of every input, as `forward` computes the boundary."""
-        results = forward()
-        closed = self.close(results)
-        inputs = self.inputs
-        gradients = torch.autograd.grad(
-            (results[0], closed), list(inputs.values()), (random_like(results[0], 2), random_like(closed, 1)),
-            materialize_grads=True,
-        )  # fmt: skip
-        named = {f"gradient of {name}": one for name, one in zip(inputs, gradients, strict=True)}
-        return {"input": results[0].detach(), "closed state": closed.detach()} | named
+    def values(self) -> dict[str, Tensor]:
+        """Return H, what the head sees, and the gradient of every input.
 
-    def check_dtypes(self, forward: Forward) -> None:
-        """Raise UserError unless a candidate leaves its streams in their dtype."""
-        with torch.no_grad():
-            _, *found = forward()
-        for one, other in zip(found, self.streams, strict=False):
+        Raises UserError if a stream is left in another dtype.
+        """
+        h, *streams = results = self.forward()
+        for one, other in zip(streams, self.streams, strict=False):
             if one.dtype != other.dtype:
                 raise UserError(f"its stream is {one.dtype}, where ours is {other.dtype}")
+        closed = self.close(results)
+        gradients = named_gradients((h, closed), self.inputs, (random_like(h, 2), random_like(closed, 1)))
+        return {"input": h.detach(), "closed state": closed.detach()} | gradients
 
-    def passes(self, forward: Forward) -> dict[str, Action]:
-        """Return the forward pass as training runs it, and the backward pass of a graph made once.
+    def passes(self) -> Passes:
+        """Run and return the forward and the backward pass."""
+        results = self.forward()
+        return run_passes(self.forward, results, list(self.inputs.values()), self.gradients(results))
 
-        Without gradients the compiler keeps less, and so does less work.
+    def describe(self, name: str, timings: Timings) -> Row:
+        """Return times, the share of the copy rate at the least traffic, and what the backward pass keeps.
+
+        That is whole tensors of the streams' size, and scalars a token. Beside a compiled candidate, there is the ratio
+        to its times.
         """
-        outputs = forward()
-        gradients = self.gradients(outputs)
-        inputs = list(self.inputs.values())
-
-        def backward() -> None:
-            torch.autograd.grad(outputs, inputs, gradients, retain_graph=True, allow_unused=True)
-
-        return {"forward": forward, "backward": backward}
-
-
-def cross(before: Connection, after: Connection, streams: Streams, output: Tensor) -> tuple[Tensor, ...]:
-    """Write the output of one sublayer and read for the next."""
-    h, streams = after.read(before.write(streams, output))
-    return (h, *streams)
+        rows, parameters = [*self.streams, self.output], [*self.before.parameters(), *self.after.parameters()]
+        row: Row = describe_passes(timings, name, traffic_of(self.forward, rows, besides=parameters))
+        if "compiled forward" in timings:
+            both, compiled = ([f"{each} forward", f"{each} backward"] for each in (name, "compiled"))
+            row["both_to_compiled"] = ratio(timings, both, compiled)
+        sizes = kept_for_backward(self.forward, besides=parameters)
+        tokens = len(self.output)
+        whole = self.output.numel() * min(tensor.element_size() for tensor in rows)
+        row["kept_tensors"] = sum(size >= whole for size in sizes)
+        row["kept_bytes_a_token"] = sum(sizes) / tokens
+        row["kept_scalars_a_token"] = sum(size for size in sizes if size < whole) / (4 * tokens)
+        return row
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """One way to compute a boundary."""
-
-    boundary: Boundary
-    forward: Forward
-    passes: dict[str, Action]
-
-    @classmethod
-    def build(cls, boundary: Boundary, forward: Forward, expected: Expected) -> Candidate:
-        """Run both passes of a candidate once; raises UserError if it computes something else."""
-        boundary.check_dtypes(forward)
-        expected.check(boundary.values(forward))
-        passes = boundary.passes(forward)
-        for run in passes.values():
-            run()
-        return cls(boundary=boundary, forward=forward, passes=passes)
+Others = Mapping[str, Callable[[Boundary], Cross]]
+"""Further candidates by name: a function that returns how such a kernel crosses a plain boundary."""
 
 
-Others = Mapping[str, Callable[[Boundary], Forward]]
-"""Further candidates by name: a function that returns the forward pass of a plain boundary."""
-
-
-def measure_boundaries(
-    settings: BoundarySettings,
-    device_name: str = "auto",
-    deadline: Deadline = NO_DEADLINE,
-    progress: Progress = lambda results: None,
-    others: Others = MappingProxyType({}),
-) -> Results:
-    """Measure every topology at every width and stream dtype; see `BoundarySettings`.
-
-    `progress` is called with the results so far after each. A failure is noted, and the rest is measured.
-    """
-    device = resolve_device(device_name)
-    results = Results(benchmark="boundary", device=str(device), settings=vars(settings))
-    missing = results.not_measured
+def measure_boundaries(session: Session[BoundarySettings], others: Others = MappingProxyType({})) -> Results:
+    """Measure every topology at every width and stream dtype; see `BoundarySettings`."""
+    settings = session.settings
     for dim, dtype, name in itertools.product(settings.dims, settings.stream_dtypes, settings.topologies):
-        with current(device), allow_kept_graphs(), measuring(f"{name}, {dim} {dtype}", missing):
-            deadline.check()
-            results.rows.extend(measure_boundary(name, dim, dtype, settings, device, missing, deadline, others))
-        progress(results)
-    return results
+        with session.part(f"{name}, {dim} {dtype}") as rows, allow_kept_graphs():
+            session.check_time()
+            rows.extend(measure_boundary(name, dim, dtype, session, others))
+    return session.results
 
 
-def measure_boundary(
-    name: str,
-    dim: int,
-    dtype: str,
-    settings: BoundarySettings,
-    device: torch.device,
-    missing: list[str],
-    deadline: Deadline,
-    others: Others,
-) -> list[Row]:
-    """Return a row for each candidate of one boundary; add to `missing` those that cannot be measured, and why."""
-    topology = build_topology(name)
+def measure_boundary(name: str, dim: int, dtype: str, session: Session[BoundarySettings], others: Others) -> list[Row]:
+    """Return a row for each candidate of one boundary that can be measured."""
+    settings, topology = session.settings, build_topology(name)
     spec = ResidualSpec(
         dim=dim,
         norm=NormSpec.parse(settings.norm),
         residual_dtype=DTYPES[dtype],
         compute_dtype=DTYPES[settings.output_dtype],
+        kernels="plain",
     )
-
-    def build(kernels: Kernels) -> Boundary:
-        return Boundary.build(topology, dataclasses.replace(spec, kernels=kernels), settings.tokens, device)
-
-    plain = build("plain")
-    exact = plain.in_double(topology, spec)
+    plain = Boundary.build(topology, spec, settings.tokens, session.device)
+    exact, of_plain = plain.in_double(topology, spec).values(), plain.values()
     coarsest = torch.bfloat16 if "bfloat16" in (dtype, settings.output_dtype) else torch.float32
-    expected = Expected.of(exact.values(exact.forward), plain.values(plain.forward), coarsest)
-    candidates: dict[str, Candidate] = {}
+    candidates: dict[str, Boundary] = {}
+    passes: dict[str, Passes] = {}
     for each in (*settings.candidates, *others):
         if absent := missing_kernels(name, each):
-            missing.extend({absent} - set(missing))
+            session.note(absent)
             continue
-        with measuring(f"{name}, {dim} {dtype}, {each}", missing):
-            boundary = build(kernels_of(each))
-            forward = others[each](boundary) if each in others else forward_of(each, boundary)
-            candidates[each] = Candidate.build(boundary, forward, expected)
-    actions = {"copy": copy_action(device)}
-    for each, candidate in candidates.items():
-        actions |= {f"{each} {direction}": run for direction, run in candidate.passes.items()}
-    flush = CacheFlush(device) if device.type == "cuda" else None
-    timings = measure(actions, device=device, rounds=settings.rounds, prepare=flush, deadline=deadline)
+        with session.noting(f"{name}, {dim} {dtype}, {each}"):
+            spec = dataclasses.replace(spec, kernels=kernels_of(each))
+            boundary = Boundary.build(topology, spec, settings.tokens, session.device)
+            if each == "compiled":
+                torch._dynamo.reset()
+                boundary = dataclasses.replace(boundary, cross=torch.compile(cross, fullgraph=True, dynamic=False))
+            elif each in others:
+                boundary = dataclasses.replace(boundary, cross=others[each](boundary))
+            check_agreement(boundary.values(), exact, of_plain, coarsest)
+            passes[each] = boundary.passes()
+            candidates[each] = boundary
+    timings = measure_passes(passes, session.device, settings.rounds, session.deadline)
     return [
-        {"topology": name, "dim": dim, "streams": dtype, "candidate": each} | describe(each, candidate, timings)
-        for each, candidate in candidates.items()
+        {"topology": name, "dim": dim, "streams": dtype, "candidate": each} | boundary.describe(each, timings)
+        for each, boundary in candidates.items()
     ]
 
 
@@ -302,39 +254,3 @@ def missing_kernels(topology: str, candidate: str) -> str | None:
     resolved = build_topology(topology)
     has = {"fused": resolved.has_fused_kernels, "lean": resolved.has_lean_kernels}
     return None if has.get(candidate, True) else f"{topology}: has no {candidate} boundary"
-
-
-def forward_of(candidate: str, boundary: Boundary) -> Forward:
-    """Return the forward pass of a candidate, compiled without recompilation between boundaries if that is asked."""
-    if candidate != "compiled":
-        return boundary.forward
-    torch._dynamo.reset()
-    compiled = torch.compile(cross, fullgraph=True, dynamic=False)
-    return lambda: compiled(boundary.before, boundary.after, boundary.streams, boundary.output)
-
-
-def describe(name: str, candidate: Candidate, timings: Timings) -> dict[str, Any]:
-    """Return times, the share of the copy rate at the least traffic, the ratio to the compiler, and what is kept."""
-    boundary = candidate.boundary
-    moved = traffic_of(candidate.forward, [*boundary.streams, boundary.output], besides=boundary.parameters)
-    record: dict[str, Any] = {}
-    both = []
-    for direction, size in zip(("forward", "backward"), moved, strict=True):
-        both.append(f"{name} {direction}")
-        record[f"{direction}_ms"] = milliseconds(timings, both[-1])
-        record[f"{direction}_share_of_copy_rate"] = share_of_copy_rate(timings, both[-1], size)
-    if "compiled forward" in timings:
-        record["both_to_compiled"] = ratio(timings, both, ("compiled forward", "compiled backward"))
-    return rounded(record | kept_of(boundary, candidate.forward))
-
-
-def kept_of(boundary: Boundary, forward: Forward) -> dict[str, Any]:
-    """Return what the backward pass keeps of a boundary: whole tensors of the streams' size, and scalars a token."""
-    sizes = kept_for_backward(forward, besides=boundary.parameters)
-    tokens = boundary.output.shape[0]
-    whole = boundary.output.numel() * min(tensor.element_size() for tensor in (*boundary.streams, boundary.output))
-    return {
-        "kept_tensors": sum(size >= whole for size in sizes),
-        "kept_bytes_a_token": sum(sizes) / tokens,
-        "kept_scalars_a_token": sum(size for size in sizes if size < whole) / (4 * tokens),
-    }

@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -24,9 +23,13 @@ from siamesenorm.errors import UserError
 Action = Callable[[], object]
 Timings = dict[str, list[float]]
 """Seconds of every candidate, one a round."""
+Spread = dict[str, float]
+"""The "median" with the quartiles "low" and "high"."""
 Result = TypeVar("Result")
 Values = Mapping[str, Tensor]
 """Results and gradients by name, rows of channels last."""
+Passes = dict[str, Action]
+"""The "forward" and the "backward" pass."""
 COPIED_BYTES = 1 << 28
 MINIMUM_ROUNDS = 3
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.05}
@@ -50,25 +53,15 @@ def random_like(x: Tensor, seed: int) -> Tensor:
     return torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """What a candidate must compute: the formulas' values in fp64, and the distance allowed for each."""
+def check_agreement(found: Values, formula: Values, plain: Values, dtype: torch.dtype) -> None:
+    """Raise UserError unless every row of every value is the formula's in fp64, up to rounding to `dtype`.
 
-    values: Values
-    allowed: Mapping[str, float]
-
-    @classmethod
-    def of(cls, values: Values, plain: Values, dtype: torch.dtype) -> Expected:
-        """Allow the rounding of `dtype`, and four times that of the plain formulas, for values that nearly cancel."""
-        rows = {what: farthest_row(plain[what], value) for what, value in values.items()}
-        return cls(values, {what: max(TOLERANCES[dtype], 4 * error) for what, error in rows.items()})
-
-    def check(self, found: Values) -> None:
-        """Raise UserError unless every row of every value is as expected."""
-        for what, value in self.values.items():
-            error = farthest_row(found[what], value)
-            if not error <= self.allowed[what]:
-                raise UserError(f"its {what} differs from the formula by {error:.2g} of its length")
+    Four times the distance of the `plain` formulas is allowed too, for values that nearly cancel.
+    """
+    for what, value in formula.items():
+        error = farthest_row(found[what], value)
+        if not error <= max(TOLERANCES[dtype], 4 * farthest_row(plain[what], value)):
+            raise UserError(f"its {what} differs from the formula by {error:.2g} of its length")
 
 
 def farthest_row(found: Tensor, expected: Tensor) -> float:
@@ -83,56 +76,15 @@ def farthest_row(found: Tensor, expected: Tensor) -> float:
     return float(((found - expected).norm(dim=-1) / lengths.clamp_min(0.1 * lengths.mean())).max())
 
 
+def named_gradients(
+    results: Sequence[Tensor], inputs: Mapping[str, Tensor], gradients: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """Return the gradient of every input, by name, from those of the results."""
+    found = torch.autograd.grad(results, list(inputs.values()), gradients, materialize_grads=True)
+    return {f"gradient of {name}": one for name, one in zip(inputs, found, strict=True)}
+
+
 # --- time
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A median with its quartiles."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Return the median and quartiles of at least one value."""
-        if len(values) == 1:
-            return cls(values[0], values[0], values[0])
-        low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(middle, low, high)
-
-    def __mul__(self, factor: float) -> Spread:
-        return Spread(self.median * factor, self.low * factor, self.high * factor)
-
-    def to_json(self) -> dict[str, float]:
-        """Return the three numbers, to six digits."""
-        return {name: float(f"{getattr(self, name):.6g}") for name in ("median", "low", "high")}
-
-
-@dataclass(frozen=True, slots=True)
-class Deadline:
-    """A moment of the monotonic clock after which nothing more is started."""
-
-    moment: float = math.inf
-
-    @classmethod
-    def after(cls, seconds: float) -> Deadline:
-        """Return the moment so many seconds from now."""
-        return cls(time.monotonic() + seconds)
-
-    @property
-    def passed(self) -> bool:
-        """Whether the moment has passed."""
-        return time.monotonic() > self.moment
-
-    def check(self) -> None:
-        """Raise UserError if the moment has passed."""
-        if self.passed:
-            raise UserError("no time was left")
-
-
-NO_DEADLINE = Deadline()
 
 
 def measure(
@@ -142,12 +94,12 @@ def measure(
     rounds: int,
     warmup: int = 2,
     prepare: Action | None = None,
-    deadline: Deadline = NO_DEADLINE,
+    deadline: float = math.inf,
 ) -> Timings:
     """Return the seconds of every action in every round, at a common pace; the order rotates by one every round.
 
     `prepare` runs before each action, untimed (it may flush a cache). On CUDA the time is that between two events.
-    After the deadline no round starts, except the first three.
+    After the deadline, a time of the monotonic clock, no round starts, except the first three.
     """
     for _ in range(warmup):
         for action in actions.values():
@@ -155,7 +107,7 @@ def measure(
     timings: Timings = {name: [] for name in actions}
     names = list(actions)
     for number in range(rounds):
-        if number >= MINIMUM_ROUNDS and deadline.passed:
+        if number >= MINIMUM_ROUNDS and time.monotonic() > deadline:
             break
         first = number % len(names)
         for name in names[first:] + names[:first]:
@@ -187,64 +139,89 @@ def seconds_of(action: Action, device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
+def spread_of(values: Sequence[float], median: float | None = None, factor: float = 1.0) -> Spread:
+    """Return the median and the quartiles of values, times a factor, to six digits; a given median may be outside."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    middle = middle if median is None else median
+    numbers = {"median": middle, "low": min(low, middle), "high": max(high, middle)}
+    return {name: float(f"{number * factor:.6g}") for name, number in numbers.items()}
+
+
 def milliseconds(timings: Timings, name: str) -> Spread:
     """Return the time of an action in milliseconds."""
-    return Spread.of(timings[name]) * 1e3
+    return spread_of(timings[name], factor=1e3)
 
 
-def ratio(timings: Timings, names: str | Sequence[str], references: str | Sequence[str]) -> Spread:
+def ratio(timings: Timings, names: str | Sequence[str], references: str | Sequence[str], factor: float = 1.0) -> Spread:
     """Return the ratio of the median times, each summed over several actions, with the quartiles of the rounds."""
     sums = [
         [timings[name] for name in ((group,) if isinstance(group, str) else group)] for group in (names, references)
     ]
     above, below = (sum(statistics.median(seconds) for seconds in group) for group in sums)
     rounds = [sum(one) / sum(other) for one, other in zip(*(zip(*group, strict=True) for group in sums), strict=True)]
-    spread = Spread.of(rounds)
-    median = above / below
-    return Spread(median, min(spread.low, median), max(spread.high, median))
+    return spread_of(rounds, above / below, factor)
 
 
-@contextmanager
-def allow_many_graphs() -> Iterator[None]:
+def allow_many_graphs() -> AbstractContextManager[object]:
     """Let the compiler keep one graph per topology: they share the code of the block, by which it counts graphs."""
-    with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):
-        yield
+    context: AbstractContextManager[object] = torch._dynamo.config.patch(
+        recompile_limit=256, accumulated_recompile_limit=1024
+    )
+    return context
 
 
-@contextmanager
-def allow_kept_graphs() -> Iterator[None]:
+def allow_kept_graphs() -> AbstractContextManager[object]:
     """Let a compiled backward pass run many times on one graph: it must not overwrite what the graph keeps."""
-    with functorch_config.patch(donated_buffer=False):
-        yield
+    context: AbstractContextManager[object] = functorch_config.patch(donated_buffer=False)
+    return context
 
 
-class CacheFlush:
-    """Overwrite more memory than the last cache holds, for milliseconds, so that every candidate reads from memory.
+def run_passes(
+    forward: Action, results: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> Passes:
+    """Run and return a forward pass and the backward pass of the graph of its results.
 
-    While the device is busy, the host launches what is measured next; otherwise the time between two events would be
-    that of Python, not of the kernels.
+    The forward pass records a graph, as in training: without gradients the compiler keeps less, and so does less work.
     """
 
-    def __init__(self, device: torch.device, megabytes: int = 256, times: int = 32) -> None:
-        self.memory = torch.empty(megabytes << 20, dtype=torch.int8, device=device)
-        self.times = times
+    def backward() -> None:
+        torch.autograd.grad(results, inputs, gradients, retain_graph=True, allow_unused=True)
 
-    def __call__(self) -> None:
-        """Overwrite the memory."""
-        for _ in range(self.times):
-            self.memory.zero_()
+    forward()
+    backward()
+    return {"forward": forward, "backward": backward}
 
 
-def copy_action(device: torch.device) -> Action:
-    """Return a copy of `COPIED_BYTES`, which moves twice as many bytes: the reference of memory traffic."""
+def measure_passes(candidates: Mapping[str, Passes], device: torch.device, rounds: int, deadline: float) -> Timings:
+    """Return the times of "NAME forward" and "NAME backward" of every candidate, and of "copy".
+
+    The copy of `COPIED_BYTES`, which moves twice as many bytes, is the reference of memory traffic. On CUDA, other
+    memory fills the last cache before each action. That takes milliseconds, in which the host launches what is measured
+    next; otherwise the time between two events would be that of Python, not of the kernels.
+    """
     source = torch.empty(COPIED_BYTES, dtype=torch.int8, device=device).random_()
     target = torch.empty_like(source)
-    return lambda: target.copy_(source)
+    actions: dict[str, Action] = {"copy": lambda: target.copy_(source)}
+    for name, passes in candidates.items():
+        actions |= {f"{name} {direction}": run for direction, run in passes.items()}
+    on_cuda = device.type == "cuda"
+    cached = torch.empty(256 << 20 if on_cuda else 0, dtype=torch.int8, device=device)
+
+    def flush() -> None:
+        for _ in range(32):
+            cached.zero_()
+
+    return measure(actions, device=device, rounds=rounds, prepare=flush if on_cuda else None, deadline=deadline)
 
 
-def share_of_copy_rate(timings: Timings, name: str, traffic: float) -> Spread:
-    """Return the rate at which an action moved `traffic` bytes, as a share of the rate of the action "copy"."""
-    return ratio(timings, "copy", name) * (traffic / (2 * COPIED_BYTES))
+def describe_passes(timings: Timings, name: str, traffic: Mapping[str, float]) -> dict[str, Any]:
+    """Return the time of each pass of a candidate, and the share of the rate of "copy" at its bytes of traffic."""
+    row: dict[str, Any] = {}
+    for direction, size in traffic.items():
+        action = f"{name} {direction}"
+        row[f"{direction}_ms"] = milliseconds(timings, action)
+        row[f"{direction}_share_of_copy_rate"] = ratio(timings, "copy", action, size / (2 * COPIED_BYTES))
+    return row
 
 
 def resolve_device(name: str) -> torch.device:
@@ -257,16 +234,6 @@ def resolve_device(name: str) -> torch.device:
     if name.startswith("cuda") and not available:
         raise UserError(f"device {name!r}: torch finds no CUDA device; choose cpu")
     return torch.device(name)
-
-
-def current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a CUDA device the current one, which events and memory statistics refer to."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def rounded(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record with its spreads as JSON values."""
-    return {key: value.to_json() if isinstance(value, Spread) else value for key, value in record.items()}
 
 
 # --- memory
@@ -282,8 +249,8 @@ def kept_for_backward(function: Callable[[], object], *, besides: Iterable[Tenso
 
 def traffic_of(
     forward: Callable[[], tuple[Tensor, ...]], rows: Sequence[Tensor], *, besides: Iterable[Tensor] = ()
-) -> tuple[int, int]:
-    """Return the bytes that a forward pass over `rows` and its backward pass must move, each read or written once.
+) -> dict[str, int]:
+    """Return the bytes that a "forward" pass over `rows` and its "backward" pass must move, each read or written once.
 
     Forward: the rows, the results, and what is kept for the backward pass. Backward: the gradients of the results, what
     was kept, and the gradients of the rows. Parameters (`besides`) are not counted.
@@ -291,8 +258,9 @@ def traffic_of(
     results, kept = _run_and_save(forward)
     gradients = [torch.randn_like(result) for result in results]
     of_rows = [x for x in torch.autograd.grad(results, rows, gradients, allow_unused=True) if x is not None]
+    moved = {"forward": [*rows, *results, *kept], "backward": [*gradients, *kept, *of_rows]}
     known = list(besides)
-    return sum(_pieces([*rows, *results, *kept], known)), sum(_pieces([*gradients, *kept, *of_rows], known))
+    return {direction: sum(_pieces(tensors, known)) for direction, tensors in moved.items()}
 
 
 def _run_and_save(function: Callable[[], Result]) -> tuple[Result, list[Tensor]]:

@@ -8,30 +8,22 @@ import torch
 from torch import Tensor
 
 from siamesenorm.benchmark.measurement import (
-    NO_DEADLINE,
-    Action,
-    CacheFlush,
-    Deadline,
-    Expected,
-    Timings,
+    Passes,
     allow_kept_graphs,
-    allow_many_graphs,
-    copy_action,
-    current,
-    measure,
-    milliseconds,
+    check_agreement,
+    describe_passes,
+    measure_passes,
+    named_gradients,
     perturb,
     random_like,
     ratio,
-    resolve_device,
-    rounded,
-    share_of_copy_rate,
+    run_passes,
 )
-from siamesenorm.benchmark.results import Progress, Results, Row, measuring
+from siamesenorm.benchmark.results import Results, Row, Session
 from siamesenorm.norms import Norm, build_norm
 
 REFERENCE = "rmsnorm"
-PASSES = {"forward": 2, "backward": 3}
+TRANSFERS = {"forward": 2, "backward": 3}
 """Reads and writes of the tensor in an ideal kernel: x and y; x, dy and dx."""
 
 
@@ -49,72 +41,49 @@ class NormSettings:
 
 def settings_for(device: torch.device) -> NormSettings:
     """Return what is measured on a device: three widths in bf16 on CUDA, one in fp32 on a CPU."""
-    return (
-        NormSettings() if device.type == "cuda" else NormSettings(dims=(512,), tokens=8192, dtype="float32", rounds=15)
-    )
+    if device.type == "cuda":
+        return NormSettings()
+    return NormSettings(dims=(512,), tokens=8192, dtype="float32", rounds=15)
 
 
-def measure_norms(
-    settings: NormSettings,
-    device_name: str = "auto",
-    deadline: Deadline = NO_DEADLINE,
-    progress: Progress = lambda results: None,
-) -> Results:
-    """Measure every operator in every way at every width, as ratios to RMSNorm computed the same way.
-
-    `progress` is called with the results so far after each width. A failure is noted, and the rest is measured.
-    """
-    device = resolve_device(device_name)
-    results = Results(benchmark="norms", device=str(device), settings=vars(settings))
-    with allow_many_graphs(), allow_kept_graphs():
-        for dim in settings.dims:
-            with current(device), measuring(f"norms, {dim}", results.not_measured):
-                deadline.check()
-                results.rows.extend(measure_width(dim, settings, device, results.not_measured, deadline))
-            progress(results)
-    return results
+def measure_norms(session: Session[NormSettings]) -> Results:
+    """Measure every operator in every way at every width, as ratios to RMSNorm computed the same way."""
+    for dim in session.settings.dims:
+        with session.part(f"norms, {dim}") as rows, allow_kept_graphs():
+            session.check_time()
+            rows.extend(measure_width(dim, session))
+    return session.results
 
 
-def measure_width(
-    dim: int, settings: NormSettings, device: torch.device, missing: list[str], deadline: Deadline
-) -> list[Row]:
-    """Return a row for each operator and candidate at one width; add to `missing` what cannot be measured."""
+def measure_width(dim: int, session: Session[NormSettings]) -> list[Row]:
+    """Return a row for each operator and candidate at one width that can be measured."""
+    settings = session.settings
     dtype: torch.dtype = getattr(torch, settings.dtype)
-    x = random_like(torch.empty(settings.tokens, dim, dtype=dtype, device=device), 0).requires_grad_()
-    actions: dict[str, Action] = {"copy": copy_action(device)}
+    x = random_like(torch.empty(settings.tokens, dim, dtype=dtype, device=session.device), 0).requires_grad_()
+    passes: dict[str, Passes] = {}
     built: list[tuple[str, str]] = []
     for name in settings.norms:
         exact = values_of(build(name, "plain", x), x.detach().double().requires_grad_())
-        expected = Expected.of(exact, values_of(build(name, "plain", x), x), dtype)
+        plain = values_of(build(name, "plain", x), x)
         for candidate in settings.candidates:
-            with measuring(f"{name}, {dim}, {candidate}", missing):
-                deadline.check()
+            with session.noting(f"{name}, {dim}, {candidate}"):
+                session.check_time()
                 norm = build(name, candidate, x)
-                expected.check(values_of(norm, x))
-                passes = passes_of(norm, x)
-                for run in passes.values():
-                    run()
-                actions |= {f"{candidate} {name} {direction}": run for direction, run in passes.items()}
+                check_agreement(values_of(norm, x), exact, plain, dtype)
+                passes[f"{candidate} {name}"] = passes_of(norm, x)
                 built.append((name, candidate))
-    flush = CacheFlush(device) if device.type == "cuda" else None
-    timings = measure(actions, device=device, rounds=settings.rounds, prepare=flush, deadline=deadline)
-    size = x.numel() * x.element_size()
-    return [
-        {"norm": name, "dim": dim, "dtype": settings.dtype, "candidate": candidate}
-        | describe(f"{candidate} {name}", f"{candidate} {REFERENCE}", timings, size)
-        for name, candidate in built
-    ]
-
-
-def describe(name: str, reference: str, timings: Timings, size: int) -> Row:
-    """Return times, shares of the copy rate and ratios to the reference of both passes over `size` bytes."""
-    row: Row = {}
-    for direction, count in PASSES.items():
-        row[f"{direction}_ms"] = milliseconds(timings, f"{name} {direction}")
-        row[f"{direction}_share_of_copy_rate"] = share_of_copy_rate(timings, f"{name} {direction}", count * size)
-        if f"{reference} {direction}" in timings:
-            row[f"{direction}_to_rmsnorm"] = ratio(timings, f"{name} {direction}", f"{reference} {direction}")
-    return rounded(row)
+    timings = measure_passes(passes, session.device, settings.rounds, session.deadline)
+    traffic = {direction: count * x.numel() * x.element_size() for direction, count in TRANSFERS.items()}
+    rows = []
+    for name, candidate in built:
+        row: Row = {"norm": name, "dim": dim, "dtype": settings.dtype, "candidate": candidate}
+        row |= describe_passes(timings, f"{candidate} {name}", traffic)
+        if f"{candidate} {REFERENCE}" in passes:
+            for direction in TRANSFERS:
+                ours, reference = (f"{candidate} {each} {direction}" for each in (name, REFERENCE))
+                row[f"{direction}_to_rmsnorm"] = ratio(timings, ours, reference)
+        rows.append(row)
+    return rows
 
 
 def build(name: str, candidate: str, x: Tensor) -> Norm:
@@ -129,18 +98,11 @@ def build(name: str, candidate: str, x: Tensor) -> Norm:
 
 def values_of(norm: Norm, x: Tensor) -> dict[str, Tensor]:
     """Return the norm of x and all gradients."""
-    inputs = {"x": x, **dict(norm.named_parameters())}
     y = norm(x)
-    gradients = torch.autograd.grad(y, list(inputs.values()), random_like(y, 1))
-    return {"output": y.detach()} | {f"gradient of {k}": one for k, one in zip(inputs, gradients, strict=True)}
+    return {"output": y.detach()} | named_gradients([y], {"x": x, **dict(norm.named_parameters())}, [random_like(y, 1)])
 
 
-def passes_of(norm: Norm, x: Tensor) -> dict[str, Action]:
+def passes_of(norm: Norm, x: Tensor) -> Passes:
     """Return the forward pass with what it keeps, and the backward pass of a graph made once."""
     y = norm(x)
-    inputs, gradient = [x, *norm.parameters()], random_like(y, 1)
-
-    def back() -> None:
-        torch.autograd.grad(y, inputs, gradient, retain_graph=True)
-
-    return {"forward": lambda: norm(x), "backward": back}
+    return run_passes(lambda: norm(x), [y], [x, *norm.parameters()], [random_like(y, 1)])

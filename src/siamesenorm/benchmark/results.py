@@ -6,21 +6,26 @@ It needs only torch: the machine of a GPU may have nothing else but Triton.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
+from siamesenorm.benchmark.measurement import allow_many_graphs
 from siamesenorm.errors import UserError
 from siamesenorm.files import disk_errors, write_atomically
 from siamesenorm.training.execution import describe_environment, version_of
 
 Row = dict[str, Any]
+Settings = TypeVar("Settings")
+"""A dataclass."""
 COLUMNS = {
     "boundary": (
         "topology", "dim", "streams", "candidate", "forward_ms", "backward_ms", "forward_share_of_copy_rate",
@@ -54,37 +59,31 @@ class Results:
         record = json.loads(path.read_text())
         return cls(device=record.pop("environment")["device"], **record)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return everything with the environment."""
+    def write(self, path: Path) -> None:
+        """Write everything with the environment, atomically; raises UserError if the file cannot be written."""
         compilers = {"triton": version_of("triton"), "cuda": torch.version.cuda}
-        return {
+        record = {
             "benchmark": self.benchmark,
             "environment": describe_environment(self.device) | compilers,
             "settings": self.settings,
             "rows": self.rows,
             "not_measured": self.not_measured,
         }
-
-    def write(self, path: Path) -> None:
-        """Write the file atomically; raises UserError if it cannot be written."""
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, (json.dumps(self.to_json(), indent=1) + "\n").encode())
-
-    def table(self) -> str:
-        """Return the rows as a Markdown table of the columns that any of them has."""
-        columns = COLUMNS.get(self.benchmark, tuple(self.rows[0]))
-        return markdown(self.rows, [name for name in columns if any(name in row for row in self.rows)])
+            write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
 
     def show(self, out: Path | None) -> None:
-        """Write the file if a path is given, then print what was not measured, and the table last."""
+        """Write the file if a path is given; print what was not measured, and last a table of the columns present."""
         if out is not None:
             self.write(out)
             print(f"results: {out}", file=sys.stderr)
         for line in self.not_measured:
             print(f"not measured: {line}", file=sys.stderr)
         if self.rows:
-            print(self.table(), flush=True)
+            columns = COLUMNS.get(self.benchmark, tuple(self.rows[0]))
+            present = [name for name in columns if any(name in row for row in self.rows)]
+            print(markdown(self.rows, present), flush=True)
 
 
 def check_writable(path: Path) -> None:
@@ -98,6 +97,43 @@ def check_writable(path: Path) -> None:
 
 Progress = Callable[[Results], object]
 """Receives the results so far after each part."""
+
+
+class Session(Generic[Settings]):
+    """A benchmark while it runs: settings, device, the time after which nothing starts, and the results so far."""
+
+    def __init__(
+        self,
+        benchmark: str,
+        settings: Settings,
+        device: torch.device,
+        deadline: float = math.inf,
+        progress: Progress = lambda results: None,
+    ) -> None:
+        self.settings, self.device, self.deadline, self.progress = settings, device, deadline, progress
+        self.results = Results(benchmark=benchmark, device=str(device), settings=vars(settings))
+
+    @contextmanager
+    def part(self, what: str) -> Iterator[list[Row]]:
+        """Return the list to which a part adds its rows; note a failure, and show the results so far."""
+        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        with on_device, allow_many_graphs(), self.noting(what):
+            yield self.results.rows
+        self.progress(self.results)
+
+    def noting(self, what: str) -> AbstractContextManager[None]:
+        """Measure something that may fail; see `measuring`."""
+        return measuring(what, self.results.not_measured)
+
+    def note(self, line: str) -> None:
+        """Add a line on what is not measured, once."""
+        if line not in self.results.not_measured:
+            self.results.not_measured.append(line)
+
+    def check_time(self) -> None:
+        """Raise UserError after the deadline."""
+        if time.monotonic() > self.deadline:
+            raise UserError("no time was left")
 
 
 @contextmanager

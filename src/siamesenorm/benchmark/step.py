@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from siamesenorm.benchmark.boundary import kernels_of, missing_kernels
-from siamesenorm.benchmark.measurement import (
-    NO_DEADLINE,
-    Deadline,
-    Spread,
-    allow_many_graphs,
-    current,
-    kept_for_backward,
-    measure,
-    milliseconds,
-    ratio,
-    resolve_device,
-    rounded,
-)
-from siamesenorm.benchmark.results import Progress, Results, Row, measuring
+from siamesenorm.benchmark.measurement import kept_for_backward, measure, milliseconds, ratio
+from siamesenorm.benchmark.results import Results, Row, Session
 from siamesenorm.models.language import LanguageModel, build_language_model
 from siamesenorm.models.transformer import count_parameters
 from siamesenorm.topologies import build_topology
@@ -117,84 +105,65 @@ class TrainingStep:
         return sum(kept_for_backward(self.loss, besides=self.model.parameters()))
 
 
-def measure_steps(
-    settings: StepSettings,
-    device_name: str = "auto",
-    deadline: Deadline = NO_DEADLINE,
-    progress: Progress = lambda results: None,
-) -> Results:
-    """Measure every candidate of every topology against the same candidate of Pre-Norm, in one interleaved run.
-
-    `progress` is called with the results so far after each candidate. A failure is noted, and the rest is measured.
-    """
-    device = resolve_device(device_name)
-    results = Results(benchmark="step", device=str(device), settings=vars(settings))
-    for candidate in settings.candidates:
-        with current(device), allow_many_graphs(), measuring(f"steps, {candidate}", results.not_measured):
-            results.rows.extend(measure_candidate(candidate, settings, device, results.not_measured, deadline))
-        progress(results)
-    return results
+def measure_steps(session: Session[StepSettings]) -> Results:
+    """Measure every candidate of every topology against the same candidate of Pre-Norm, in one interleaved run."""
+    for candidate in session.settings.candidates:
+        with session.part(f"steps, {candidate}") as rows:
+            rows.extend(measure_candidate(candidate, session))
+    return session.results
 
 
-def measure_candidate(
-    candidate: str, settings: StepSettings, device: torch.device, missing: list[str], deadline: Deadline
-) -> list[Row]:
-    """Return a row for each topology, none without Pre-Norm; add to `missing` what cannot be measured."""
+def measure_candidate(candidate: str, session: Session[StepSettings]) -> list[Row]:
+    """Return a row for each topology that can be measured, none without Pre-Norm."""
+    settings = session.settings
     torch._dynamo.reset()
     steps: dict[str, TrainingStep] = {}
     topologies = dict.fromkeys((REFERENCE, *settings.topologies))
     others = [(REFERENCE, each) for each in settings.candidates if each != candidate]
     for topology, each in [*others, *((topology, candidate) for topology in topologies)]:
         if absent := missing_kernels(topology, each):
-            missing.append(f"{each}, {absent}")
+            session.note(f"{each}, {absent}")
             continue
-        with measuring(f"{topology}, {each}", missing):
-            deadline.check()
-            step = TrainingStep.build(topology, each, settings, device)
+        with session.noting(f"{topology}, {each}"):
+            session.check_time()
+            step = TrainingStep.build(topology, each, settings, session.device)
             step.run()
             steps[topology if each == candidate else f"{topology}, {each}"] = step
-    return compare(candidate, steps, settings, device, deadline) if REFERENCE in steps else []
+    return compare(candidate, steps, session) if REFERENCE in steps else []
 
 
-def compare(
-    candidate: str,
-    steps: dict[str, TrainingStep],
-    settings: StepSettings,
-    device: torch.device,
-    deadline: Deadline = NO_DEADLINE,
-) -> list[Row]:
+def compare(candidate: str, steps: dict[str, TrainingStep], session: Session[StepSettings]) -> list[Row]:
     """Return a row for each topology: step time, its ratio to Pre-Norm's, tokens a second, memory.
 
     `steps` may have other candidates of Pre-Norm, as "pre, compiled": they have no row, but may be the fastest.
     """
     kept = {name: step.kept_bytes() for name, step in steps.items()}
-    timings = measure(
-        {name: step.run for name, step in steps.items()}, device=device, rounds=settings.rounds, deadline=deadline
-    )
+    actions = {name: step.run for name, step in steps.items()}
+    timings = measure(actions, device=session.device, rounds=session.settings.rounds, deadline=session.deadline)
     pre = [name for name in steps if name.split(", ")[0] == REFERENCE]
-    best = min(pre, key=lambda name: Spread.of(timings[name]).median)
-    tokens = settings.batch * settings.context
+    best = min(pre, key=lambda name: statistics.median(timings[name]))
+    tokens = session.settings.batch * session.settings.context
     rows = []
     for name, step in steps.items():
         if name in pre and name != REFERENCE:
             continue
         parameters, _ = count_parameters(step.model)
-        record: dict[str, Any] = {
+        row: Row = {
             "topology": name,
             "candidate": candidate,
             "step_ms": milliseconds(timings, name),
             "step_to_pre": ratio(timings, name, REFERENCE),
-            "tokens_per_second": tokens / Spread.of(timings[name]).median,
+            "tokens_per_second": tokens / statistics.median(timings[name]),
             "kept_bytes": kept[name],
             "kept_to_pre": kept[name] / kept[REFERENCE],
             "parameters": parameters,
             "parameters_to_pre": parameters / count_parameters(steps[REFERENCE].model)[0],
         }
         if len(pre) > 1:
-            record["step_to_best_pre"] = ratio(timings, name, best)
-        if device.type == "cuda":
-            record["peak_bytes"] = peak_bytes(step)
-        rows.append(rounded(record))
+            row["step_to_best_pre"] = ratio(timings, name, best)
+        if session.device.type == "cuda":
+            row["peak_bytes"] = peak_bytes(step)
+        rows.append(row)
     return rows
 
 

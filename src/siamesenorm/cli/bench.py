@@ -38,18 +38,13 @@ class Arguments:
 def run(arguments: Arguments) -> None:
     """Measure, write the file, print the table last."""
     check(arguments)
+    given = {"rounds": arguments.rounds, "topologies": arguments.topologies}
+    changes = {name: value for name, value in given.items() if value}
     if arguments.what != "gpu":
-        device = resolve_device(arguments.device)
-        results = gpu.measure_usual(arguments.what, device, arguments.rounds, arguments.topologies)
-        results.show(arguments.out)
+        gpu.measure_usual(arguments.what, arguments.device, changes).show(arguments.out)
         return
     with tempfile.TemporaryDirectory() as unused:
-        gpu.measure_on_gpu(
-            arguments.out or Path(unused),
-            minutes=arguments.minutes,
-            rounds=arguments.rounds,
-            topologies=arguments.topologies,
-        )
+        gpu.measure_on_gpu(arguments.out or Path(unused), minutes=arguments.minutes, **changes)
 
 
 def check(arguments: Arguments) -> None:

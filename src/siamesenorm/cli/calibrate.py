@@ -10,8 +10,8 @@ import tyro
 
 from siamesenorm.files import disk_errors
 from siamesenorm.progress import ProgressDisplay
-from siamesenorm.training.calibration import DEFAULT_GRID, calibrate, read_runs
 from siamesenorm.training.verdict import Thresholds
+from siamesenorm.training.verdict_calibration import DEFAULT_GRID, calibrate, read_runs
 
 
 @dataclass(frozen=True, kw_only=True)

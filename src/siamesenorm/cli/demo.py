@@ -8,7 +8,7 @@ from pathlib import Path
 
 from siamesenorm.cli.prepare import prepare_with_progress
 from siamesenorm.cli.sweep import run_sweep, sweep_experiment
-from siamesenorm.comparison.sweep import SweepGrid
+from siamesenorm.comparison.sweep_grid import SweepGrid
 from siamesenorm.data import PrepareConfig
 from siamesenorm.models.language import language_model_config
 from siamesenorm.tasks.language import LanguageTaskConfig

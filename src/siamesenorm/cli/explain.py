@@ -8,6 +8,7 @@ import json
 import re
 import textwrap
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Annotated, Any
 
 import tyro
@@ -16,7 +17,7 @@ from typing_extensions import Doc
 from siamesenorm.errors import UserError, unknown
 from siamesenorm.models.language import SIZES, build_language_model
 from siamesenorm.models.transformer import count_parameters
-from siamesenorm.norms import NORMS, Norm, NormSpec, available_norms
+from siamesenorm.norms import NORMS, NormSpec, available_norms
 from siamesenorm.topologies import Topology, available_topologies, build_topology, topology_name
 
 EXAMPLE_DIM = 2048
@@ -90,17 +91,12 @@ def spellings() -> dict[str, str]:
     """Return names by spelling without case, hyphens and spaces: names first, then "siamese norm", then titles."""
     topologies = {name: build_topology(name) for name in available_topologies()}
     defaults_first = sorted(topologies, key=lambda name: topologies[name].heading != topologies[name].title)
-    found: dict[str, str] = {}
-    for name in (*topologies, *available_norms()):
-        found.setdefault(_plain(name), name)
-    for name in topologies:
-        for spelling in (f"{name}norm", name.rpartition("-")[0] or name):
-            found.setdefault(_plain(spelling), name)
+    pairs = [(name, name) for name in (*topologies, *available_norms())]
+    pairs += [(text, name) for name in topologies for text in (f"{name}norm", name.rpartition("-")[0] or name)]
     for name in defaults_first:
         title = topologies[name].title
-        for part in filter(None, map(_plain, (title, *re.split(r"[(),]", title)))):
-            found.setdefault(part, name)
-    return found
+        pairs += [(part, name) for part in (title, *re.split(r"[(),]", title)) if _plain(part)]
+    return {_plain(text): name for text, name in reversed(pairs)}  # the first of a spelling counts
 
 
 def _plain(name: str) -> str:
@@ -116,7 +112,7 @@ def _first_sentence(subject: type) -> str:
 
 def describe_norm(spec: NormSpec) -> dict[str, Any]:
     """Return the facts about a norm as JSON values."""
-    norm: Norm = spec.build(EXAMPLE_DIM)
+    norm = spec.build(EXAMPLE_DIM)
     return {
         "name": str(spec),
         "title": type(norm).__name__,
@@ -131,23 +127,28 @@ def describe_norm(spec: NormSpec) -> dict[str, Any]:
 
 def norm_text(facts: dict[str, Any]) -> str:
     """Return the explanation of a norm as plain text."""
-    shapes = [f"{name} [{', '.join(map(str, shape))}]" for name, shape in facts["parameters"].items()]
-    flags = {"scale-invariant": "scale_invariant", "idempotent": "idempotent", "fused kernels": "fused_kernels"}
-    return "\n".join(
-        [
-            f"{facts['name']}: {facts['title']}",
-            "",
-            facts["description"],
-            "",
-            _entry("options", [_options(facts)]),
-            *(_entry(label, ["yes" if facts[flag] else "no"]) for label, flag in flags.items()),
-            _entry("parameters", [f"{', '.join(shapes) or 'none'} at dim {EXAMPLE_DIM}"]),
-        ]
-    )
+    shapes = [f"{name} {shape}" for name, shape in facts["parameters"].items()]
+    entries = {
+        "options": _options(facts),
+        "scale-invariant": "yes" if facts["scale_invariant"] else "no",
+        "idempotent": "yes" if facts["idempotent"] else "no",
+        "fused kernels": "yes" if facts["fused_kernels"] else "no",
+        "parameters": f"{', '.join(shapes) or 'none'} at dim {EXAMPLE_DIM}",
+    }
+    return "\n".join([f"{facts['name']}: {facts['title']}", "", facts["description"], "", *_written(entries)])
 
 
 def _options(facts: dict[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in facts["options"].items()) or "none"
+
+
+def _written(entries: dict[str, str]) -> list[str]:
+    """Return entries as lines, the names in a column beside them; long lines of an entry are wrapped."""
+    lines = []
+    for name, text in entries.items():
+        wrapped = [part for line in text.splitlines() for part in textwrap.wrap(line, 95, subsequent_indent="  ")]
+        lines += [f"{start:<17}{part}" for start, part in zip_longest([name], wrapped, fillvalue="")]
+    return lines
 
 
 # --- a topology
@@ -190,7 +191,20 @@ def extra_parameters(topology: Topology) -> dict[str, dict[str, float]]:
 
 def topology_text(facts: dict[str, Any]) -> str:
     """Return the explanation of a topology as plain text."""
-    norm = "whole-width QK-norm unless chosen" if facts["attention_norm"] == "auto" else facts["attention_norm"]
+    norm, cost = facts["attention_norm"], facts["boundary"]
+    boundary = cost and (
+        f"{cost['forward_passes']:g} passes of a stream forward, {cost['backward_passes']:g} backward, "
+        f"{cost['saved_tensors']:g} kept, mean over a model\n"
+        f"= {cost['bytes_a_token']:,} bytes a token at dim {EXAMPLE_DIM} in bf16"
+    )
+    entries = {
+        "options": _options(facts),
+        "streams": ", ".join(facts["streams"]),
+        "attention norm": "whole-width QK-norm unless chosen" if norm == "auto" else norm,
+        "boundary": boundary or "cost not declared",
+        "AdaLN sublayers": facts["conditioned_sublayers"],
+        "special cases": "\n".join(facts["special_cases"]) or "none",
+    }
     extra = [
         f"  {size:<10} {each['parameters']:>+12,}  {each['percent']:+.4f} %"
         for size, each in facts["extra_parameters"].items()
@@ -206,31 +220,11 @@ def topology_text(facts: dict[str, Any]) -> str:
             "",
             textwrap.indent(facts["diagram"] or "no diagram drawn", "  "),
             "",
-            _entry("options", [_options(facts)]),
-            _entry("streams", [", ".join(facts["streams"])]),
-            _entry("attention norm", [norm]),
-            _entry("boundary", _boundary(facts["boundary"])),
-            _entry("AdaLN sublayers", [facts["conditioned_sublayers"]]),
-            _entry("special cases", facts["special_cases"] or ["none"]),
+            *_written(entries),
             "parameters beyond Pre-Norm with QK-norm, by size",
             *extra,
         ]
     )
-
-
-def _entry(name: str, values: list[str]) -> str:
-    lines = [line for value in values for line in textwrap.wrap(value, 95, subsequent_indent="  ")]
-    return textwrap.indent("\n".join(lines), 17 * " ").replace(17 * " ", f"{name:<17}", 1)
-
-
-def _boundary(cost: dict[str, Any] | None) -> list[str]:
-    if cost is None:
-        return ["cost not declared"]
-    return [
-        f"{cost['forward_passes']:g} passes of a stream forward, {cost['backward_passes']:g} backward, "
-        f"{cost['saved_tensors']:g} kept, mean over a model",
-        f"= {cost['bytes_a_token']:,} bytes a token at dim {EXAMPLE_DIM} in bf16",
-    ]
 
 
 def markdown() -> str:

@@ -11,8 +11,8 @@ import tyro
 from rich.console import Console
 
 from siamesenorm.comparison.comparison_report import comparison_report, run_report
+from siamesenorm.comparison.experiment_plan import Part, read_plan
 from siamesenorm.comparison.findings import find
-from siamesenorm.comparison.plan import Part, read_plan
 from siamesenorm.comparison.report_parts import Report
 from siamesenorm.comparison.report_writer import table_on_terminal, write_report
 from siamesenorm.comparison.results import read_experiment, read_single_run

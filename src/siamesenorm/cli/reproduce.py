@@ -15,7 +15,7 @@ import tyro
 from siamesenorm.cli.report import build_report, show_report
 from siamesenorm.cli.sweep import chosen_jobs, raise_failures, train_experiment
 from siamesenorm.cli.train import text_constructors
-from siamesenorm.comparison.experiment import Experiment
+from siamesenorm.comparison.experiment_runner import Experiment
 from siamesenorm.errors import UserError
 from siamesenorm.models.language import LanguageModelConfig, language_model_config
 from siamesenorm.norms import NormSpec

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from siamesenorm.errors import UserError
 from siamesenorm.files import encode_json
-from siamesenorm.training.metrics import read_metrics
 from siamesenorm.training.run_directory import RunDirectory
+from siamesenorm.training.run_record import read_metrics
 
 COLUMNS = ("directory", "method", "learning_rate", "seed", "verdict", "step", "steps")
 
@@ -39,7 +39,7 @@ def run(arguments: Arguments) -> None:
     for column in COLUMNS:
         table.add_column(column.replace("_", " "), overflow="fold", no_wrap=column == "directory")
     for row in rows:
-        table.add_row(*(_cell(row[column]) for column in COLUMNS))
+        table.add_row(*map(_cell, row.values()))
     Console(width=None if Console().is_terminal else 140).print(table)
 
 
@@ -48,12 +48,15 @@ def find_runs(directories: Sequence[Path]) -> Iterator[Path]:
     for directory in directories:
         if not directory.is_dir():
             raise UserError(f"{directory} is not a directory: name one that holds runs")
-        found = sorted(
-            path.parent for path in directory.rglob("metrics.jsonl") if (path.parent / "config.json").exists()
-        )
+        found = [path for path in runs_below(directory) if RunDirectory(path).config_file.exists()]
         if not found:
             raise UserError(f"{directory} has no runs: `siamesenorm train` and `sweep` write them")
         yield from found
+
+
+def runs_below(directory: Path) -> list[Path]:
+    """Return the directories with a record of training at any depth."""
+    return sorted(path.parent for path in directory.rglob("metrics.jsonl"))
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -62,16 +65,11 @@ def describe(path: Path) -> dict[str, Any]:
     try:
         directory = RunDirectory(path)
         config = directory.read_config()
-        row |= {
-            "method": config.label,
-            "learning_rate": config.optimizer.learning_rate,
-            "seed": config.seed,
-        }
+        row |= {"method": config.label, "learning_rate": config.optimizer.learning_rate, "seed": config.seed}
         row["steps"] = config.steps
         verdict = directory.read_verdict()
-        row["verdict"] = None if verdict is None else verdict.label
-        steps = [record["step"] for record in read_metrics(directory.metrics_file) if "step" in record]
-        row["step"] = max(steps, default=0)
+        row["verdict"] = verdict and verdict.label
+        row["step"] = max((each["step"] for each in read_metrics(directory.metrics_file) if "step" in each), default=0)
     except UserError as error:
         row["verdict"] = f"unreadable: {error}"
     return row

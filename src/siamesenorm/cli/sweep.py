@@ -14,9 +14,9 @@ import tyro
 
 from siamesenorm.cli.report import build_report, show_report
 from siamesenorm.cli.train import RunArguments, RunCommand
-from siamesenorm.comparison.experiment import Experiment, Stages, usual_jobs
 from siamesenorm.comparison.experiment_console import ExperimentConsole
-from siamesenorm.comparison.sweep import SweepGrid, comparisons_of
+from siamesenorm.comparison.experiment_runner import Experiment, Stages, usual_jobs
+from siamesenorm.comparison.sweep_grid import SweepGrid, comparisons_of
 from siamesenorm.errors import UserError
 from siamesenorm.topologies import build_topology, topology_name
 from siamesenorm.training.config import RunConfig

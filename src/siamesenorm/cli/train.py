@@ -21,7 +21,7 @@ from siamesenorm.norms import NormSpec, available_norms
 from siamesenorm.tasks import TASKS
 from siamesenorm.topologies import Topology, available_topologies, build_topology, topology_name
 from siamesenorm.training.config import RunConfig, presets
-from siamesenorm.training.instruments import Console, build_trackers
+from siamesenorm.training.console_and_trackers import Console, build_trackers
 from siamesenorm.training.loop import train
 from siamesenorm.training.warm_start import continue_run, start_defaults
 from siamesenorm.world import is_first_process

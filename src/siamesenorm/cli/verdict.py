@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from siamesenorm.cli.runs import runs_below
 from siamesenorm.errors import UserError
 from siamesenorm.files import encode_json
-from siamesenorm.training.curves import read_loss_curve
+from siamesenorm.training.loss_curve import read_loss_curve
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.verdict import Thresholds, judge
 
@@ -55,14 +55,15 @@ def run(arguments: Arguments) -> None:
         raise UserError("no curve is given: name files, or directories of runs")
     given = {name: getattr(arguments, name) for name in FACTS if getattr(arguments, name) is not None}
     curves = {path: read_loss_curve(path, column=arguments.column) for path in paths}
-    verdicts = {path: judge(dataclasses.replace(curves[path], **given), arguments.thresholds) for path in paths}
+    verdicts = {
+        path: judge(dataclasses.replace(curve, **given), arguments.thresholds) for path, curve in curves.items()
+    }
     if arguments.write:
-        directories = [RunDirectory(path) for path in paths]
-        for directory in directories:
-            if not directory.verdict_file.is_file():
-                raise UserError(f"{directory.path} is not the directory of a finished run: --write replaces verdicts")
-        for directory, verdict in zip(directories, verdicts.values(), strict=True):
-            directory.write_verdict(verdict)
+        for path in paths:
+            if not RunDirectory(path).verdict_file.is_file():
+                raise UserError(f"{path} is not the directory of a finished run: --write replaces verdicts")
+        for path, verdict in verdicts.items():
+            RunDirectory(path).write_verdict(verdict)
     if len(arguments.curves) == len(paths) == 1:
         (verdict,) = verdicts.values()
         print(encode_json(verdict.to_json(), indent=1) if arguments.json else verdict.sentence())
@@ -73,11 +74,11 @@ def run(arguments: Arguments) -> None:
             print(f"{path}: {verdict.sentence()}")
 
 
-def _curves_at(path: Path) -> Iterable[Path]:
+def _curves_at(path: Path) -> list[Path]:
     """Return a file or the directory of a run as it is, and the runs in any other directory."""
     if not path.is_dir() or (path / "metrics.jsonl").exists():
         return [path]
-    runs = sorted(record.parent for record in path.rglob("metrics.jsonl"))
+    runs = runs_below(path)
     if not runs:
         raise UserError(f"{path} has no metrics.jsonl: name a run, a directory of runs, or the file of a curve")
     return runs

@@ -8,12 +8,12 @@ from typing import Any
 
 from siamesenorm.comparison import formatting
 from siamesenorm.comparison.comparison_tables import comparison_tables, comparisons_csv, runs_csv, training_metric
+from siamesenorm.comparison.curve_figures import curve_figures, stream_figures
+from siamesenorm.comparison.experiment_plan import ComparisonKind
 from siamesenorm.comparison.findings import Choice, Comparison, Conclusion, Findings, find, paired
-from siamesenorm.comparison.plan import ComparisonKind
 from siamesenorm.comparison.rate_figures import rate_figures
 from siamesenorm.comparison.report_parts import Code, Gallery, Report, ReportSection, Statement, Statements
 from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, STABLE, ExperimentResults, RunResult
-from siamesenorm.comparison.training_curves import curve_figures, stream_figures
 from siamesenorm.topologies import available_topologies, build_topology
 
 ARXIV = "https://arxiv.org/abs/"
@@ -187,7 +187,7 @@ def definitions(findings: Findings) -> tuple[Statement, ...]:
         Statement(
             "Step time",
             "The median over the faster half of the steps, which compilation and other processes disturb least."
-            if results.measured_alone
+            if results.plan.jobs == 1
             else "Left out: runs shared a device and slowed each other. --jobs 1 measures each alone.",
         ),
         *_cautions(findings),
@@ -247,15 +247,14 @@ def _gap(best: Choice, second: Choice, unit: str) -> str:
     """Return how far the second is above the best on the seeds they share, and on which where others are shown."""
     difference = paired(second, best)
     seeds = difference.by_seed.keys()
-    where = ""
-    if not seeds == best.losses.keys() == second.losses.keys():
-        where = f" on {'seed' if len(seeds) == 1 else 'seeds'} {formatting.listed([str(seed) for seed in seeds])}"
+    shown = f" on seed{'' if len(seeds) == 1 else 's'} {formatting.listed(list(map(str, seeds)))}"
+    where = "" if seeds == best.losses.keys() == second.losses.keys() else shown
     return f"{difference.interval().mean:.4f} {unit} above{where}"
 
 
 def _certainty(findings: Findings, best: Choice, second: Choice) -> str:
-    pairs = ((best.method, second.method), (second.method, best.method))
-    tested = [comparison for pair in pairs if (comparison := findings.comparison(*pair)) and comparison.decision]
+    pair = {best.method, second.method}
+    tested = [each for each in findings.comparisons if {each.method, each.baseline} == pair and each.decision]
     if not tested:
         return "the order of the two is not tested here"
     return f"the difference is {'' if tested[0].confirmed else 'not '}confirmed"
@@ -274,11 +273,9 @@ def _unstable(findings: Findings) -> list[Statement]:
 
 def _confirmed(findings: Findings) -> list[Statement]:
     """Return what is confirmed, and what is not and why."""
-    pairs: dict[Conclusion, list[str]] = {}
-    for each in findings.comparisons:
-        pairs.setdefault(each.conclusion, []).append(_pair(each, findings.results.unit))
-    tests = sum(comparison.testable for comparison in findings.comparisons)
-    confirmed = [_pair(each, findings.results.unit) for each in findings.comparisons if each.confirmed]
+    pairs = [(each, _pair(each, findings.results.unit)) for each in findings.comparisons]
+    tests = sum(each.decision is not None for each in findings.comparisons)
+    confirmed = [pair for each, pair in pairs if each.confirmed]
     found = f"{'; '.join(confirmed) or 'no difference'} (95 %, Holm over {formatting.plural(tests, 'test')})."
     statements = [
         Statement("Confirmed", found if tests else "Nothing: no two methods share two seeds at their chosen rates.")
@@ -288,8 +285,8 @@ def _confirmed(findings: Findings) -> list[Statement]:
         (Conclusion.ONE_SEED, "Not tested", "a single seed"),
         (Conclusion.SOME_DIVERGED, "Not tested", "a seed diverged at the chosen rate"),
     ):
-        if conclusion in pairs:
-            statements.append(Statement(topic, f"{'; '.join(pairs[conclusion])} ({why})."))
+        if group := [pair for each, pair in pairs if each.conclusion is conclusion]:
+            statements.append(Statement(topic, f"{'; '.join(group)} ({why})."))
     return statements
 
 
@@ -376,11 +373,10 @@ def _run_statements(run: RunResult) -> tuple[Statement, ...]:
 
 def _unfinished_runs(results: ExperimentResults) -> tuple[Statement, ...]:
     """Return the runs that have no result, and how many steps of each are done."""
-    started = [
-        Statement(run.path.name, f"{run.planned.name}: {run.steps_done:,} of {run.steps:,} steps.")
-        for run in results.unfinished
-    ]
-    return (*started, *(Statement(run.path.name, f"{run.reason}.") for run in results.missing))
+    started = {
+        run.path.name: f"{run.planned.name}: {run.steps_done:,} of {run.steps:,} steps" for run in results.unfinished
+    }
+    return tuple(Statement(name, f"{state}.") for name, state in {**started, **results.missing}.items())
 
 
 def _environment(runs: Sequence[RunResult]) -> tuple[Statement, ...]:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from siamesenorm.comparison import formatting
+from siamesenorm.comparison.experiment_plan import ComparisonKind
 from siamesenorm.comparison.findings import Choice, Comparison, Findings, Outcome, Quantity
 from siamesenorm.comparison.formatting import NOTHING
-from siamesenorm.comparison.plan import ComparisonKind
 from siamesenorm.comparison.report_parts import HIGHER, LOWER, Column, Entry, Pill, Row, RowGroup, Table
 from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, UNFINISHED, ExperimentResults, RunResult
 from siamesenorm.comparison.statistics import Estimate
@@ -33,11 +33,22 @@ RUN_COLUMNS = (
     *("held_out_step", "steps", "steps_done", "items", "passes_over_data", "parameters", "flops_per_item"),
     *("step_seconds", "peak_memory_bytes"),
 )
-"""Columns that are fields of `RunResult`."""
-COMPARISON_COLUMNS = (
-    *("method", "baseline", "kind", "learning_rate", "seeds", "difference", "t_low", "t_high", "p_value"),
-    *("holm_low", "holm_high", "holm_p_value", "conclusion"),
-)
+"""Columns of the CSV that are attributes of `RunResult`."""
+COMPARISON_COLUMNS: dict[str, Callable[[Comparison], object]] = {
+    "method": lambda each: each.method,
+    "baseline": lambda each: each.baseline,
+    "kind": lambda each: each.kind,
+    "learning_rate": lambda each: each.learning_rate,
+    "seeds": lambda each: " ".join(map(str, each.difference.by_seed)),
+    "difference": lambda each: each.interval and each.interval.mean,
+    "t_low": lambda each: _ends(each.interval)[0],
+    "t_high": lambda each: _ends(each.interval)[1],
+    "p_value": lambda each: each.difference.p_value,
+    "holm_low": lambda each: _ends(each.corrected)[0],
+    "holm_high": lambda each: _ends(each.corrected)[1],
+    "holm_p_value": lambda each: each.decision and each.decision.adjusted_p,
+    "conclusion": lambda each: each.conclusion,
+}
 
 
 def comparison_tables(findings: Findings) -> tuple[Table, ...]:
@@ -50,8 +61,7 @@ def comparison_tables(findings: Findings) -> tuple[Table, ...]:
 def by_learning_rate(findings: Findings) -> Table:
     """Build the papers' table: methods under each learning rate, with metrics, verdict, spread and cost."""
     results = findings.results
-    trained = training_metric(results)
-    item = results.runs[0].item
+    trained, item = training_metric(results), results.runs[0].item
     columns = (
         METHOD,
         Column(
@@ -117,9 +127,8 @@ def verdict_entry(outcome: Outcome) -> Entry:
         return Entry(pill=Pill(UNFINISHED, UNFINISHED))
     if outcome.verdict is None:
         return Entry(pill=Pill("none", "no verdict"))
-    total = len(outcome.complete)
-    share = "" if outcome.with_verdict == total else f" {outcome.with_verdict}/{total}"
-    return Entry(pill=Pill(outcome.verdict, f"{outcome.verdict}{share}"))
+    count, total = outcome.count(outcome.verdict), len(outcome.complete)
+    return Entry(pill=Pill(outcome.verdict, outcome.verdict + ("" if count == total else f" {count}/{total}")))
 
 
 def estimate_text(value: Estimate | None, form: str) -> str:
@@ -135,15 +144,14 @@ def training_metric(results: ExperimentResults) -> Metric:
 def runs_csv(results: ExperimentResults) -> str:
     """Return one row a run, the unfinished and the missing included; an unknown number is an empty field."""
     rows = [_run_record(run) for run in results.runs]
-    missing: list[Record] = [
-        {"run": run.path.name, "status": "missing", "reason": run.reason} for run in results.missing
-    ]
+    missing: list[Record] = [{"run": name, "status": "missing", "reason": why} for name, why in results.missing.items()]
     return _csv(list(rows[0]), [*rows, *missing])
 
 
 def comparisons_csv(comparisons: Sequence[Comparison]) -> str:
     """Return one row a comparison: paired difference, both intervals, Holm's p-value, conclusion."""
-    return _csv(COMPARISON_COLUMNS, [_comparison_record(each) for each in comparisons])
+    rows = [{name: value_of(each) for name, value_of in COMPARISON_COLUMNS.items()} for each in comparisons]
+    return _csv(list(COMPARISON_COLUMNS), rows)
 
 
 def _comparison_row(comparison: Comparison) -> Row:
@@ -185,10 +193,13 @@ def _outcome_row(findings: Findings, outcome: Outcome) -> Row:
         *(_metric_entry(findings, outcome, metric, _held_out(metric)) for metric in results.metrics),
         verdict_entry(outcome),
         Entry(str(len(outcome.complete)) if outcome.complete else NOTHING),
-        Entry(_parameters(outcome, reference)),
-        Entry(_written(outcome.median(lambda run: run.flops_per_item), formatting.count)),
-        Entry(_step_time(outcome, reference) if results.measured_alone else NOTHING),
-        Entry(_written(outcome.median(lambda run: run.peak_memory_bytes), formatting.memory)),
+        _cost(outcome, reference, lambda run: run.parameters, formatting.count, _change),
+        _cost(outcome, None, lambda run: run.flops_per_item, formatting.count),
+        # Runs that shared a device slowed each other.
+        _cost(outcome, reference, lambda run: run.step_seconds, formatting.seconds, "{:.2f}×".format)
+        if results.plan.jobs == 1
+        else Entry(NOTHING),
+        _cost(outcome, None, lambda run: run.peak_memory_bytes, formatting.memory),
     )
 
 
@@ -208,28 +219,32 @@ def _metric_entry(findings: Findings, outcome: Outcome, metric: Metric, quantity
     return Entry(formatting.estimate(estimate, metric.format) + mark, strong=best)
 
 
-def _parameters(outcome: Outcome, reference: Outcome | None) -> str:
-    own = outcome.median(lambda run: run.parameters)
-    base = reference.median(lambda run: run.parameters) if reference else None
-    if own is None or not base or own == base:
-        return _written(own, formatting.count)
-    return f"{formatting.count(own)} ({formatting.percent(own / base - 1)})"
+def _cost(
+    outcome: Outcome,
+    reference: Outcome | None,
+    quantity: Quantity,
+    write: Callable[[float], str],
+    write_ratio: Callable[[float], str] = str,
+) -> Entry:
+    """Return the median of a cost, with its ratio to that of the reference if there is one."""
+    own = outcome.median(quantity)
+    base = reference.median(quantity) if reference else None
+    ratio = write_ratio(own / base) if own is not None and base else ""
+    return Entry(_written(own, write) + (f" ({ratio})" if ratio else ""))
 
 
-def _step_time(outcome: Outcome, reference: Outcome | None) -> str:
-    own = outcome.median(lambda run: run.step_seconds)
-    base = reference.median(lambda run: run.step_seconds) if reference else None
-    if own is None or not base:
-        return _written(own, formatting.seconds)
-    return f"{formatting.seconds(own)} ({own / base:.2f}×)"
+def _change(ratio: float) -> str:
+    return "" if ratio == 1 else formatting.percent(ratio - 1)
 
 
 def _choice_row(findings: Findings, method: str) -> Row:
     choice, metrics = findings.choices.get(method), findings.results.metrics
-    sensitivity = Entry(_written(findings.sensitivities.get(method), lambda value: f"{value:.4f}"))
+    sensitivity = Entry(_written(findings.sensitivities.get(method), "{:.4f}".format))
     if choice is None:
-        nothing = [Entry(NOTHING)] * (len(metrics) + 2)
-        return (Entry(method), _why_no_choice(findings, method), *nothing, sensitivity)
+        complete = [run for run in findings.results.runs_of(method) if run.complete]
+        lost = complete and all(run.diverged for run in complete)
+        why = Pill(DIVERGED, "diverged at every rate") if lost else Pill(UNFINISHED, "no finished run")
+        return (Entry(method), Entry(pill=why), *[Entry(NOTHING)] * (len(metrics) + 2), sensitivity)
     leading = findings.same_seeds and findings.ranked()[:1] == [choice]
     return (
         Entry(method),
@@ -242,13 +257,6 @@ def _choice_row(findings: Findings, method: str) -> Row:
         verdict_entry(choice),
         sensitivity,
     )
-
-
-def _why_no_choice(findings: Findings, method: str) -> Entry:
-    complete = [run for run in findings.results.runs_of(method) if run.complete]
-    if complete and all(run.diverged for run in complete):
-        return Entry(pill=Pill(DIVERGED, "diverged at every rate"))
-    return Entry(pill=Pill(UNFINISHED, "no finished run"))
 
 
 def _reported_seeds(choice: Choice) -> str:
@@ -278,23 +286,8 @@ def _run_record(run: RunResult) -> Record:
     }
 
 
-def _comparison_record(comparison: Comparison) -> Record:
-    interval, corrected = comparison.interval, comparison.corrected
-    return {
-        "method": comparison.method,
-        "baseline": comparison.baseline,
-        "kind": comparison.kind,
-        "learning_rate": comparison.learning_rate,
-        "seeds": " ".join(str(seed) for seed in comparison.difference.by_seed),
-        "difference": interval and interval.mean,
-        "t_low": interval and interval.low,
-        "t_high": interval and interval.high,
-        "p_value": comparison.difference.p_value,
-        "holm_low": corrected and corrected.low,
-        "holm_high": corrected and corrected.high,
-        "holm_p_value": comparison.decision and comparison.decision.adjusted_p,
-        "conclusion": comparison.conclusion,
-    }
+def _ends(value: Estimate | None) -> tuple[float | None, float | None]:
+    return (value.ends if value else None) or (None, None)
 
 
 def _csv(columns: Sequence[str], rows: Sequence[Record]) -> str:

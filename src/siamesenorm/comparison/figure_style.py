@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -119,36 +120,35 @@ def render(figure: Figure, theme: Theme, form: Literal["svg", "png"]) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodStyle:
-    """How one method is drawn in every figure."""
+    """How one method is drawn in every figure; without a hue, in the muted colour of the theme."""
 
-    hue: str
+    hue: str | None
     dash: Dash
     marker: str
     width: float
 
     def color(self, theme: Theme) -> str:
         """Return its colour in a theme."""
-        return theme.hues[self.hue]
+        return theme.muted if self.hue is None else theme.hues[self.hue]
 
 
 def styles_of(methods: Sequence[str]) -> dict[str, MethodStyle]:
     """Give every method its style: by the family of its topology, and its turn in the family."""
     topologies = {method: method.partition("+")[0].partition(":")[0].strip() for method in methods}
     hues: dict[str, str] = {}
-    members: dict[str, int] = {}
+    members: Counter[str] = Counter()
     styles: dict[str, MethodStyle] = {}
     for index, method in enumerate(sorted(methods, key=lambda m: ("-" in topologies[m], m != topologies[m]))):
         family = topologies[method].partition("-")[0]
         taken = len(hues.keys() - RESERVED_HUES.keys())
         hues.setdefault(family, RESERVED_HUES.get(family, HUES[taken % len(HUES)]))
-        turn = members.get(hues[family], 0)
-        members[hues[family]] = turn + 1
         styles[method] = MethodStyle(
             hue=hues[family],
-            dash=DASHES[turn % len(DASHES)],
+            dash=DASHES[members[hues[family]] % len(DASHES)],
             marker=MARKERS[index % len(MARKERS)],
             width=2.2 if method == "siamese" else 1.6,
         )
+        members[hues[family]] += 1
     return styles
 
 
@@ -190,32 +190,27 @@ def applied(theme: Theme) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveLabel:
-    """The label at the end of a line: its text, a sample of the line, and the height (data) of the end."""
+    """The label at the end of a line: its text, the style of the line, and the height (data) of the end."""
 
     height: float
     text: str
-    color: str
-    dash: Dash
-    width: float
+    style: MethodStyle
 
 
-def label_of(style: MethodStyle, theme: Theme, *, height: float, text: str) -> CurveLabel:
-    """Return the label of a method's line."""
-    return CurveLabel(height=height, text=text, color=style.color(theme), dash=style.dash, width=style.width)
-
-
-def label_ends(axes: Axes, labels: Sequence[CurveLabel]) -> None:
+def label_ends(axes: Axes, labels: Sequence[CurveLabel], theme: Theme) -> None:
     """Write the labels beside the right edge, each as near to the end of its curve as the others allow."""
     if not labels:
         return
     box = axes.get_window_extent().transformed(axes.figure.dpi_scale_trans.inverted())
-    ends = [float(np.clip(_axes_fraction(axes, label.height), 0.0, 1.0)) for label in labels]
+    pixels = [axes.transData.transform((axes.get_xlim()[0], label.height)) for label in labels]
+    ends = np.clip([axes.transAxes.inverted().transform((0.0, pixel))[1] for _, pixel in pixels], 0.0, 1.0).tolist()
     gap = min(1.35 * LABEL_SIZE / 72 / box.height, 1.0 / len(labels))
     start, bend, sample, end_of_sample, text = (1 + inches / box.width for inches in LABEL_STOPS)
     for label, end, place in zip(labels, ends, spread(ends, gap, 0.0, 1.0), strict=True):
-        line: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False, "color": label.color}
+        style = label.style
+        line: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False, "color": style.color(theme)}
         axes.plot([start, bend, sample], [end, place, place], linewidth=0.9, **line)
-        axes.plot([sample, end_of_sample], [place, place], linewidth=label.width, linestyle=label.dash, **line)
+        axes.plot([sample, end_of_sample], [place, place], linewidth=style.width, linestyle=style.dash, **line)
         axes.text(text, place, label.text, transform=axes.transAxes, fontsize=LABEL_SIZE, va="center_baseline")
 
 
@@ -245,8 +240,3 @@ def spread(positions: Sequence[float], gap: float, low: float, high: float) -> n
     result = np.empty(len(positions))
     result[order] = np.clip(placed, low, max(low, high - gap * (len(positions) - 1))) + gaps
     return result
-
-
-def _axes_fraction(axes: Axes, height: float) -> float:
-    _, pixel = axes.transData.transform((axes.get_xlim()[0], height))
-    return float(axes.transAxes.inverted().transform((0.0, pixel))[1])

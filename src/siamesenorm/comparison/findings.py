@@ -6,14 +6,13 @@ choice does not flatter the result. Differences are paired by seed and corrected
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from siamesenorm.comparison import formatting
-from siamesenorm.comparison.plan import ComparisonKind, Part, PlannedComparison
+from siamesenorm.comparison.experiment_plan import ComparisonKind, Part, PlannedComparison
 from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, STABLE, ExperimentResults, RunResult
 from siamesenorm.comparison.statistics import (
     Estimate,
@@ -23,7 +22,7 @@ from siamesenorm.comparison.statistics import (
     paired_difference,
     t_interval,
 )
-from siamesenorm.training.stability import learning_rate_sensitivity
+from siamesenorm.training.robust_statistics import learning_rate_sensitivity
 
 Quantity = Callable[[RunResult], float | None]
 
@@ -63,23 +62,21 @@ class Outcome:
     @property
     def verdict(self) -> str | None:
         """The worst verdict of its complete runs."""
-        words = {run.word for run in self.complete}
-        return next((word for word in (DIVERGED, NOT_LEARNED, SPIKED, STABLE) if word in words), None)
+        return next((word for word in (DIVERGED, NOT_LEARNED, SPIKED, STABLE) if self.count(word)), None)
+
+    def count(self, verdict: str | None) -> int:
+        """Return how many complete runs have a verdict."""
+        return sum(run.word == verdict for run in self.complete)
 
     @property
-    def with_verdict(self) -> int:
-        """How many complete runs have that worst verdict."""
-        return sum(run.word == self.verdict for run in self.complete)
-
-    @property
-    def diverged(self) -> int:
-        """How many complete runs diverged."""
-        return sum(run.diverged for run in self.complete)
+    def diverged(self) -> bool:
+        """Whether a complete run diverged."""
+        return self.verdict == DIVERGED
 
     @property
     def all_diverged(self) -> bool:
         """Whether every complete run diverged, so that there is no result to print."""
-        return bool(self.complete) and self.diverged == len(self.complete)
+        return self.diverged and self.count(DIVERGED) == len(self.complete)
 
     @property
     def whole(self) -> bool:
@@ -94,18 +91,14 @@ class Outcome:
     @property
     def held_out_loss(self) -> Estimate | None:
         """The held-out loss over the seeds that did not diverge."""
-        return self.estimate(lambda run: run.held_out_loss)
+        return self.metric("loss")
 
     @property
     def description(self) -> str:
         """Method, learning rate, verdict and held-out loss in words."""
         loss = self.held_out_loss
-        reached = f", held-out loss {loss.mean:.3f}" if loss and self.verdict != DIVERGED else ""
+        reached = f", held-out loss {loss.mean:.3f}" if loss and not self.diverged else ""
         return f"{self.method} at {formatting.rate(self.learning_rate)}: {self.verdict or 'unfinished'}{reached}"
-
-    def over(self, seeds: Collection[int]) -> Outcome:
-        """Return the outcome of the runs with these seeds."""
-        return replace(self, runs=tuple(run for run in self.runs if run.seed in seeds))
 
     def metric(self, name: str) -> Estimate | None:
         """Return a metric on held-out data over the seeds that did not diverge."""
@@ -134,10 +127,6 @@ class Choice(Outcome):
         """Whether there is no other run, so that the result is the very one that chose the rate."""
         return self.runs == (self.selection,)
 
-    def mean_over(self, seeds: Collection[int]) -> float:
-        """Return the mean held-out loss over some of its seeds; over none, the loss of the selection run."""
-        return math.fsum(self.losses[seed] for seed in seeds) / len(seeds) if seeds else self.selection.score
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
@@ -154,11 +143,6 @@ class Comparison:
     difference: PairedDifference
     diverged: bool
     decision: HolmDecision | None = None
-
-    @property
-    def testable(self) -> bool:
-        """Whether there is an interval at all, and no seed diverged."""
-        return self.difference.p_value is not None and not self.diverged
 
     @property
     def interval(self) -> Estimate | None:
@@ -187,7 +171,7 @@ class Comparison:
     @property
     def confirmed(self) -> bool:
         """Whether the corrected interval excludes zero."""
-        return self.decision is not None and self.decision.rejected
+        return self.conclusion in (Conclusion.CONFIRMED_LOWER, Conclusion.CONFIRMED_HIGHER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,10 +198,6 @@ class Findings:
         own = outcome.estimate(quantity)
         return outcome.whole and own is not None and own.mean == (min if lowest else max)(means)
 
-    def comparison(self, method: str, baseline: str) -> Comparison | None:
-        """Return the comparison of two methods, if it is one of those made."""
-        return next((c for c in self.comparisons if (c.method, c.baseline) == (method, baseline)), None)
-
     def ranked(self) -> list[Choice]:
         """Return the choices that have a result, lowest held-out loss first, on the seeds that all of them share.
 
@@ -225,7 +205,11 @@ class Findings:
         """
         with_result = [choice for choice in self.choices.values() if choice.losses]
         shared = set.intersection(*(set(choice.losses) for choice in with_result)) if with_result else set()
-        ranked = sorted(with_result, key=lambda choice: choice.mean_over(shared))
+
+        def mean(choice: Choice) -> float:
+            return statistics.fmean(choice.losses[seed] for seed in shared) if shared else choice.selection.score
+
+        ranked = sorted(with_result, key=mean)
         if len(ranked) > 1 and paired(ranked[0], ranked[1]).interval().mean > 0:
             ranked[:2] = ranked[1::-1]
         return ranked
@@ -238,15 +222,14 @@ class Findings:
 
 def find(results: ExperimentResults) -> Findings:
     """Derive the findings of an experiment."""
-    seeds = {rate: _seeds_at(results, rate) for rate in results.learning_rates}
-    outcomes = {
-        (rate, method): Outcome(
-            method=method, learning_rate=rate, runs=tuple(run for run in runs if run.seed in seeds[rate])
-        )
-        for rate in results.learning_rates
-        for method in results.methods
-        if (runs := [run for run in results.runs_of(method) if run.learning_rate == rate])
-    }
+    outcomes = {}
+    for rate in results.learning_rates:
+        at_rate = [run for run in results.runs if run.learning_rate == rate]
+        seeds = _common_seeds(at_rate) or set(results.plan.selection_seeds)
+        for method in results.methods:
+            if runs := [run for run in at_rate if run.method == method]:
+                shown = tuple(run for run in runs if run.seed in seeds)
+                outcomes[rate, method] = Outcome(method=method, learning_rate=rate, runs=shown)
     choices = {method: choice for method in results.methods if (choice := choose_learning_rate(results, method))}
     return Findings(
         results=results,
@@ -262,21 +245,15 @@ def choose_learning_rate(results: ExperimentResults, method: str) -> Choice | No
 
     None where there is no such run: the method diverged at every rate, or has not been run.
     """
-    tried = [run for run in results.runs_of(method) if run.planned.part is Part.SELECTION and run.complete]
-    with_result = [run for run in tried if run.has_result]
-    if not with_result:
+    complete = [run for run in results.runs_of(method) if run.complete]
+    tried = [run for run in complete if run.planned.part is Part.SELECTION]
+    best = min(tried, key=lambda run: run.score, default=None)
+    if best is None or not best.has_result:
         return None
-    best = min(with_result, key=lambda run: run.score)
-    others = tuple(
-        run
-        for run in results.runs_of(method)
-        if run.learning_rate == best.learning_rate and run.planned.part is not Part.SELECTION and run.complete
-    )
-    rates = {run.learning_rate for run in tried}
-    return Choice(
-        method=method, learning_rate=best.learning_rate, runs=others or (best,), edge=_edge(best.learning_rate, rates),
-        selection=best,
-    )  # fmt: skip
+    rate = best.learning_rate
+    others = tuple(run for run in complete if run.learning_rate == rate and run.planned.part is not Part.SELECTION)
+    edge = _edge(rate, {run.learning_rate for run in tried})
+    return Choice(method=method, learning_rate=rate, runs=others or (best,), edge=edge, selection=best)
 
 
 def compare(planned: PlannedComparison, method: Outcome, baseline: Outcome) -> Comparison:
@@ -287,7 +264,7 @@ def compare(planned: PlannedComparison, method: Outcome, baseline: Outcome) -> C
         kind=planned.kind,
         learning_rate=method.learning_rate,
         difference=paired_difference(method.losses, baseline.losses),
-        diverged=bool(method.diverged or baseline.diverged),
+        diverged=method.diverged or baseline.diverged,
     )
 
 
@@ -302,19 +279,22 @@ def paired(choice: Choice, other: Choice) -> PairedDifference:
 def corrected_together(comparisons: Iterable[Comparison]) -> tuple[Comparison, ...]:
     """Return the comparisons with the decisions of Holm's procedure over all that can be tested."""
     comparisons = tuple(comparisons)
-    p_values = [each.difference.p_value for each in comparisons if each.testable]
-    decisions = iter(holm([p for p in p_values if p is not None]))
-    return tuple(replace(each, decision=next(decisions)) if each.testable else each for each in comparisons)
+    p_values = {
+        index: p
+        for index, each in enumerate(comparisons)
+        if not each.diverged and (p := each.difference.p_value) is not None
+    }
+    decisions = dict(zip(p_values, holm(list(p_values.values())), strict=True))
+    return tuple(replace(each, decision=decisions.get(index)) for index, each in enumerate(comparisons))
 
 
-def _seeds_at(results: ExperimentResults, rate: float) -> set[int]:
-    """Return the seeds that every method with a finished run at a rate has finished; those of the selection if none."""
+def _common_seeds(runs: Iterable[RunResult]) -> set[int]:
+    """Return the seeds that every method with a finished run has finished."""
     finished: dict[str, set[int]] = {}
-    for run in results.runs:
-        if run.learning_rate == rate and run.complete:
+    for run in runs:
+        if run.complete:
             finished.setdefault(run.method, set()).add(run.seed)
-    shared = set.intersection(*finished.values()) if finished else set()
-    return shared or set(results.plan.selection_seeds)
+    return set.intersection(*finished.values()) if finished else set()
 
 
 def _comparisons(results: ExperimentResults, choices: Mapping[str, Choice]) -> Iterator[Comparison]:

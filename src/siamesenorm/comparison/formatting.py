@@ -46,9 +46,7 @@ def signed(value: float, decimals: int = 4) -> str:
 
 def interval(value: Estimate) -> str:
     """Write the interval of a difference, if it has one."""
-    if value.low is None or value.high is None:
-        return NOTHING
-    return f"[{signed(value.low)}, {signed(value.high)}]"
+    return NOTHING if value.ends is None else f"[{', '.join(map(signed, value.ends))}]"
 
 
 def count(value: float) -> str:
@@ -91,5 +89,4 @@ def listed(names: Sequence[str]) -> str:
 
 def _decimals(value: float, digits: int) -> int:
     """Return how many decimals give so many significant digits after rounding."""
-    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
-    return max(0, digits - 1 - exponent)
+    return max(0, digits - 1 - int(f"{value:.{digits - 1}e}".partition("e")[2]))

@@ -15,20 +15,20 @@ from matplotlib.figure import Figure as Drawing
 from matplotlib.patches import Rectangle
 
 from siamesenorm.comparison import formatting
+from siamesenorm.comparison.experiment_plan import ComparisonKind
 from siamesenorm.comparison.figure_style import (
     WIDTH,
+    CurveLabel,
     Figure,
     MethodStyle,
     Theme,
     label_ends,
-    label_of,
     label_room,
     name_room,
     shortened,
     styles_of,
 )
 from siamesenorm.comparison.findings import Findings, Outcome
-from siamesenorm.comparison.plan import ComparisonKind
 from siamesenorm.comparison.report_parts import MARKS
 from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, UNFINISHED
 
@@ -49,22 +49,13 @@ class Point:
     lost: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoiseBand:
-    """The losses within one standard deviation over the seeds of a baseline, around its result at its chosen rate."""
-
-    method: str
-    low: float
-    high: float
-
-
 def rate_figures(findings: Findings) -> tuple[Figure, Figure]:
     """Return the figures over methods and learning rates: frontier and sensitivity."""
     over_seeds = (
         f"Held-out loss ({findings.results.unit}), the mean over the seeds that every method has finished at that rate"
     )
     noise = noise_band(findings)
-    band = f" The band: one standard deviation over the seeds of {noise.method}, around its result." if noise else ""
+    band = f" The band: one standard deviation over the seeds of {noise[0]}, around its result." if noise else ""
     frontier = Figure(
         name="frontier",
         title="Stability frontier",
@@ -88,16 +79,13 @@ def rate_figures(findings: Findings) -> tuple[Figure, Figure]:
 def draw_frontier(findings: Findings, theme: Theme) -> Drawing:
     """Draw a cell for every method and learning rate: held-out loss as colour, verdict as mark and hatching."""
     methods, rates = findings.results.methods, findings.results.learning_rates
-    height = _height(methods)
-    drawing = Drawing(figsize=(WIDTH, height))
-    axes = drawing.subplots()
     left, right = 0.04 + name_room(methods), 0.985
-    drawing.subplots_adjust(left=left, right=right, top=1 - 0.4 / height, bottom=0.5 / height)
+    drawing, axes = _new_drawing(methods, left=left, right=right, top=0.4, bottom=0.5)
     wide = (right - left) * WIDTH / len(rates) >= WIDE_CELL
     color = LossColors(_losses(findings, lambda outcome: outcome.verdict != NOT_LEARNED), theme)
     for (rate, method), outcome in findings.outcomes.items():
         place = (rates.index(rate), methods.index(method))
-        bold = findings.is_best(outcome, lambda run: run.held_out_loss)
+        bold = findings.is_best(outcome, lambda run: run.held_out.get("loss"))
         _draw_cell(axes, place, outcome, color, theme, wide=wide, bold=bold)
     axes.set_title("Held-out loss and verdict", x=(0.02 - left) / (right - left))
     axes.set_xlim(-0.5, len(rates) - 0.5)
@@ -114,35 +102,36 @@ def draw_frontier(findings: Findings, theme: Theme) -> Drawing:
 def draw_sensitivity(findings: Findings, theme: Theme) -> Drawing:
     """Draw the held-out loss over the learning rate, the mean over the seeds that did not diverge."""
     rates = findings.results.learning_rates
-    styles = styles_of(findings.results.methods)
-    height, crowded = _height(styles), len(rates) > 4
-    drawing = Drawing(figsize=(WIDTH, height))
-    axes = drawing.subplots()
-    right = 1 - label_room(styles)
-    drawing.subplots_adjust(left=0.15, right=right, top=1 - 0.36 / height, bottom=(0.72 if crowded else 0.5) / height)
+    styles, crowded = styles_of(findings.results.methods), len(rates) > 4
+    room, bottom = label_room(styles), 0.72 if crowded else 0.5
+    drawing, axes = _new_drawing(styles, left=0.15, right=1 - room, top=0.36, bottom=bottom)
     axes.set_xscale("log")
     axes.set_xlim(rates[0] / 1.3, rates[-1] * 1.3)
     band = _set_heights(axes, findings, theme)
     if noise := noise_band(findings):
-        axes.axhspan(noise.low, noise.high, color=styles[noise.method].color(theme), alpha=0.13, linewidth=0)
+        method, low, high = noise
+        axes.axhspan(low, high, color=styles[method].color(theme), alpha=0.13, linewidth=0)
     labels = []
     for method, style in styles.items():
         points = _points(findings, method, band, math.log(axes.get_xlim()[1] / axes.get_xlim()[0]))
         _draw_points(axes, points, style, theme)
         if points:
-            labels.append(label_of(style, theme, height=points[-1].height, text=shortened(method)))
+            labels.append(CurveLabel(height=points[-1].height, text=shortened(method), style=style))
     axes.set_title("Held-out loss by learning rate")
     axes.set_xlabel("learning rate")
     axes.set_ylabel(f"held-out loss ({findings.results.unit})", y=(1 - BAND) / 2)  # the band has words of its own
     names = [formatting.rate(rate) for rate in rates]
     axes.set_xticks(rates, names, fontsize=7 if crowded else 8.5, rotation=45 if crowded else 0)
     axes.minorticks_off()
-    label_ends(axes, labels)
+    label_ends(axes, labels, theme)
     return drawing
 
 
-def noise_band(findings: Findings) -> NoiseBand | None:
-    """Return the noise band of the first baseline of the plan that has a result on two seeds or more."""
+def noise_band(findings: Findings) -> tuple[str, float, float] | None:
+    """Return the first baseline of the plan that has a result on two seeds or more, and its noise band.
+
+    The band is one standard deviation over the seeds to both sides of its result at its chosen rate.
+    """
     planned = findings.results.plan.comparisons
     for method in dict.fromkeys(each.baseline for each in planned if each.kind is not ComparisonKind.CONTROL):
         choice = findings.choices.get(method)
@@ -150,13 +139,19 @@ def noise_band(findings: Findings) -> NoiseBand | None:
             outcome = findings.outcomes.get((choice.learning_rate, method))
             if outcome is not None and (loss := outcome.held_out_loss) is not None:
                 spread = statistics.stdev(choice.losses.values())
-                return NoiseBand(method=method, low=loss.mean - spread, high=loss.mean + spread)
+                return method, loss.mean - spread, loss.mean + spread
     return None
 
 
-def _height(methods: Collection[str]) -> float:
-    """Return the height in inches of the two figures, which are side by side in the page."""
-    return max(3.0, 0.95 + 0.34 * len(methods))
+def _new_drawing(
+    methods: Collection[str], *, left: float, right: float, top: float, bottom: float
+) -> tuple[Drawing, Axes]:
+    """Return one of the two figures, side by side in the page, and its axes; `top` and `bottom` are in inches."""
+    height = max(3.0, 0.95 + 0.34 * len(methods))
+    drawing = Drawing(figsize=(WIDTH, height))
+    axes = drawing.subplots()
+    drawing.subplots_adjust(left=left, right=right, top=1 - top / height, bottom=bottom / height)
+    return drawing, axes
 
 
 def _losses(findings: Findings, shown: Callable[[Outcome], bool]) -> list[float]:
@@ -194,7 +189,7 @@ def _cell_text(outcome: Outcome, wide: bool) -> str:
         return f"{MARKS[UNFINISHED]} {UNFINISHED}" if wide else MARKS[UNFINISHED]
     mark = MARKS.get(outcome.verdict or "", "·")
     if outcome.verdict == DIVERGED:
-        share = "" if outcome.all_diverged else f"{outcome.with_verdict}/{len(outcome.complete)}"
+        share = "" if outcome.all_diverged else f"{outcome.count(DIVERGED)}/{len(outcome.complete)}"
         return " ".join(filter(None, [mark, "diverged" if wide else "", share]))
     loss = outcome.held_out_loss
     number = f"{loss.mean:.3f}{'*' if outcome.verdict == SPIKED else ''}" if loss else ""

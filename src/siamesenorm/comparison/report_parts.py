@@ -153,13 +153,16 @@ class Report:
     records: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks of all sections."""
+        return tuple(block for section in self.sections for block in section.blocks)
+
+    @property
     def figures(self) -> tuple[Figure, ...]:
         """The figures of all sections."""
-        blocks = (block for section in self.sections for block in section.blocks)
-        return tuple(figure for block in blocks if isinstance(block, Gallery) for figure in block.figures)
+        return tuple(figure for block in self.blocks if isinstance(block, Gallery) for figure in block.figures)
 
     @property
     def tables(self) -> tuple[Table, ...]:
         """The tables of all sections."""
-        blocks = (block for section in self.sections for block in section.blocks)
-        return tuple(block for block in blocks if isinstance(block, Table))
+        return tuple(block for block in self.blocks if isinstance(block, Table))

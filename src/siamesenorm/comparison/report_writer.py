@@ -54,24 +54,19 @@ def write_report(report: Report, out: Path) -> ReportPaths:
 
     The page, which holds everything, is written last. Raises `UserError` where `out` cannot be written.
     """
-    drawn = report.figures
-    drawings = {f"{figure.name}-{theme.name}": render(figure, theme, "svg") for figure in drawn for theme in THEMES}
-    files: dict[Path, bytes] = {out / "figures" / f"{name}.svg": svg for name, svg in drawings.items()}
-    files |= {out / "figures" / f"{figure.name}.png": render(figure, LIGHT, "png") for figure in drawn}
-    paths = ReportPaths(
-        page=out / "report.html",
-        markdown=out / "report.md",
-        records=tuple(out / name for name in report.records),
-        figures=tuple(files),
-    )
-    files |= {out / name: text.encode() for name, text in report.records.items()}
-    files[paths.markdown] = report_in_markdown(report).encode()
-    files[paths.page] = report_in_html(report, drawings).encode()
+    drawings = {
+        f"{figure.name}-{theme.name}": render(figure, theme, "svg") for figure in report.figures for theme in THEMES
+    }
+    figures = {out / "figures" / f"{name}.svg": svg for name, svg in drawings.items()}
+    figures |= {out / "figures" / f"{figure.name}.png": render(figure, LIGHT, "png") for figure in report.figures}
+    records = {out / name: text.encode() for name, text in report.records.items()}
+    markdown, page = out / "report.md", out / "report.html"
+    texts = {markdown: report_in_markdown(report).encode(), page: report_in_html(report, drawings).encode()}
     with disk_errors(out):
-        (out / "figures" if drawn else out).mkdir(parents=True, exist_ok=True)
-        for path, content in files.items():
+        (out / "figures" if figures else out).mkdir(parents=True, exist_ok=True)
+        for path, content in {**figures, **records, **texts}.items():
             write_atomically(path, content)
-    return paths
+    return ReportPaths(page=page, markdown=markdown, records=tuple(records), figures=tuple(figures))
 
 
 # --- terminal
@@ -82,19 +77,18 @@ def table_on_terminal(table: Table, width: int = 120) -> Group:
 
     Columns that do not fit the width are left out, the last ones first; a line says so.
     """
-    columns = _columns_that_fit(table, width)
+    fitting = _columns_that_fit(table, width)
     parts: list[RichTable | Text] = [Text(table.title, style="bold")]
     for group in table.groups:
         rendered = RichTable(
             title=group.title or None, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold cyan"
         )
-        for column in table.columns[:columns]:
+        for column in table.columns[:fitting]:
             rendered.add_column(column.title, justify="right" if column.numeric else "left", no_wrap=True)
         for row in group.rows:
-            rendered.add_row(*(_terminal_text(entry) for entry in row[:columns]))
+            rendered.add_row(*map(_terminal_text, row[:fitting]))
         parts.append(rendered)
-    left_out = [column.title for column in table.columns[columns:]]
-    if left_out:
+    if left_out := [column.title for column in table.columns[fitting:]]:
         parts.append(Text(f"In the report besides: {', '.join(left_out)}.", style="dim"))
     return Group(*parts)
 
@@ -140,14 +134,12 @@ def report_in_markdown(report: Report) -> str:
 
 def table_in_markdown(table: Table) -> str:
     """Write a table as GitHub-flavoured Markdown, group headings as rows of their own."""
-    lines = [
-        [column.title for column in table.columns],
-        ["---:" if column.numeric else ":---" for column in table.columns],
-    ]
+    lines = [[column.title for column in table.columns]]
+    lines.append(["---:" if column.numeric else ":---" for column in table.columns])
     for group in table.groups:
         if group.title:
             lines.append([f"**{group.title}**"] + [""] * (len(table.columns) - 1))
-        lines += [[_entry_in_markdown(entry) for entry in row] for row in group.rows]
+        lines += [list(map(_entry_in_markdown, row)) for row in group.rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
@@ -159,7 +151,7 @@ def _statement_in_markdown(statement: Statement) -> str:
 def _entry_in_markdown(entry: Entry) -> str:
     text = entry.text.replace("|", "\\|").replace("*", "\\*")
     text = f"**{text}**" if entry.strong else f"*{text}*" if entry.emphasis else text
-    return " ".join(part for part in (text, str(entry.pill) if entry.pill else "") if part)
+    return " ".join(filter(None, (text, str(entry.pill or ""))))
 
 
 def _figure_in_markdown(figure: Figure) -> str:
@@ -230,12 +222,8 @@ def _table(table: Table) -> str:
 
 
 def _group(group: RowGroup, table: Table) -> str:
-    heading = ""
-    if group.title:
-        span = len(table.columns)
-        heading = (
-            f'<tr><th class="group" colspan="{span}" scope="rowgroup"><span>{_prose(group.title)}</span></th></tr>\n'
-        )
+    title = f'<th class="group" colspan="{len(table.columns)}" scope="rowgroup"><span>{_prose(group.title)}</span></th>'
+    heading = f"<tr>{title}</tr>\n" if group.title else ""
     return f"<tbody>\n{heading}{''.join(_row(row, table) for row in group.rows)}</tbody>\n"
 
 

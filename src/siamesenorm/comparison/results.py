@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from siamesenorm.comparison.plan import PLAN_FILE, RUNS, ExperimentPlan, Part, PlannedRun, read_plan
+from siamesenorm.comparison.experiment_plan import PLAN_FILE, RUNS, ExperimentPlan, Part, PlannedRun, read_plan
 from siamesenorm.errors import UserError
 from siamesenorm.tasks.task import Metric
-from siamesenorm.training.metrics import read_metrics
 from siamesenorm.training.run_directory import RunDirectory
+from siamesenorm.training.run_record import read_metrics
 from siamesenorm.training.verdict import Verdict, judge
 
-FINISHED, STOPPED_EARLY, UNFINISHED = "finished", "stopped_early", "unfinished"
+UNFINISHED = "unfinished"
 STABLE, SPIKED, NOT_LEARNED, DIVERGED = "stable", "spiked", "not learned", "diverged"
 KERNEL_SETTINGS = ("kernels", "compiled")
 """What the environment of a run says of its kernels; runs that differ in it are not compared."""
@@ -39,6 +39,10 @@ class Curve:
 
     steps: FloatArray
     values: FloatArray
+
+    def part(self, places: Any) -> Curve:
+        """Return the curve at some places: indices, a slice or a mask."""
+        return Curve(steps=self.steps[places], values=self.values[places])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,7 +75,7 @@ class RunResult:
 
     @property
     def method(self) -> str:
-        """The method of the run in its plan."""
+        """The method."""
         return self.planned.method
 
     @property
@@ -87,7 +91,7 @@ class RunResult:
     @property
     def complete(self) -> bool:
         """Whether the run has ended: finished, or stopped early because it diverged."""
-        return self.status in (FINISHED, STOPPED_EARLY)
+        return self.status in ("finished", "stopped_early")
 
     @property
     def word(self) -> str | None:
@@ -100,14 +104,9 @@ class RunResult:
         return self.word == DIVERGED
 
     @property
-    def held_out_loss(self) -> float | None:
-        """The loss at the last validation."""
-        return self.held_out.get("loss")
-
-    @property
     def score(self) -> float:
         """The held-out loss that it is compared by: infinite where it has not ended, diverged, or has none."""
-        loss = self.held_out_loss
+        loss = self.held_out.get("loss")
         return math.inf if loss is None or self.diverged or not self.complete or math.isnan(loss) else loss
 
     @property
@@ -163,29 +162,15 @@ class RunResult:
         available = self.facts.get("train_items")
         return self.items / available if self.items and available else None
 
-    @property
-    def base(self) -> str | None:
-        """The identity of the run whose weights it started from."""
-        start = self.facts.get("start")
-        return None if start is None else str(start["run"])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MissingRun:
-    """A run of the plan that has not been started, or cannot be read."""
-
-    path: Path
-    reason: str
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExperimentResults:
-    """The runs of one experiment, in the order of its plan."""
+    """The runs of one experiment, in the order of its plan; `missing` has by name why a run could not be read."""
 
     path: Path
     plan: ExperimentPlan
     runs: tuple[RunResult, ...]
-    missing: tuple[MissingRun, ...] = ()
+    missing: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -212,11 +197,6 @@ class ExperimentResults:
         """The unit of the loss."""
         return self.runs[0].unit
 
-    @property
-    def measured_alone(self) -> bool:
-        """Whether no two runs shared a device, so that their step times can be compared."""
-        return self.plan.jobs == 1
-
     def runs_of(self, method: str) -> tuple[RunResult, ...]:
         """Return the runs of a method that have been started."""
         return tuple(run for run in self.runs if run.method == method)
@@ -230,8 +210,12 @@ def read_run(path: Path, planned: PlannedRun | None = None) -> RunResult:
     directory = RunDirectory(path)
     environments = directory.read_environments()
     records = read_metrics(directory.metrics_file) if directory.metrics_file.exists() else []
-    verdict = (directory.read_verdict() or judge(records)) if _last(records, "end") else None
     config = directory.read_config()
+    kinds = ("model", "train", "validation", "streams", "end")
+    of_kind = {kind: [record for record in records if record.get("kind") == kind] for kind in kinds}
+    facts, validation, end = (of_kind[kind][-1] if of_kind[kind] else {} for kind in ("model", "validation", "end"))
+    train, first = of_kind["train"], next(iter(of_kind["validation"]), {})
+    verdict = (directory.read_verdict() or judge(records)) if end else None
     planned = planned or PlannedRun(
         method=config.label,
         learning_rate=config.optimizer.learning_rate,
@@ -240,9 +224,6 @@ def read_run(path: Path, planned: PlannedRun | None = None) -> RunResult:
         label=config.label,
     )
     try:
-        facts, validation, end = (_last(records, kind) for kind in ("model", "validation", "end"))
-        train = [record for record in records if record.get("kind") == "train"]
-        first = next((record for record in records if record.get("kind") == "validation"), {})
         losses, steps = _curve(train, "loss"), int(facts.get("steps", config.steps))
         return RunResult(
             path=path,
@@ -260,7 +241,7 @@ def read_run(path: Path, planned: PlannedRun | None = None) -> RunResult:
             peak_memory_bytes=end.get("peak_memory_bytes"),
             losses=losses,
             gradient_norms=_curve(train, "gradient_norm"),
-            streams=tuple(record for record in records if record.get("kind") == "streams"),
+            streams=tuple(of_kind["streams"]),
             facts=facts,
             config=config.to_json(),
             environments=tuple(environments),
@@ -279,21 +260,21 @@ def read_experiment(path: Path, *, mixed: bool = False) -> ExperimentResults:
     if plan is None:
         raise UserError(f"{path} has no {PLAN_FILE}: name the directory of a sweep, or of a run")
     runs: list[RunResult] = []
-    missing: list[MissingRun] = []
+    missing: dict[str, str] = {}
     for name, planned in plan.runs.items():
         run_path = path / RUNS / name
-        if not RunDirectory(run_path).metrics_file.exists():
-            missing.append(MissingRun(path=run_path, reason="not started"))
-            continue
         try:
-            runs.append(read_run(run_path, planned))
+            if RunDirectory(run_path).metrics_file.exists():
+                runs.append(read_run(run_path, planned))
+            else:
+                missing[name] = "not started"
         except UserError as error:
-            missing.append(MissingRun(path=run_path, reason=str(error).replace(f"{run_path}/", "")))
+            missing[name] = str(error).replace(f"{run_path}/", "")
     if not runs:
         raise UserError(f"no run of {path} has started: train it before the report")
     if not mixed:
         require_same_kernels(path, [each for run in runs for each in run.environments])
-    return ExperimentResults(path=path, plan=plan, runs=tuple(runs), missing=tuple(missing))
+    return ExperimentResults(path=path, plan=plan, runs=tuple(runs), missing=missing)
 
 
 def read_single_run(path: Path) -> ExperimentResults:
@@ -316,11 +297,6 @@ def require_same_kernels(path: Path, environments: Sequence[Record]) -> None:
 def undisturbed_step_seconds(seconds: Sequence[float]) -> float | None:
     """Return the median over the faster half of the steps, which compilation and other processes disturb least."""
     return float(np.median(sorted(seconds)[: (len(seconds) + 1) // 2])) if seconds else None
-
-
-def _last(records: Sequence[Record], kind: str) -> Record:
-    """Return the last record of a kind, or an empty one."""
-    return next((record for record in reversed(records) if record.get("kind") == kind), {})
 
 
 def _metric_values(validation: Record, facts: Record) -> dict[str, float]:
@@ -346,5 +322,4 @@ def _final_mean(losses: Curve, steps: int) -> float | None:
     """Return the mean over the last tenth of the planned steps, or None where the run did not get to its end."""
     if not len(losses.steps) or losses.steps[-1] < steps:
         return None
-    final = losses.values[losses.steps > steps - max(1, math.floor(FINAL_FRACTION * steps))]
-    return float(np.mean(final))
+    return float(np.mean(losses.values[losses.steps > steps - max(1, math.floor(FINAL_FRACTION * steps))]))

@@ -20,14 +20,9 @@ class Estimate:
     count: int
 
     @property
-    def low(self) -> float | None:
-        """The lower end of the interval."""
-        return None if self.half_width is None else self.mean - self.half_width
-
-    @property
-    def high(self) -> float | None:
-        """The upper end of the interval."""
-        return None if self.half_width is None else self.mean + self.half_width
+    def ends(self) -> tuple[float, float] | None:
+        """The ends of the interval."""
+        return None if self.half_width is None else (self.mean - self.half_width, self.mean + self.half_width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

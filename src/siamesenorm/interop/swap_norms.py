@@ -17,7 +17,7 @@ from siamesenorm.models.conversion import path_of
 from siamesenorm.models.language import LanguageModel, LanguageModelConfig
 from siamesenorm.models.transformer import inherited_operator
 from siamesenorm.norms import NORMS, Inexact, Norm, NormSpec
-from siamesenorm.topologies.boundary import BoundaryConnection
+from siamesenorm.topologies.boundary_family import BoundaryConnection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,8 @@ from siamesenorm.tasks.language import LanguageTaskConfig
 from siamesenorm.topologies import topology_name
 from siamesenorm.training.checkpoint import Checkpoint, load_checkpoint, read_checkpoint
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.metrics import read_metrics
 from siamesenorm.training.run_directory import RunDirectory
+from siamesenorm.training.run_record import read_metrics
 
 GROUPS = ("model",)
 LOADING = """\

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import tyro
@@ -29,10 +30,10 @@ from siamesenorm.comparison.comparison_tables import (
     runs_csv,
     verdict_entry,
 )
-from siamesenorm.comparison.experiment import Experiment, Planned
+from siamesenorm.comparison.experiment_plan import ComparisonKind, Part, PlannedComparison, PlannedRun
+from siamesenorm.comparison.experiment_runner import Experiment, Planned
 from siamesenorm.comparison.findings import Comparison, Conclusion, Outcome, compare, corrected_together
 from siamesenorm.comparison.formatting import NOTHING
-from siamesenorm.comparison.plan import ComparisonKind, Part, PlannedComparison, PlannedRun
 from siamesenorm.comparison.report_parts import (
     LOWER,
     Column,
@@ -45,13 +46,10 @@ from siamesenorm.comparison.report_parts import (
     Table,
 )
 from siamesenorm.comparison.results import ExperimentResults, RunResult
-from siamesenorm.comparison.sweep import configured
+from siamesenorm.comparison.sweep_grid import configured
 from siamesenorm.errors import UserError
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.warm_start import start_after
-
-UNCHANGED = "unchanged"
-
 
 BASE = Column("Base", "the trained Pre-Norm model, and its attention norm where it is not the usual one", numeric=False)
 CONTINUED_AS = Column("Continued as", "topology, and operator where it changes", numeric=False)
@@ -72,7 +70,7 @@ class Variant:
     @property
     def label(self) -> str:
         """The method with which the base continues."""
-        return self.method or UNCHANGED
+        return self.method or "unchanged"
 
     @property
     def name(self) -> str:
@@ -118,20 +116,10 @@ class ContinuedPlan:
             raise UserError(f"warmup_fraction is {self.warmup_fraction}: choose a number from 0 to below 1")
 
     @property
-    def bases(self) -> tuple[str, ...]:
-        """The bases, each once."""
-        return tuple(dict.fromkeys(variant.base for variant in self.variants))
-
-    @property
     def comparisons(self) -> tuple[PlannedComparison, ...]:
         """Every converted variant against its base continued unchanged."""
-        return tuple(
-            PlannedComparison(
-                method=variant.name, baseline=Variant(base=variant.base).name, kind=ComparisonKind.CONVERSION
-            )
-            for variant in self.variants
-            if variant.method
-        )
+        pairs = [(each.name, Variant(base=each.base).name) for each in self.variants if each.method]
+        return tuple(PlannedComparison(method=m, baseline=b, kind=ComparisonKind.CONVERSION) for m, b in pairs)
 
     @property
     def common(self) -> dict[str, Any]:
@@ -145,35 +133,29 @@ class ContinuedPlan:
 
     def stages(self, experiment: Experiment) -> Iterator[Sequence[Planned]]:
         """Yield the bases, then their continuations; raises UserError where a base cannot be converted."""
-        bases = list(self._bases(experiment.template))
-        continued = [each for rate in self.learning_rates for each in self._continued(experiment, bases, rate)]
+        bases: list[Planned] = []
+        for seed, base in product(self.seeds, dict.fromkeys(variant.base for variant in self.variants)):
+            rate = self.base_learning_rate
+            run = PlannedRun(method=base, learning_rate=rate, seed=seed, part=Part.BASE, label=base)
+            bases.append((run, configured(experiment.template, base, rate, seed)))
+        continued = [
+            self._continued(experiment, variant, source, rate)
+            for rate, (base, source), variant in product(self.learning_rates, bases, self.variants)
+            if variant.base == base.method
+        ]
         yield bases
         yield continued
 
-    def _bases(self, template: RunConfig) -> Iterator[Planned]:
-        for seed in self.seeds:
-            for base in self.bases:
-                rate = self.base_learning_rate
-                run = PlannedRun(method=base, learning_rate=rate, seed=seed, part=Part.BASE, label=base)
-                yield run, configured(template, base, rate, seed)
-
-    def _continued(self, experiment: Experiment, bases: Sequence[Planned], rate: float) -> Iterator[Planned]:
-        for base, source in bases:
-            for variant in self.variants:
-                if variant.base == base.method:
-                    run = PlannedRun(
-                        method=variant.name,
-                        learning_rate=rate,
-                        seed=base.seed,
-                        part=Part.CONTINUED,
-                        label=variant.label,
-                    )
-                    target = _of_length(source, self.steps, self.warmup_fraction)
-                    target = target.with_method(variant.method) if variant.method else target
-                    optimizer = dataclasses.replace(target.optimizer, learning_rate=rate)
-                    task = target.resolved().task.continued(source.task)
-                    config = dataclasses.replace(target, task=task, optimizer=optimizer)
-                    yield run, start_after(source, experiment.run_directory(source), config)
+    def _continued(self, experiment: Experiment, variant: Variant, source: RunConfig, rate: float) -> Planned:
+        run = PlannedRun(
+            method=variant.name, learning_rate=rate, seed=source.seed, part=Part.CONTINUED, label=variant.label
+        )
+        target = _of_length(source, self.steps, self.warmup_fraction)
+        target = target.with_method(variant.method) if variant.method else target
+        optimizer = dataclasses.replace(target.optimizer, learning_rate=rate)
+        task = target.resolved().task.continued(source.task)
+        config = dataclasses.replace(target, task=task, optimizer=optimizer)
+        return run, start_after(source, experiment.run_directory(source), config)
 
 
 def _of_length(run: RunConfig, steps: int, warmup_fraction: float) -> RunConfig:
@@ -229,7 +211,12 @@ def continued_report(findings: ContinuedFindings, *, title: str = "") -> Report:
     groups = {
         _title(rate): [each for each in findings.comparisons if each.learning_rate == rate] for rate in findings.rates
     }
-    tables = (bases_table(findings), continuations_table(findings), against_baselines(groups, results.unit))
+    bases = tuple((Entry(base.method), *_seeds_and_loss(base)) for base in findings.bases)
+    tables = (
+        Table("The models to continue", (BASE, SEEDS, LOSS), (RowGroup("", bases),)),
+        continuations_table(findings),
+        against_baselines(groups, results.unit),
+    )
     return Report(
         title=title or "A Pre-Norm model, converted and continued",
         subject=(data_sentence(results), budget_sentence(results.runs[-1])),
@@ -241,12 +228,6 @@ def continued_report(findings: ContinuedFindings, *, title: str = "") -> Report:
         ),
         records={"runs.csv": runs_csv(results), "comparisons.csv": comparisons_csv(findings.comparisons)},
     )
-
-
-def bases_table(findings: ContinuedFindings) -> Table:
-    """Build the table of the bases."""
-    rows = tuple((Entry(base.method), *_seeds_and_loss(base)) for base in findings.bases)
-    return Table("The models to continue", (BASE, SEEDS, LOSS), (RowGroup("", rows),))
 
 
 def continuations_table(findings: ContinuedFindings) -> Table:
@@ -276,39 +257,39 @@ def _outcomes(runs: Sequence[RunResult]) -> dict[tuple[float, str], Outcome]:
     groups: dict[tuple[float, str], list[RunResult]] = {}
     for run in runs:
         groups.setdefault((run.learning_rate, run.method), []).append(run)
-    return {
-        (rate, method): Outcome(method=method, learning_rate=rate, runs=tuple(group))
-        for (rate, method), group in groups.items()
-    }
+    return {key: Outcome(method=key[1], learning_rate=key[0], runs=tuple(group)) for key, group in groups.items()}
 
 
-def _variant(outcome: Outcome, by_id: dict[str, RunResult]) -> ContinuedVariant:
-    bases = [by_id[run.base].planned.label for run in outcome.runs if run.base in by_id]
+def _variant(outcome: Outcome, by_id: Mapping[str, RunResult]) -> ContinuedVariant:
+    starts = [(run, by_id.get((run.facts.get("start") or {}).get("run", ""))) for run in outcome.runs]
     return ContinuedVariant(
-        base=bases[0] if bases else NOTHING,
+        base=next((base.planned.label for _, base in starts if base), NOTHING),
         label=outcome.runs[0].planned.label,
         outcome=outcome,
-        jump=max((_jump(run, by_id) for run in outcome.runs), key=abs),
+        jump=max((_jump(run, base) for run, base in starts), key=abs),
     )
 
 
-def _jump(run: RunResult, by_id: dict[str, RunResult]) -> float:
+def _jump(run: RunResult, base: RunResult | None) -> float:
     """Return the held-out loss of a run before its first step minus that of its base at its end."""
-    first, base = run.first_held_out.get("loss"), by_id.get(run.base or "")
-    if first is None:
+    if "loss" not in run.first_held_out:
         raise UserError(f"{run.path} has no evaluation before its first step: train it again")
-    return first - base.held_out_loss if base is not None and base.held_out_loss is not None else 0.0
+    return run.first_held_out["loss"] - base.held_out["loss"] if base and "loss" in base.held_out else 0.0
 
 
-def _comparisons(results: ExperimentResults, outcomes: dict[tuple[float, str], Outcome]) -> Iterator[Comparison]:
+def _comparisons(results: ExperimentResults, outcomes: Mapping[tuple[float, str], Outcome]) -> Iterator[Comparison]:
     """Yield the comparisons of the plan at every rate, over the seeds that both have."""
-    for rate in dict.fromkeys(rate for rate, _ in outcomes):
-        for planned in results.plan.comparisons:
-            method, baseline = (outcomes.get((rate, name)) for name in (planned.method, planned.baseline))
-            if method and baseline:
-                seeds = {run.seed for run in method.runs} & {run.seed for run in baseline.runs}
-                if seeds:
-                    yield compare(planned, method.over(seeds), baseline.over(seeds))
+    for rate, planned in product(dict.fromkeys(rate for rate, _ in outcomes), results.plan.comparisons):
+        pair = [outcomes[rate, name] for name in (planned.method, planned.baseline) if (rate, name) in outcomes]
+        seeds = set.intersection(*({run.seed for run in outcome.runs} for outcome in pair)) if len(pair) == 2 else set()
+        if seeds:
+            yield compare(
+                planned,
+                *(
+                    dataclasses.replace(outcome, runs=tuple(run for run in outcome.runs if run.seed in seeds))
+                    for outcome in pair
+                ),
+            )
 
 
 def _row(each: ContinuedVariant) -> tuple[Entry, ...]:

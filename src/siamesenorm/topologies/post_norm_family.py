@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.topologies.boundary import (
+from siamesenorm.topologies.boundary_family import (
     BoundaryClosing,
     BoundaryConnection,
     BoundaryTopology,

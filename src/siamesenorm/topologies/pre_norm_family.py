@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from siamesenorm.errors import UserError
 from siamesenorm.norms import RMSNorm
-from siamesenorm.topologies.boundary import BoundaryClosing, BoundaryConnection, BoundaryTopology, ScalarGate
+from siamesenorm.topologies.boundary_family import BoundaryClosing, BoundaryConnection, BoundaryTopology, ScalarGate
 from siamesenorm.topologies.topology import Closing, Connection, Gate, Opening, Place, ResidualSpec, Topology
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.norms import norm_options
-from siamesenorm.topologies.boundary import BoundaryClosing, BoundaryConnection, BoundaryTopology, WriteFactors
+from siamesenorm.topologies.boundary_family import BoundaryClosing, BoundaryConnection, BoundaryTopology, WriteFactors
 from siamesenorm.topologies.post_norm_family import hybrid_post_norm
 from siamesenorm.topologies.topology import AttentionNorm, Closing, Connection, Opening, Place, ResidualSpec
 

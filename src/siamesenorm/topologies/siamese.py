@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from siamesenorm.topologies.boundary import (
+from siamesenorm.topologies.boundary_family import (
     BoundaryClosing,
     BoundaryConnection,
     BoundaryTopology,

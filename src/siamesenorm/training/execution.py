@@ -23,7 +23,7 @@ from siamesenorm.errors import UserError
 from siamesenorm.kernels.launch import HAS_TRITON
 from siamesenorm.norms import Norm
 from siamesenorm.topologies import Kernels
-from siamesenorm.topologies.boundary import BoundaryConnection
+from siamesenorm.topologies.boundary_family import BoundaryConnection
 from siamesenorm.world import Parallelism, World
 
 if TYPE_CHECKING:

@@ -31,9 +31,9 @@ from siamesenorm.training.checkpoint import (
     save_checkpoint,
 )
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.metrics import MetricsLog, read_metrics
 from siamesenorm.training.optimizer import build_optimizer, optimizer_tensors, restore_optimizer, set_learning_rate
 from siamesenorm.training.run_directory import RunDirectory
+from siamesenorm.training.run_record import MetricsLog, read_metrics
 from siamesenorm.training.verdict import StabilityMonitor, Verdict
 from siamesenorm.training.warm_start import load_start, require_start
 from siamesenorm.world import World, shard_like, whole
@@ -104,9 +104,7 @@ class TrainingLoop:
         self.config, self.run_directory, self.world = config, run, world
         self.instruments = instruments if world.is_first else ()
         if world.size > 1 and config.execution.parallel == "shard" and any(i.reads_parameters for i in instruments):
-            raise UserError(
-                "parallel is shard: monitor.every needs whole parameters; use replicate, or leave it out"
-            )
+            raise UserError("parallel is shard: monitor.every needs whole parameters; use replicate, or leave it out")
         self.share = world.share_of(config.batch)
         self.at_once = min(config.samples_at_once, self.share)
         if self.share % self.at_once:

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 from siamesenorm.errors import UserError
-from siamesenorm.training.instruments import WorkerLog, build_trackers
+from siamesenorm.training.console_and_trackers import WorkerLog, build_trackers
 from siamesenorm.training.loop import train
 from siamesenorm.training.run_directory import RunDirectory
 

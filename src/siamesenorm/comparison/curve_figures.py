@@ -24,7 +24,6 @@ from siamesenorm.comparison.figure_style import (
     MethodStyle,
     Theme,
     label_ends,
-    label_of,
     label_room,
     shortened,
     styles_of,
@@ -36,37 +35,48 @@ HEIGHT = 4.5
 LEFT = 0.175
 FLOOR = "nothing learned"
 DOTTED = (0.0, (1.0, 2.0))
+FLOOR_STYLE = MethodStyle(hue=None, dash=DOTTED, marker="", width=0.9)
 STREAM_HUES = ("green", "ink", *HUES)
 SHORTEST = 4
 """The fewest finite losses that make a curve."""
 SMOOTHING_FRACTION = 0.05
 MOST_POINTS = 400
 
+Runs = Mapping[str, RunResult]
+Styles = Mapping[str, MethodStyle]
+
 
 def curve_figures(findings: Findings, rate: float) -> tuple[Figure, ...]:
     """Return the figures of training at a learning rate: loss and gradient norm; none where no run has a curve."""
-    if not curves_at(findings, rate):
+    results = findings.results
+    seed = min(results.plan.selection_seeds, default=0)
+    runs = {
+        run.method: run
+        for run in results.runs
+        if run.learning_rate == rate and run.seed == seed and len(finite_part(run.losses).steps) >= SHORTEST
+    }
+    if not runs:
         return ()
-    at = formatting.rate(rate)
-    seed = f"Seed {min(findings.results.plan.selection_seeds, default=0)}"
-    smoothing = "smoothed over 5 % of the steps, every step behind it"
-    references = references_at(findings, rate)
+    baselines = {each.method: each.baseline for each in reversed(results.plan.comparisons)}
+    references = {method: runs[base] for method in runs if (base := baselines.get(method)) in runs}
+    styles, at = styles_of(results.methods), formatting.rate(rate)
+    smoothing = f"Seed {seed}, smoothed over 5 % of the steps, every step behind it"
     below = "Below: the difference to the baseline at the same step, on the same data. " if references else ""
     outcomes = "; ".join(outcome.description for outcome in findings.at(rate))
     losses = Figure(
         name=f"loss-{at}",
         title=f"Training loss at {at}",
-        caption=f"{seed}, {smoothing}. {below}Dotted: the loss of a model that has learned nothing. ✕ marks where a "
+        caption=f"{smoothing}. {below}Dotted: the loss of a model that has learned nothing. ✕ marks where a "
         "run diverged, ▲ where it spiked.",
         alternative=outcomes,
-        draw=lambda theme: draw_losses(findings, rate, theme),
+        draw=lambda theme: draw_losses(runs, references, styles, theme, f"Training loss at {at}"),
     )
     norms = Figure(
         name=f"gradient-norm-{at}",
         title=f"Gradient norm at {at}",
-        caption=f"Norm of the whole gradient before clipping. {seed}, {smoothing}; logarithmic axis.",
+        caption=f"Norm of the whole gradient before clipping. {smoothing}; logarithmic axis.",
         alternative=outcomes,
-        draw=lambda theme: draw_gradient_norms(findings, rate, theme),
+        draw=lambda theme: draw_gradient_norms(runs, styles, theme, f"Gradient norm at {at}"),
     )
     return losses, norms
 
@@ -90,59 +100,34 @@ def stream_figures(run: RunResult) -> tuple[Figure, ...]:
     )
 
 
-def curves_at(findings: Findings, rate: float) -> dict[str, RunResult]:
-    """Return the runs of the selection seed at a rate that have enough finite losses to draw."""
-    results = findings.results
-    seed = min(results.plan.selection_seeds, default=0)
-    return {
-        run.method: run
-        for run in results.runs
-        if run.learning_rate == rate and run.seed == seed and len(finite_part(run.losses).steps) >= SHORTEST
-    }
-
-
-def references_at(findings: Findings, rate: float) -> dict[str, RunResult]:
-    """Return, for the methods drawn at a rate, the run of their first baseline in the plan, if it is drawn too."""
-    runs = curves_at(findings, rate)
-    baselines: dict[str, str] = {}
-    for planned in findings.results.plan.comparisons:
-        baselines.setdefault(planned.method, planned.baseline)
-    return {method: runs[base] for method in runs if (base := baselines.get(method)) in runs}
-
-
-def draw_losses(findings: Findings, rate: float, theme: Theme) -> Drawing:
-    """Draw the training losses at one rate and, below, their differences to the baselines."""
-    runs, references = curves_at(findings, rate), references_at(findings, rate)
-    styles = styles_of(findings.results.methods)
+def draw_losses(runs: Runs, references: Runs, styles: Styles, theme: Theme, title: str) -> Drawing:
+    """Draw training losses and, below, their differences to the runs of their baselines."""
     drawing, panels = _new_drawing([*runs, FLOOR], ratios=(1.25, 1) if references else (1,))
     _draw_losses(panels[0], runs, styles, theme)
-    panels[0].set_title(f"Training loss at {formatting.rate(rate)}")
+    panels[0].set_title(title)
     if references:
         _draw_differences(panels[1], runs, references, styles, theme)
     return drawing
 
 
-def draw_gradient_norms(findings: Findings, rate: float, theme: Theme) -> Drawing:
-    """Draw the gradient norms at one rate on a logarithmic axis."""
-    runs = curves_at(findings, rate)
-    styles = styles_of(findings.results.methods)
+def draw_gradient_norms(runs: Runs, styles: Styles, theme: Theme, title: str) -> Drawing:
+    """Draw gradient norms on a logarithmic axis."""
     drawing, (axes,) = _new_drawing(runs)
     axes.set_yscale("log")
-    axes.set_title(f"Gradient norm at {formatting.rate(rate)}")
+    axes.set_title(title)
     _label_height(axes, "gradient norm")
     labels = []
     for method, run in runs.items():
         norms = finite_part(run.gradient_norms)
-        positive = norms.values > 0
-        norms = Curve(steps=norms.steps[positive], values=norms.values[positive])
+        norms = norms.part(norms.values > 0)
         if len(norms.steps) < SHORTEST:
             continue
         logarithm = smoothed(Curve(steps=norms.steps, values=np.log(norms.values)))
         smooth = Curve(steps=logarithm.steps, values=np.exp(logarithm.values))
         _draw_curve(axes, norms, smooth, styles[method], theme)
-        labels.append(label_of(styles[method], theme, height=float(smooth.values[-1]), text=_name(run)))
+        labels.append(CurveLabel(height=float(smooth.values[-1]), text=_name(run), style=styles[method]))
     axes.set_xlim(0, max(run.steps for run in runs.values()))
-    label_ends(axes, labels)
+    label_ends(axes, labels, theme)
     return drawing
 
 
@@ -163,7 +148,7 @@ def draw_streams(run: RunResult, theme: Theme) -> Drawing:
         below.plot(depth, first[name], color=style.color(theme), linewidth=0.9, linestyle=DOTTED)
         _draw_curve(below, None, Curve(steps=depth, values=last[name]), style, theme)
         for axes, values in ((above, over_steps), (below, last[name])):
-            labels[axes].append(label_of(style, theme, height=float(values[-1]), text=shortened(name)))
+            labels[axes].append(CurveLabel(height=float(values[-1]), text=shortened(name), style=style))
     above.set_title("Residual streams")
     above.set_xlim(0, run.steps)
     below.set_xlim(1, max(map(len, last.values())))
@@ -171,7 +156,7 @@ def draw_streams(run: RunResult, theme: Theme) -> Drawing:
     below.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes, at_ends in labels.items():
         _label_height(axes, "RMS")
-        label_ends(axes, at_ends)
+        label_ends(axes, at_ends, theme)
     return drawing
 
 
@@ -196,7 +181,7 @@ def _new_drawing(
     return drawing, list(panels)
 
 
-def _draw_losses(axes: Axes, runs: Mapping[str, RunResult], styles: Mapping[str, MethodStyle], theme: Theme) -> None:
+def _draw_losses(axes: Axes, runs: Runs, styles: Styles, theme: Theme) -> None:
     smooth = {method: smoothed(finite_part(run.losses)) for method, run in runs.items()}
     for method, run in runs.items():
         _draw_curve(axes, finite_part(run.losses), smooth[method], styles[method], theme)
@@ -208,20 +193,14 @@ def _draw_losses(axes: Axes, runs: Mapping[str, RunResult], styles: Mapping[str,
     for method, run in runs.items():
         _mark_verdict(axes, run, smooth[method], styles[method], theme)
         last = float(smooth[method].values[-1])
-        labels.append(label_of(styles[method], theme, height=last, text=_name(run)))
+        labels.append(CurveLabel(height=last, text=_name(run), style=styles[method]))
     if floor is not None:
-        axes.axhline(floor, color=theme.muted, linewidth=0.9, linestyle=DOTTED)
-        labels.append(CurveLabel(height=floor, text=FLOOR, color=theme.muted, dash=DOTTED, width=0.9))
-    label_ends(axes, labels)
+        axes.axhline(floor, color=theme.muted, linewidth=FLOOR_STYLE.width, linestyle=DOTTED)
+        labels.append(CurveLabel(height=floor, text=FLOOR, style=FLOOR_STYLE))
+    label_ends(axes, labels, theme)
 
 
-def _draw_differences(
-    axes: Axes,
-    runs: Mapping[str, RunResult],
-    references: Mapping[str, RunResult],
-    styles: Mapping[str, MethodStyle],
-    theme: Theme,
-) -> None:
+def _draw_differences(axes: Axes, runs: Runs, references: Runs, styles: Styles, theme: Theme) -> None:
     """Draw loss minus reference; the axis shows the runs that did not diverge, after the first fifth of the steps."""
     labels, shown = [], [0.0]
     for method, reference in references.items():
@@ -233,13 +212,13 @@ def _draw_differences(
         if not (run.diverged or reference.diverged):
             shown.extend(gap.values[gap.steps > 0.2 * run.steps])
             last = float(gap.values[-1])
-            labels.append(label_of(styles[method], theme, height=last, text=formatting.signed(last, 3)))
+            labels.append(CurveLabel(height=last, text=formatting.signed(last, 3), style=styles[method]))
     axes.axhline(0, color=theme.ink, linewidth=0.8)
     low, high = min(shown), max(shown)
     margin = 0.08 * (high - low) or 0.05
     axes.set_ylim(low - margin, high + margin)
     _label_height(axes, f"difference ({_unit(runs)})")
-    label_ends(axes, labels)
+    label_ends(axes, labels, theme)
 
 
 def _draw_curve(axes: Axes, raw: Curve | None, smooth: Curve, style: MethodStyle, theme: Theme) -> None:
@@ -285,15 +264,14 @@ def _name(run: RunResult) -> str:
     return f"{shortened(run.planned.label)}{mark}"
 
 
-def _unit(runs: Mapping[str, RunResult]) -> str:
+def _unit(runs: Runs) -> str:
     return next(iter(runs.values())).unit
 
 
 def finite_part(curve: Curve) -> Curve:
     """Return the curve up to the step before its first value that is not finite."""
     broken = np.flatnonzero(~np.isfinite(curve.values))
-    end = int(broken[0]) if len(broken) else len(curve.values)
-    return Curve(steps=curve.steps[:end], values=curve.values[:end])
+    return curve.part(slice(int(broken[0]) if len(broken) else None))
 
 
 def smoothed(curve: Curve) -> Curve:
@@ -318,8 +296,7 @@ def thinned(curve: Curve) -> Curve:
     for start, end in zip(edges[:-1], edges[1:], strict=True):
         stretch = curve.values[start:end]
         kept |= {int(start + np.argmin(stretch)), int(start + np.argmax(stretch))}
-    indices = np.array(sorted(kept))
-    return Curve(steps=curve.steps[indices], values=curve.values[indices])
+    return curve.part(sorted(kept))
 
 
 def difference(curve: Curve, reference: Curve) -> Curve:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 
-from siamesenorm.comparison.plan import (
+from siamesenorm.comparison.experiment_plan import (
     PLAN_FILE,
     RUNS,
     ExperimentPlan,
@@ -33,8 +33,8 @@ from siamesenorm.comparison.results import KERNEL_SETTINGS, require_same_kernels
 from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json, disk_errors, encode_json, exclusive
 from siamesenorm.training.config import Execution, RunConfig, described, first_difference
+from siamesenorm.training.console_and_trackers import build_trackers
 from siamesenorm.training.execution import choose, find_device
-from siamesenorm.training.instruments import build_trackers
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.verdict import Verdict
 
@@ -141,10 +141,10 @@ class Experiment:
         """Return the directory of a run."""
         return self.directory / RUNS / config.identity[:12]
 
-    def name_of(self, config: RunConfig) -> str:
-        """Return the method under which the plan has a run."""
-        plan = read_plan(self.directory) or ExperimentPlan()
-        return plan.runs[self.run_directory(config).name].method
+    @property
+    def plan(self) -> ExperimentPlan:
+        """The plan in the directory, an empty one before it is written."""
+        return read_plan(self.directory) or ExperimentPlan()
 
     @property
     def record(self) -> dict[str, Any]:
@@ -169,20 +169,15 @@ class Experiment:
             yield
 
     def _require_same(self) -> None:
-        plan = read_plan(self.directory)
-        if plan is not None and plan.template != self.record:
+        plan, directory = read_plan(self.directory), self.directory
+        if plan is None:
+            # Empty, or of a process that was killed before it wrote the plan.
+            fresh = directory.is_dir() and {each.name for each in directory.iterdir()} <= UNPLANNED
+            if directory.exists() and not fresh:
+                raise UserError(f"{directory} exists and is not the directory of an experiment: choose another one")
+        elif plan.template != self.record:
             name, there, here = first_difference(plan.template, self.record)
-            raise UserError(
-                f"{self.directory} holds an experiment with {name} {there}, not {here}: choose another --out"
-            )
-        if plan is None and self.directory.exists() and not self._is_fresh():
-            raise UserError(
-                f"{self.directory} exists and is not the directory of an experiment: choose another directory"
-            )
-
-    def _is_fresh(self) -> bool:
-        """Whether the directory is empty, or a process was killed before it wrote the plan."""
-        return self.directory.is_dir() and {each.name for each in self.directory.iterdir()} <= UNPLANNED
+            raise UserError(f"{directory} holds an experiment with {name} {there}, not {here}: choose another --out")
 
     def _train(self, runs: Sequence[Planned]) -> None:
         known = {job.directory for job in self.trained}
@@ -202,7 +197,9 @@ class Experiment:
 
     def _common_execution(self, configs: Sequence[RunConfig]) -> Execution:
         """Return how all runs are executed: with the kernels, and compiled or not, as the runs that are there."""
-        execution, earlier = self.template.execution, self._environments()
+        execution = self.template.execution
+        started = (RunDirectory(self.directory / RUNS / name) for name in self.plan.runs)
+        earlier = [environment for run in started for environment in run.read_environments()]
         recorded = next((each for each in earlier if all(name in each for name in KERNEL_SETTINGS)), None)
         operations = _operations(configs[0]) if configs and execution.compile == "auto" and not recorded else 0.0
         choices = choose(execution, operations, recorded)
@@ -211,15 +208,9 @@ class Experiment:
         compiling: Literal["on", "off"] = "on" if choices.compiled else "off"
         return dataclasses.replace(execution, kernels=choices.kernels, compile=compiling)
 
-    def _environments(self) -> list[dict[str, Any]]:
-        """Return the environments of the runs that have been started."""
-        plan = read_plan(self.directory) or ExperimentPlan()
-        runs = (RunDirectory(self.directory / RUNS / name) for name in plan.runs)
-        return [environment for run in runs for environment in run.read_environments()]
-
     def _write_plan(self, jobs: Sequence[Job]) -> None:
         """Write the plan with these runs and prepare their directories; runs listed before stay listed."""
-        before = read_plan(self.directory) or ExperimentPlan()
+        before = self.plan
         runs = dict(before.runs)
         for job in jobs:
             planned = runs.setdefault(job.directory.name, job.planned)

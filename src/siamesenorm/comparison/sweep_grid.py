@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from typing_extensions import Doc
 
-from siamesenorm.comparison.experiment import Experiment, Planned
+from siamesenorm.comparison.experiment_plan import ComparisonKind, Part, PlannedComparison, PlannedRun
+from siamesenorm.comparison.experiment_runner import Experiment, Planned
 from siamesenorm.comparison.findings import choose_learning_rate
-from siamesenorm.comparison.plan import ComparisonKind, Part, PlannedComparison, PlannedRun
 from siamesenorm.comparison.results import read_experiment
 from siamesenorm.errors import UserError, unknown
 from siamesenorm.models.transformer import read_method
@@ -109,7 +109,7 @@ class SweepGrid:
         further: list[Planned] = []
         for method in self.reported_methods:
             first = configured(template, method, min(self.learning_rates), template.seed)
-            choice = choose_learning_rate(results, experiment.name_of(first))
+            choice = choose_learning_rate(results, experiment.plan.runs[experiment.run_directory(first).name].method)
             if choice is None:
                 experiment.observer.note(
                     f"{method}: no further seeds, because no run of seed {template.seed} has a result"
