@@ -17,7 +17,7 @@ from siamesenorm.interop.swap_norms import swap_norms
 from siamesenorm.kernels import launch
 from siamesenorm.norms import NormSpec, available_norms
 from siamesenorm.sublayers.sublayer import Context
-from siamesenorm.topologies import boundary as family
+from siamesenorm.topologies import boundary_family as family
 from siamesenorm.topologies import transformer_places
 from siamesenorm.training.execution import checkpoint_blocks, compile_blocks
 

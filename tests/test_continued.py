@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from siamesenorm.cli import main
-from siamesenorm.comparison import experiment as experiment_module
+from siamesenorm.comparison import experiment_runner as experiment_module
 from siamesenorm.comparison.experiment_plan import ExperimentPlan, Part, PlannedRun, read_plan
 from siamesenorm.comparison.experiment_runner import Experiment
 from siamesenorm.comparison.findings import Conclusion

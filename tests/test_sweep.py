@@ -22,7 +22,7 @@ import torch
 
 from siamesenorm import build_language_model
 from siamesenorm.cli import main
-from siamesenorm.comparison import experiment as experiment_module
+from siamesenorm.comparison import experiment_runner as experiment_module
 from siamesenorm.comparison.experiment_console import ExperimentConsole
 from siamesenorm.comparison.experiment_plan import ExperimentPlan, Part, PlannedRun, read_plan
 from siamesenorm.comparison.experiment_runner import Experiment, ExperimentObserver, Job, shared_gpus

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Literal
 
 from siamesenorm.errors import UserError
-from siamesenorm.training import stability
+from siamesenorm.training import robust_statistics
 from siamesenorm.training.loss_curve import LossCurve, loss_curve
 
 DETECTOR = 2
@@ -228,7 +228,7 @@ class StabilityMonitor:
         self._floor, self._scale, self._thresholds = floor, scale, thresholds
         self._persistence = thresholds.steps(thresholds.rise_fraction, steps_total)
         self._patience = thresholds.steps(thresholds.patience_fraction, steps_total)
-        self._recent = stability.RunningMedian(thresholds.smoothing_window(steps_total))
+        self._recent = robust_statistics.RunningMedian(thresholds.smoothing_window(steps_total))
         self._losses: list[float] = []
         self._gradient_norms: list[float] = []
         self._held_out: float | None = None
@@ -273,14 +273,14 @@ class StabilityMonitor:
         thresholds, scale = self._thresholds, self._scale
         divergence, divergence_step = self._divergence()
         excursions = partial(
-            stability.excursions, window=thresholds.spike_window, history=thresholds.spike_history,
+            robust_statistics.excursions, window=thresholds.spike_window, history=thresholds.spike_history,
             sigmas=thresholds.spike_sigmas, after=self._warmup_steps,
         )  # fmt: skip
         spikes = excursions(self._losses, rise=thresholds.spike_rise * scale, shortest=thresholds.spike_steps)
         # Clipped norms are nearly constant: by a tenth at least.
         logarithms = [math.log(max(each, 1e-12)) if math.isfinite(each) else math.nan for each in self._gradient_norms]
         norm_spikes = excursions(logarithms, rise=math.log(1.1), shortest=1)
-        high_part = stability.part_far_above(
+        high_part = robust_statistics.part_far_above(
             self._losses, window=thresholds.spike_window, history=thresholds.spike_history,
             rise=thresholds.high_rise * scale, spreads=thresholds.high_spreads, after=self._warmup_steps,
         )  # fmt: skip
@@ -336,7 +336,7 @@ class StabilityMonitor:
             return False
         line = self._floor - self._thresholds.floor_margin * self._scale
         learned = self._final < line or (self._held_out is not None and self._held_out < line)
-        return not learned and not stability.still_falls(self._losses, fall=self._thresholds.fall * self._scale)
+        return not learned and not robust_statistics.still_falls(self._losses, fall=self._thresholds.fall * self._scale)
 
     def _unchecked(self) -> tuple[Unchecked, ...]:
         first_spike = max(self._thresholds.spike_history, self._warmup_steps) + self._thresholds.spike_steps
