@@ -17,9 +17,9 @@ from siamesenorm.errors import UserError
 from siamesenorm.training.checkpoint import load_checkpoint
 from siamesenorm.training.loop import TrainingLoop, train
 from siamesenorm.training.run_directory import RunDirectory
-from siamesenorm.training.run_record import read_metrics, strip_time
+from siamesenorm.training.run_record import read_metrics
 from siamesenorm.world import World
-from training_runs import write_data
+from training_runs import strip_time, write_data
 
 TESTS = Path(__file__).parent
 over_cases = pytest.mark.parametrize("case", CASES)
