@@ -10,8 +10,8 @@ from __future__ import annotations
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -152,8 +152,7 @@ def styles_of(methods: Sequence[str]) -> dict[str, MethodStyle]:
     return styles
 
 
-@contextmanager
-def applied(theme: Theme) -> Iterator[None]:
+def applied(theme: Theme) -> AbstractContextManager[None]:
     """Draw in a theme: text stays text in SVG, and the same data gives the same bytes."""
     settings: dict[str, Any] = {
         "svg.fonttype": "none",
@@ -184,8 +183,7 @@ def applied(theme: Theme) -> Iterator[None]:
         "ytick.labelsize": 8.5,
         "lines.solid_capstyle": "round",
     }
-    with mpl.rc_context(settings):  # type: ignore[arg-type]
-        yield
+    return mpl.rc_context(settings)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,13 +108,9 @@ class ExperimentPlan:
         """The seeds whose runs choose the learning rates."""
         return tuple(sorted({run.seed for run in self.runs.values() if run.part is Part.SELECTION}))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON values."""
-        return {"schema": SCHEMA, **asdict(self)}
-
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> ExperimentPlan:
-        """Read what `to_json` returned; raises UserError where it is of another schema, ValueError and the like."""
+        """Read what `write_plan` wrote; raises UserError where it is of another schema, ValueError and the like."""
         if record["schema"] != SCHEMA:
             raise UserError(f"the plan has schema {record['schema']}, this version reads {SCHEMA}")
         return cls(
@@ -144,5 +140,6 @@ def read_plan(directory: Path) -> ExperimentPlan | None:
 
 def write_plan(directory: Path, plan: ExperimentPlan) -> None:
     """Write the plan of an experiment's directory, whole or not at all."""
+    text = encode_json({"schema": SCHEMA, **asdict(plan)}, indent=1)
     with disk_errors(directory):
-        write_atomically(directory / PLAN_FILE, (encode_json(plan.to_json(), indent=1) + "\n").encode())
+        write_atomically(directory / PLAN_FILE, f"{text}\n".encode())

@@ -135,34 +135,27 @@ class Code:
 Block = Statements | Table | Gallery | Code
 
 
-@dataclass(frozen=True, slots=True)
-class ReportSection:
-    """A heading and what is below it."""
-
-    title: str
-    blocks: tuple[Block, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A report: its title, sentences on its subject, its sections, and files of numbers by name."""
+    """A report: its title, sentences on its subject, a block under each heading, and files of numbers by name."""
 
     title: str
     subject: tuple[str, ...]
-    sections: tuple[ReportSection, ...]
+    sections: Mapping[str, Block]
     records: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def blocks(self) -> tuple[Block, ...]:
-        """The blocks of all sections."""
-        return tuple(block for section in self.sections for block in section.blocks)
-
-    @property
     def figures(self) -> tuple[Figure, ...]:
-        """The figures of all sections."""
-        return tuple(figure for block in self.blocks if isinstance(block, Gallery) for figure in block.figures)
+        """All figures."""
+        blocks = self.sections.values()
+        return tuple(figure for block in blocks if isinstance(block, Gallery) for figure in block.figures)
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """The tables of all sections."""
-        return tuple(block for block in self.blocks if isinstance(block, Table))
+        """All tables."""
+        return tuple(block for block in self.sections.values() if isinstance(block, Table))
+
+
+def with_content(sections: Mapping[str, Block]) -> dict[str, Block]:
+    """Return the sections without those whose list, gallery or command is empty."""
+    return {title: block for title, block in sections.items() if block not in (Statements(()), Gallery(()), Code(""))}
