@@ -12,7 +12,7 @@ import pytest
 
 from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json, encode_json
-from siamesenorm.training.metrics import MetricsLog, read_metrics, strip_time
+from siamesenorm.training.metrics import MetricsLog, read_metrics
 
 
 @pytest.fixture
@@ -152,12 +152,6 @@ def test_a_full_disk_takes_the_line_back(path, monkeypatch):
 def test_a_directory_that_is_not_there_is_a_user_error(tmp_path):
     with pytest.raises(UserError):
         MetricsLog(tmp_path / "absent" / "metrics.jsonl")
-
-
-def test_strip_time_leaves_what_is_reproducible():
-    record = train(3) | {"peak_memory_bytes": 5}
-    assert strip_time(record) == {"kind": "train", "step": 3, "loss": 2.5, "gradient_norm": 0.7}
-    assert "time" in record
 
 
 def test_json_holds_numpy_numbers_and_refuses_what_it_would_change():

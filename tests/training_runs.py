@@ -14,7 +14,7 @@ from siamesenorm.data import Manifest, Split, TokenizerEntry
 from siamesenorm.models.language import language_model_config
 from siamesenorm.tasks.language import LanguageTaskConfig
 from siamesenorm.training.config import Execution, RunConfig
-from siamesenorm.training.metrics import read_metrics, strip_time
+from siamesenorm.training.metrics import TIME_FIELDS, read_metrics
 from siamesenorm.training.optimizer import OptimizerConfig
 
 VOCABULARY, END_OF_TEXT, CONTEXT = 17, 16, 16
@@ -85,7 +85,10 @@ def with_task(config: RunConfig, **changes: Any) -> RunConfig:
 
 def records(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """Return the records of a run without their time fields; notes only if asked for."""
-    kept = [strip_time(record) for record in read_metrics(run / "metrics.jsonl")]
+    kept = [
+        {name: value for name, value in record.items() if name not in TIME_FIELDS}
+        for record in read_metrics(run / "metrics.jsonl")
+    ]
     return [record for record in kept if record["kind"] == kind or (kind is None and record["kind"] != "note")]
 
 

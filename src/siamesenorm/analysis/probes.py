@@ -31,7 +31,6 @@ class Measurements:
     """Scalars by key, left on their devices until `fetch`; a key may have several values."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._values: dict[Key, list[Tensor]] = {}
 
     def add(self, key: Key, value: Tensor) -> None:
@@ -292,22 +291,17 @@ def plan_probes(model: nn.Module, blocks: Blocks = None) -> ProbePlan:
     In its connections, if it has any and no blocks are given; else at the edges of the blocks given, or of its longest
     list of modules of one class. Raises UserError, with the candidates, where there is not exactly one such list.
     """
-    connections = _connections(model)
+    connections = {
+        clean(name): module
+        for name, module in model.named_modules()
+        if isinstance(module, Connection) and not name.endswith(".original_module")
+    }
     if connections and blocks is None:
         return _plan_for_connections(model, connections)
     found = _given_blocks(model, blocks) if blocks is not None else _longest_list(model)
     last = len(found) - 1
     probes = tuple(BlockProbe(name, block, last=i == last) for i, (name, block) in enumerate(found.items()))
     return ProbePlan(blocks=found, streams=("residual",), probes=probes)
-
-
-def _connections(model: nn.Module) -> dict[str, Connection]:
-    """Return the connections that run, by name."""
-    return {
-        clean(name): module
-        for name, module in model.named_modules()
-        if isinstance(module, Connection) and not name.endswith(".original_module")
-    }
 
 
 def _plan_for_connections(model: nn.Module, connections: Mapping[str, Connection]) -> ProbePlan:
@@ -327,19 +321,16 @@ def _plan_for_connections(model: nn.Module, connections: Mapping[str, Connection
 
 def _stream_names(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the streams in the topology of the model; none where the model has no topology."""
-    for module in model.modules():
-        for holder in (module, getattr(module, "config", None)):
-            topology = getattr(holder, "topology", None)
-            if isinstance(topology, Topology):
-                return topology.stream_names
-    return ()
+    holders = (holder for module in model.modules() for holder in (module, getattr(module, "config", None)))
+    topologies = (getattr(holder, "topology", None) for holder in holders)
+    return next((topology.stream_names for topology in topologies if isinstance(topology, Topology)), ())
 
 
 def _given_blocks(model: nn.Module, blocks: str | Sequence[nn.Module]) -> dict[str, nn.Module]:
     names = {module: clean(name) for name, module in model.named_modules()}
     if isinstance(blocks, str):
-        found = [module for module, name in names.items() if name == clean(blocks)]
-        chosen: list[nn.Module] = list(found[0].children()) if found else []
+        found = (module for module, name in names.items() if name == clean(blocks))
+        chosen = list(next(found, nn.Identity()).children())
     else:
         chosen = list(blocks)
     if not chosen:
@@ -357,7 +348,7 @@ def _longest_list(model: nn.Module) -> dict[str, nn.Module]:
     if len(candidates) != 1:
         found = f"several lists of blocks, {', '.join(candidates)}" if candidates else "no list of blocks of one class"
         raise UserError(f"{type(model).__name__} has {found}: choose one by blocks='path.of.the.list'")
-    (name,) = candidates
+    name = candidates[0]
     return {clean(f"{name}.{key}"): block for key, block in lists[name].items()}
 
 

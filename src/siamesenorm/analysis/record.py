@@ -22,8 +22,7 @@ class Record:
 
     def __init__(self, path: Path | None, *, resume: bool, write: Callable[[Line], None] | None = None) -> None:
         """Open a record; without `resume` a file that is there is renamed to `<name>.old`."""
-        self.path = path
-        self._write = write
+        self.path, self._write = path, write
         self._lines: list[Line] = []
         self._log: MetricsLog | None = None
         if path is not None:
@@ -200,8 +199,5 @@ def summary(lines: Iterable[Line]) -> str:
             before = first["sublayers"].get(name, {"streams": {}})["streams"].get(stream, {}).get("rms")
             numbers = (before, *(entry.get(quantity) for quantity in ("rms", "max", "ratio", "change")))
             rows.append((f"{name} {stream}", *("" if number is None else f"{number:.4g}" for number in numbers)))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(cells))
-        for cells in (list(zip(row, widths, strict=True)) for row in rows)
-    )
+    first_width, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return "\n".join("  ".join([name.ljust(first_width), *map(str.rjust, cells, widths)]) for name, *cells in rows)

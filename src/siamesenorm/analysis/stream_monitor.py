@@ -91,7 +91,8 @@ class StreamMonitor:
         self._plan, self._updates = plan_probes(model, blocks), updates
         self._history = LossHistory(thresholds)
         self.expect(steps_total=steps_total, warmup_steps=warmup_steps, floor=floor, scale=scale)
-        first = _is_first_process()
+        parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
+        first = not parallel or torch.distributed.get_rank() == 0
         self._record = Record(
             Path(path) if path is not None and first else None, resume=resume, write=write if first else None
         )
@@ -244,8 +245,7 @@ class StreamMonitor:
 
     def _measure_next(self) -> None:
         self._stop_measuring()
-        copy_at_once = not self._optimizers
-        self._measured = MeasuredStep(self.model, self._plan, updates=self._updates, remember=copy_at_once)
+        self._measured = MeasuredStep(self.model, self._plan, updates=self._updates, remember=not self._optimizers)
         # A monitor that is deleted without `close` removes its probes.
         self._abandon = finalize(self, self._measured.abandon)
 
@@ -303,8 +303,7 @@ class StreamMonitor:
         values = measured.fetch()
         for step, numbers in self._losses.items():
             line = {name: float(values.get(("train", str(step), name), value)) for name, value in numbers.items()}
-            norm = gradient_norm(values) if step == at_step else None
-            if norm is not None:
+            if step == at_step and (norm := gradient_norm(values)) is not None:
                 line.setdefault("gradient_norm", norm)
             self._append({"kind": "train", "step": step, **line})
             self._history.add(step, line["loss"], line.get("gradient_norm"))
@@ -319,8 +318,3 @@ class StreamMonitor:
             streams = {"streams": list(self._plan.streams), "every": self.every}
             self._record.append({"kind": "model", **about, **facts, **streams})
         self._record.append(line)
-
-
-def _is_first_process() -> bool:
-    distributed = torch.distributed
-    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0

@@ -6,19 +6,36 @@ bytes. Only some chunks, a shard, and the sample that a BPE is trained on are in
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import islice
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from siamesenorm.data.encoding import Chunk, encode_chunks
+import numpy as np
+
 from siamesenorm.data.holdout import choose_holdout
 from siamesenorm.data.prepared import PreparedData
 from siamesenorm.data.sources import BuiltinSource, Cut, Source, open_source
-from siamesenorm.data.storage import SHARD_DIRECTORY, TOKENIZER_FILE, Manifest, ShardWriter, complete
+from siamesenorm.data.storage import (
+    SHARD_DIRECTORY,
+    SPLITS,
+    TOKENIZER_FILE,
+    EncodedSplit,
+    Manifest,
+    ShardWriter,
+    complete,
+    id_dtype,
+)
 from siamesenorm.data.tokenizer import (
     ByteTokenizer,
     LibraryTokenizer,
@@ -29,7 +46,12 @@ from siamesenorm.data.tokenizer import (
     train_bpe,
 )
 from siamesenorm.errors import UserError
-from siamesenorm.files import disk_errors, write_atomically
+from siamesenorm.files import StoppedError, disk_errors, write_atomically
+
+# Consecutive documents, each with the name of its split, and the bytes of the sources that were read up to here.
+Chunk = tuple[list[tuple[str, str]], int]
+# The ids of a chunk by split, and its position in the sources.
+EncodedChunk = tuple[dict[str, EncodedSplit], int]
 
 # To be raised whenever the same settings give other bytes.
 PROCEDURE = 1
@@ -124,8 +146,7 @@ class _Preparation:
     """The resolved configuration, and the steps from nothing, or from an unfinished preparation, to the data."""
 
     def __init__(self, config: PrepareConfig, report: Callable[[PrepareProgress], None]) -> None:
-        self.config = config
-        self.report = report
+        self.config, self.report = config, report
         options: dict[str, Any] = {"text_field": config.text_field, "cut": config.documents}
         self.source = open_source(config.source, **options)
         self.validation = None if config.validation is None else open_source(config.validation, **options)
@@ -191,10 +212,10 @@ class _Preparation:
             documents.append((split, text))
             length += len(text)
             if length >= CHUNK_CHARACTERS:
-                yield Chunk(documents, sum(source.position for source in sources))
+                yield documents, sum(source.position for source in sources)
                 documents, length = [], 0
         if documents:
-            yield Chunk(documents, sum(source.position for source in sources))
+            yield documents, sum(source.position for source in sources)
 
     def _source_documents(self) -> Iterator[str]:
         return islice(self.source.documents(), self.config.max_documents)
@@ -262,3 +283,75 @@ class _Preparation:
         # On few cores the threads of the tokenizers library keep them all busy; its encodings of many cores wait
         # for the one process that turns them into arrays.
         return 1 if small or cores < 4 or isinstance(tokenizer, ByteTokenizer) else cores
+
+
+# --- encoding in worker processes
+
+
+def _encode(tokenizer: Tokenizer, chunk: Chunk) -> EncodedChunk:
+    """Return the ids of a chunk, every document closed by the end of text."""
+    documents, position = chunk
+    dtype, end = id_dtype(tokenizer.vocabulary), [tokenizer.end_of_text]
+    splits = {}
+    for name in SPLITS:
+        if texts := [text for split, text in documents if split == name]:
+            ids = np.concatenate([part for ids in tokenizer.encode_batch(texts) for part in (ids, end)]).astype(dtype)
+            splits[name] = EncodedSplit(ids, len(texts), sum(len(text.encode("utf-8")) for text in texts))
+    return splits, position
+
+
+def encode_chunks(chunks: Iterable[Chunk], tokenizer: Tokenizer, workers: int) -> Generator[EncodedChunk, None, None]:
+    """Yield the encoded chunks in order, the same whatever the number of workers; with one, in this process.
+
+    Raises `StoppedError` if a worker dies, as it does when memory runs out.
+    """
+    if workers == 1:
+        yield from (_encode(tokenizer, chunk) for chunk in chunks)
+        return
+    pool = ProcessPoolExecutor(workers, _start_context(), _start_worker, (tokenizer,))
+    try:
+        futures = (pool.submit(_encode_in_worker, chunk) for chunk in chunks)
+        pending = deque(islice(futures, 2 * workers))  # at most two chunks a worker are in memory
+        while pending:
+            yield pending.popleft().result()
+            pending.extend(islice(futures, 1))
+    except BrokenProcessPool as error:
+        raise StoppedError(
+            f"one of {workers} worker processes died: memory ran out, or a script lacks `if __name__ == '__main__'`: "
+            "repeat with fewer --workers, it resumes where it stopped"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_context() -> Any:
+    """Return a way to start processes that does not fork this one: a fork loses its threads and keeps its locks."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # Imported once by the server instead of once by every worker.
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+_tokenizer: Tokenizer
+
+
+def _start_worker(tokenizer: Tokenizer) -> None:
+    """Set up a worker: one thread, no reaction to Ctrl-C (the parent decides), an exit when the parent ends."""
+    global _tokenizer
+    _tokenizer = tokenizer
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:  # killed, it cannot stop its workers
+        threading.Thread(target=_exit_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _exit_with(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)
+
+
+def _encode_in_worker(chunk: Chunk) -> EncodedChunk:
+    return _encode(_tokenizer, chunk)

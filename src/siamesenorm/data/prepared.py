@@ -72,8 +72,7 @@ class PreparedData:
     """A directory of prepared data, opened for reading."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path = path
-        self.manifest = manifest
+        self.path, self.manifest = path, manifest
         self.digest = manifest.digest
         self.vocabulary = manifest.tokenizer.vocabulary
         self.end_of_text = manifest.tokenizer.end_of_text
@@ -187,8 +186,7 @@ class SampleOrder:
             raise UserError(f"samples {samples}: an order needs at least one sample")
         if seed < 0:
             raise UserError(f"seed {seed}: give a whole number of at least 0")
-        self.samples = samples
-        self.seed = seed
+        self.samples, self.seed = samples, seed
         self._half_bits = np.uint64(max(1, ((samples - 1).bit_length() + 1) // 2))
         self._half_mask = (np.uint64(1) << self._half_bits) - np.uint64(1)
 

@@ -100,10 +100,8 @@ class HubSource(Source):
         options = dict(parse_qsl(query))
         if not path or not options.keys() <= HUB_OPTIONS:
             raise UserError(f"source {spec!r}: write it as hf:OWNER/NAME?name=CONFIG&split=train&revision=COMMIT")
-        self.name = spec
-        self.path = path
+        self.name, self.path, self.text_field = spec, path, text_field
         self.options = {"split": "train", **options}
-        self.text_field = text_field
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the name and options of the dataset; only a pinned `revision` fixes its content."""
@@ -139,10 +137,8 @@ class FileSource(Source):
     """Documents of local files, in the order of their names."""
 
     def __init__(self, spec: str, text_field: str, cut: Cut) -> None:
-        self.name = spec
+        self.name, self.text_field, self.cut = spec, text_field, cut
         self.files = _find_files(spec)
-        self.text_field = text_field
-        self.cut = cut
         self.size = sum(file.stat().st_size for file in self.files)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -170,8 +166,8 @@ def _find_files(spec: str) -> list[Path]:
     """Return the files of a path or glob, sorted; raises `UserError` if there is none, or an empty one."""
     path = Path(spec)
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file() and _is_readable(file))
-        files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+        readable = (file for file in path.rglob("*") if file.name.lower().endswith(KNOWN_SUFFIXES) and file.is_file())
+        files = sorted(file for file in readable if "/." not in f"/{file.relative_to(path).as_posix()}")
     elif path.exists():
         files = [path]
     else:
@@ -183,10 +179,6 @@ def _find_files(spec: str) -> list[Path]:
         if file.is_file() and file.stat().st_size == 0:
             raise UserError(f"{file}: an empty file: remove it or write it again")
     return files
-
-
-def _is_readable(path: Path) -> bool:
-    return path.name.lower().endswith(KNOWN_SUFFIXES)
 
 
 def _checksum_of_ends(path: Path) -> str:
@@ -204,7 +196,7 @@ def _checksum_of_ends(path: Path) -> str:
 def _read_documents(path: Path, text_field: str, cut: Cut) -> Documents:
     """Return the documents of a file, whose format is that of its suffix."""
     name = path.name.lower().removesuffix(".gz")
-    if not _is_readable(path):
+    if not path.name.lower().endswith(KNOWN_SUFFIXES):
         raise UserError(f"{path}: no reader for this kind of file: choose one of {' '.join(KNOWN_SUFFIXES)}")
     if name.endswith(PARQUET_SUFFIX):
         return _read_parquet(path, text_field)

@@ -167,8 +167,7 @@ class ShardWriter:
 
     def __init__(self, partial: Path, tokenizer: TokenizerEntry) -> None:
         self.documents = self.tokens = 0
-        self._partial = partial
-        self._tokenizer = tokenizer
+        self._partial, self._tokenizer = partial, tokenizer
         self._dtype = id_dtype(tokenizer.vocabulary)
         self._pending: dict[str, list[EncodedSplit]] = {}
         self._pending_tokens = 0

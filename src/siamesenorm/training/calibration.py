@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -143,27 +144,33 @@ class Grid:
 
     def injections(self) -> Iterator[Injection]:
         """Yield every fault of the grid."""
-        for height in self.spike_heights:
-            for width in self.spike_widths:
-                yield Injection(fault=Fault.SPIKE, height=height, width=width)
-        for fault in (Fault.STAYS, Fault.RISES):
-            for height in self.divergence_heights:
-                yield Injection(fault=fault, height=height)
+        for height, width in product(self.spike_heights, self.spike_widths):
+            yield Injection(fault=Fault.SPIKE, height=height, width=width)
+        for fault, height in product((Fault.STAYS, Fault.RISES), self.divergence_heights):
+            yield Injection(fault=fault, height=height)
         yield Injection(fault=Fault.NAN)
-        for part in self.high_parts:
-            for height in self.high_heights:
-                yield Injection(fault=Fault.OFTEN_HIGH, height=height, part=part)
+        for part, height in product(self.high_parts, self.high_heights):
+            yield Injection(fault=Fault.OFTEN_HIGH, height=height, part=part)
         for offset in self.plateau_offsets:
             yield Injection(fault=Fault.PLATEAU, height=offset)
         yield Injection(fault=Fault.SHORT)
 
-    def places(self, injection: Injection, curve: LossCurve) -> Iterator[tuple[int, int]]:
-        """Yield every place of a fault in a curve: the tenth of the run, and the step."""
+    def places(
+        self, injection: Injection, curves: Sequence[LossCurve], thresholds: Thresholds
+    ) -> dict[int | None, list[tuple[LossCurve, int]]]:
+        """Return the curves and steps to inject a fault at, by the tenth of the run; None where it has no place."""
+        if injection.needs_floor:
+            passed = ((curve, _passes_floor(curve, thresholds)) for curve in curves)
+            return {None: [(curve, step) for curve, step in passed if step is not None]}
+        if not injection.has_place:
+            return {None: [(curve, 1) for curve in curves]}
+        found: dict[int | None, list[tuple[LossCurve, int]]] = {tenth: [] for tenth in range(TENTHS)}
         count = self.spike_places if injection.fault is Fault.SPIKE else self.divergence_places
-        first, last = curve.warmup_steps + 1, len(curve.losses) - (injection.width or 1) + 1
-        for index in range(count):
+        for curve, index in product(curves, range(count)):
+            first, last = curve.warmup_steps + 1, len(curve.losses) - (injection.width or 1) + 1
             part = index / (count - 1) if count > 1 else 0.5
-            yield min(TENTHS - 1, int(TENTHS * part)), first + round(part * (last - first))
+            found[min(TENTHS - 1, int(TENTHS * part))].append((curve, first + round(part * (last - first))))
+        return found
 
 
 DEFAULT_GRID = Grid()
@@ -181,6 +188,10 @@ class Detection(Injection):
     trials: int
     detected: int
     noticed: int
+
+    def rate(self, count: int) -> str:
+        """Return the part of the trials as text."""
+        return f"{100 * count / self.trials:.0f} %" if self.trials else "no trial"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,8 +212,8 @@ class CalibrationReport:
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values, without the fields that a fault does not have."""
         record = {"schema": 2, **dataclasses.asdict(self)}
-        without_none = ({k: v for k, v in each.items() if v is not None} for each in record["detections"])
-        return {**record, "detections": list(without_none)}
+        record["detections"] = [{k: v for k, v in each.items() if v is not None} for each in record["detections"]]
+        return record
 
     def write(self, path: Path) -> None:
         """Write the report as JSON; a crash leaves the old file or the new one."""
@@ -227,7 +238,7 @@ class CalibrationReport:
         found = [each for each in self.detections if each.fault in faults]
         if any(each.has_place for each in found):
             columns = list(dict.fromkeys(map(str, found)))
-            rates = {(each.tenth, str(each)): _percent(each.detected, each.trials) for each in found}
+            rates = {(each.tenth, str(each)): each.rate(each.detected) for each in found}
             head = ["begins at, of the run after warm-up", *columns]
             rows = [
                 [f"{10 * tenth} to {10 * tenth + 10} %", *(rates.get((tenth, column), "") for column in columns)]
@@ -235,16 +246,9 @@ class CalibrationReport:
             ]
         else:
             head = ["fault", "trials", "called so", "not called stable"]
-            rows = [
-                [str(each), str(each.trials), *(_percent(n, each.trials) for n in (each.detected, each.noticed))]
-                for each in found
-            ]
+            rows = [[str(each), str(each.trials), each.rate(each.detected), each.rate(each.noticed)] for each in found]
         rule = ["---", *["---:"] * (len(head) - 1)]
         return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rule, *rows])
-
-
-def _percent(count: int, trials: int) -> str:
-    return f"{100 * count / trials:.0f} %" if trials else "no trial"
 
 
 def read_runs(paths: Iterable[Path]) -> dict[str, LossCurve]:
@@ -279,7 +283,7 @@ def calibrate(
     stable = [_by_points(curves[name]) for name, verdict in verdicts.items() if verdict.label == "stable"]
     detections = []
     for injection in grid.injections():
-        for tenth, places in _places(injection, stable, grid, thresholds).items():
+        for tenth, places in grid.places(injection, stable, thresholds).items():
             outcomes = [(at, judge(injection.apply(curve, at), thresholds)) for curve, at in places]
             detection = Detection(
                 **dataclasses.asdict(injection),
@@ -304,22 +308,6 @@ def _by_points(curve: LossCurve) -> LossCurve:
     points = len(curve.losses)
     facts = {"floor": curve.floor, "scale": curve.scale, "held_out": curve.held_out}
     return LossCurve.of(curve.losses, steps_total=points, warmup_steps=curve.warmup_points, **facts)
-
-
-def _places(
-    injection: Injection, curves: Sequence[LossCurve], grid: Grid, thresholds: Thresholds
-) -> dict[int | None, list[tuple[LossCurve, int]]]:
-    """Return the curves and steps to inject a fault at, by the tenth of the run; None where it has no place."""
-    if injection.needs_floor:
-        passed = ((curve, _passes_floor(curve, thresholds)) for curve in curves)
-        return {None: [(curve, step) for curve, step in passed if step is not None]}
-    if not injection.has_place:
-        return {None: [(curve, 1) for curve in curves]}
-    found: dict[int | None, list[tuple[LossCurve, int]]] = {tenth: [] for tenth in range(TENTHS)}
-    for curve in curves:
-        for tenth, at in grid.places(injection, curve):
-            found[tenth].append((curve, at))
-    return found
 
 
 def _passes_floor(curve: LossCurve, thresholds: Thresholds) -> int | None:

@@ -11,6 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,8 @@ class _Row:
 
 def loss_curve(records: Iterable[Mapping[str, Any]]) -> LossCurve:
     """Return the curve in the records of a run; raises UserError when there is none."""
-    source = "the record"
-    return _curve([_Row(f"{source}, line {n}", record) for n, record in enumerate(records, start=1)], "loss", source)
+    rows = [_Row(f"the record, line {number}", record) for number, record in enumerate(records, start=1)]
+    return _curve(rows, "loss", "the record")
 
 
 def read_loss_curve(path: Path, *, column: str = "loss") -> LossCurve:
@@ -165,22 +166,18 @@ def _csv_rows(text: str, column: str, path: Path) -> list[_Row]:
     except csv.Error as error:
         raise UserError(f"{path} is not CSV: line {reader.line_num}: {error}") from error
     _, header = table[0]
-    if all(map(_is_number, header)):
-        header = _headerless_columns(len(header), column, path)
-    else:
+    if not all(map(_is_number, header)):
         del table[0]
+    elif len(header) > 3:
+        raise UserError(f"{path} has {len(header)} columns and no header: add a first line that names them")
+    elif column != "loss":
+        raise UserError(f"{path} has no header, so no column {column!r}: add a first line that names its columns")
+    else:
+        header = [["loss"], ["step", "loss"], ["step", "loss", "gradient_norm"]][len(header) - 1]
     for number, row in table:
         if len(row) != len(header):
             raise UserError(f"{path}, line {number}: {len(row)} cells where the first line has {len(header)}")
     return [_Row(f"{path}, line {number}", dict(zip(header, row, strict=True))) for number, row in table]
-
-
-def _headerless_columns(count: int, column: str, path: Path) -> list[str]:
-    if count > 3:
-        raise UserError(f"{path} has {count} columns and no header: add a first line that names them")
-    if column != "loss":
-        raise UserError(f"{path} has no header, so no column {column!r}: add a first line that names its columns")
-    return [["loss"], ["step", "loss"], ["step", "loss", "gradient_norm"]][count - 1]
 
 
 def _is_number(cell: str) -> bool:
@@ -236,12 +233,8 @@ def _find(names: Sequence[str], wanted: Sequence[str]) -> str | None:
 def _steps(rows: Sequence[_Row], column: str | None) -> tuple[int, ...]:
     if column is None:
         return tuple(range(1, len(rows) + 1))
-    steps: list[int] = []
-    for row in rows:
-        step = row.whole_number(column)
-        if steps and step <= steps[-1]:
-            raise UserError(
-                f"{row.place}: step {step} follows step {steps[-1]}: sort the rows by step and keep one row a step"
-            )
-        steps.append(step)
-    return tuple(steps)
+    steps = tuple(row.whole_number(column) for row in rows)
+    for row, (before, step) in zip(rows[1:], pairwise(steps), strict=True):
+        if step <= before:
+            raise UserError(f"{row.place}: step {step} follows step {before}: sort the rows, keep one row a step")
+    return steps

@@ -41,8 +41,8 @@ class Console(Instrument):
 
     def on_validation(self, loop: TrainingLoop, record: Record) -> None:
         """Keep the metrics for the next line."""
-        found = (f"held-out {metric.label} {record[metric.name]:{metric.format}}" for metric in loop.task.metrics)
-        self.held_out = "".join(f", {each}" for each in found)
+        found = (f", held-out {metric.label} {record[metric.name]:{metric.format}}" for metric in loop.task.metrics)
+        self.held_out = "".join(found)
 
     def on_note(self, loop: TrainingLoop, line: str) -> None:
         """Show a line."""

@@ -113,8 +113,3 @@ def parse_lines(data: bytes, path: Path) -> list[tuple[int, Any]]:
             found = line[:40].decode(errors="replace")
             raise UserError(f"{path}, line {number} is not JSON: {found!r}: remove or repair that line") from error
     return values
-
-
-def strip_time(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record without its time fields: what two runs of the same configuration share to the bit."""
-    return {name: value for name, value in record.items() if name not in TIME_FIELDS}

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any, Literal
 
 from siamesenorm.errors import UserError
@@ -161,9 +162,8 @@ class Verdict:
         return Unchecked.NOT_ENDED not in self.unchecked
 
     def to_json(self) -> dict[str, Any]:
-        """Return the verdict as plain values; `encode_json` writes them, NaN included."""
-        lists = {"reasons": list(self.reasons), "unchecked": list(self.unchecked), "spikes": list(self.spikes)}
-        return dataclasses.asdict(self) | lists
+        """Return the verdict as values that `encode_json` writes, NaN included."""
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Verdict:
@@ -272,17 +272,21 @@ class StabilityMonitor:
             raise UserError("there are no losses to judge: expected at least one step")
         thresholds, scale = self._thresholds, self._scale
         divergence, divergence_step = self._divergence()
-        spikes = self._excursions(self._losses, rise=thresholds.spike_rise * scale, shortest=thresholds.spike_steps)
+        excursions = partial(
+            stability.excursions, window=thresholds.spike_window, history=thresholds.spike_history,
+            sigmas=thresholds.spike_sigmas, after=self._warmup_steps,
+        )  # fmt: skip
+        spikes = excursions(self._losses, rise=thresholds.spike_rise * scale, shortest=thresholds.spike_steps)
         # Clipped norms are nearly constant: by a tenth at least.
         logarithms = [math.log(max(each, 1e-12)) if math.isfinite(each) else math.nan for each in self._gradient_norms]
-        norm_spikes = self._excursions(logarithms, rise=math.log(1.1), shortest=1)
+        norm_spikes = excursions(logarithms, rise=math.log(1.1), shortest=1)
         high_part = stability.part_far_above(
             self._losses, window=thresholds.spike_window, history=thresholds.spike_history,
             rise=thresholds.high_rise * scale, spreads=thresholds.high_spreads, after=self._warmup_steps,
         )  # fmt: skip
         found = {
             divergence: divergence is not None,
-            Reason.NOT_LEARNED: divergence is None and self._ended and self._has_not_learned(),
+            Reason.NOT_LEARNED: divergence is None and self._has_not_learned(),
             Reason.SPIKES: bool(spikes),
             Reason.OFTEN_HIGH: high_part > thresholds.high_fraction,
         }
@@ -317,17 +321,10 @@ class StabilityMonitor:
         least = self._thresholds.smoothing_least
         return len(self._losses) < 2 * max(least, self._thresholds.smoothing_window(self._steps_total))
 
-    def _excursions(self, values: Sequence[float], *, rise: float, shortest: int) -> tuple[int, ...]:
-        thresholds = self._thresholds
-        return stability.excursions(
-            values, window=thresholds.spike_window, history=thresholds.spike_history, sigmas=thresholds.spike_sigmas,
-            rise=rise, shortest=shortest, after=self._warmup_steps,
-        )  # fmt: skip
-
     def _divergence(self) -> tuple[Reason | None, int | None]:
-        broken = [step for step, loss in enumerate(self._losses, start=1) if not math.isfinite(loss)]
-        if broken:
-            return Reason.NOT_FINITE, broken[0]
+        for step, loss in enumerate(self._losses, start=1):
+            if not math.isfinite(loss):
+                return Reason.NOT_FINITE, step
         if self._rise_step is not None:
             return Reason.ROSE_AND_STAYED, self._rise_step
         if self._ended and self._steps_up:
@@ -335,7 +332,7 @@ class StabilityMonitor:
         return None, None
 
     def _has_not_learned(self) -> bool:
-        if self._floor is None or self._is_short:
+        if self._floor is None or self._is_short or not self._ended:
             return False
         line = self._floor - self._thresholds.floor_margin * self._scale
         learned = self._final < line or (self._held_out is not None and self._held_out < line)
