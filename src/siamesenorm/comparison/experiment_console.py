@@ -12,7 +12,7 @@ from rich.text import Text
 
 from siamesenorm.comparison import formatting
 from siamesenorm.comparison.experiment import ExperimentObserver, Job
-from siamesenorm.comparison.report_parts import TONES
+from siamesenorm.comparison.report_parts import Pill
 from siamesenorm.comparison.report_writer import TERMINAL_STYLES
 from siamesenorm.errors import UserError
 from siamesenorm.progress import ProgressDisplay, format_duration
@@ -160,7 +160,7 @@ class ExperimentConsole(ExperimentObserver):
             return Text("·" if runs else "", style="dim")
         loss, word = ended[-1].held_out, ended[-1].verdict or ""
         text = word if loss is None else f"{loss:.3f} {word}"
-        style = TERMINAL_STYLES[TONES.get(word, "bad")]
+        style = TERMINAL_STYLES[Pill(word, word).tone or "bad"]
         return Text(text + (f" x{len(ended)}" if len(ended) > 1 else ""), style=style)
 
     def _print(self, line: str) -> None:

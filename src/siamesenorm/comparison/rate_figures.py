@@ -30,7 +30,7 @@ from siamesenorm.comparison.figure_style import (
 )
 from siamesenorm.comparison.findings import Findings, Outcome
 from siamesenorm.comparison.plan import ComparisonKind
-from siamesenorm.comparison.report_parts import MARKS
+from siamesenorm.comparison.report_parts import SIGNS
 from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, UNFINISHED
 
 Color = str | tuple[float, float, float]
@@ -190,8 +190,8 @@ def _draw_cell(
 def _cell_text(outcome: Outcome, wide: bool) -> str:
     """Write mark and loss side by side, or in a narrow cell one above the other."""
     if not outcome.complete:
-        return f"{MARKS[UNFINISHED]} {UNFINISHED}" if wide else MARKS[UNFINISHED]
-    mark = MARKS.get(outcome.verdict or "", "·")
+        return f"{SIGNS[UNFINISHED][0]} {UNFINISHED}" if wide else SIGNS[UNFINISHED][0]
+    mark = SIGNS.get(outcome.verdict or "", ("·", ""))[0]
     if outcome.verdict == DIVERGED:
         share = "" if outcome.all_diverged else f"{outcome.count(DIVERGED)}/{len(outcome.complete)}"
         return " ".join(filter(None, [mark, "diverged" if wide else "", share]))

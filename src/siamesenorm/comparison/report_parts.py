@@ -12,29 +12,19 @@ from siamesenorm.comparison.formatting import NOTHING
 LOWER, HIGHER = "\N{NO-BREAK SPACE}↓", "\N{NO-BREAK SPACE}↑"
 """Follow the title of a quantity that is better when it is low, or high."""
 
-MARKS = {
-    "stable": "●",
-    "spiked": "▲",
-    "not learned": "◇",
-    "diverged": "✕",
-    "unfinished": "○",
-    "confirmed lower": "✓",
-    "confirmed higher": "✓",
-    "edge": "!",
+SIGNS = {
+    "stable": ("●", "good"),
+    "spiked": ("▲", "warn"),
+    "not learned": ("◇", "dull"),
+    "diverged": ("✕", "bad"),
+    "unfinished": ("○", ""),
+    "confirmed lower": ("✓", "good"),
+    "confirmed higher": ("✓", "bad"),
+    "diverged on a seed": ("–", "bad"),
+    "edge": ("!", "warn"),
 }
-"""The mark beside a word of each kind, so that no meaning is in a colour alone."""
-
-TONES = {
-    "stable": "good",
-    "confirmed lower": "good",
-    "spiked": "warn",
-    "edge": "warn",
-    "not learned": "dull",
-    "diverged": "bad",
-    "confirmed higher": "bad",
-    "diverged on a seed": "bad",
-}
-"""The tone in which a kind of word is shown: good, warn, dull or bad."""
+"""The mark beside a word of each kind, so that no meaning is in a colour alone, and its tone."""
+NEUTRAL = ("–", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +53,12 @@ class Pill:
 
     def __str__(self) -> str:
         """Write the mark and the word."""
-        return f"{MARKS.get(self.kind, '–')} {self.text}"
+        return f"{SIGNS.get(self.kind, NEUTRAL)[0]} {self.text}"
 
     @property
     def tone(self) -> str:
         """The tone of its kind, empty for a neutral one."""
-        return TONES.get(self.kind, "")
+        return SIGNS.get(self.kind, NEUTRAL)[1]
 
 
 @dataclass(frozen=True, slots=True)
