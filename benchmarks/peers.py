@@ -24,7 +24,6 @@ from siamesenorm.benchmark.measurement import (
     milliseconds,
     ratio,
     resolve_device,
-    rounded,
 )
 from siamesenorm.benchmark.results import Results, Row
 from siamesenorm.models.initialisation import initialise
@@ -249,7 +248,7 @@ def compare(
         if peer is not None:
             row["ours_to_peer"] = ratio(timings, f"ours, {peer.ours}", name)
             row["same_sublayers"] = peer.same_sublayers
-        rows.append(rounded(row))
+        rows.append(row)
     return rows
 
 

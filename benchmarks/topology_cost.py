@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from pages import fill_tables
-from siamesenorm.benchmark.results import Results, Row
+from siamesenorm.benchmark.results import Results, Row, Session
 from siamesenorm.benchmark.step import REFERENCE, StepSettings, TrainingStep, compare
 from siamesenorm.models.language import build_language_model
 from siamesenorm.models.transformer import count_parameters
@@ -37,13 +37,14 @@ def measure(settings: StepSettings) -> Results:
     """Return a row for every topology of the settings and for the control, each measured in turn with Pre-Norm."""
     torch.set_num_threads(1)
     load = [os.getloadavg()[0]]
+    session = Session("topology-cost", settings, CPU)
     reference = TrainingStep.build(REFERENCE, "plain", settings, CPU)
     rows = []
     for name in (*settings.topologies, CONTROL):
         pair = {REFERENCE: reference}
         if name != REFERENCE:  # two models at a time: twenty would fill the memory
             pair[name] = build_step(name, settings)
-        row = compare("plain", pair, settings, CPU)[-1]
+        row = compare("plain", pair, session)[-1]
         rows.append(row | extra_weights(row))
         del pair
         gc.collect()  # models are in circles, and a collector that counts objects does not see how much they hold

@@ -176,7 +176,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(data: Path, tmp_path
     gradients, means = [], []
     for micro_batch in (0, 1):
         config = with_model(tiny_run(data, micro_batch=micro_batch), residual_dtype="inherit", compute_dtype="inherit")
-        loop = TrainingLoop(config, RunDirectory(tmp_path), (), None)
+        loop = TrainingLoop(config, RunDirectory(tmp_path), ())
         loop.model.double()
         means.append(float(loop._accumulate(position=8)[0]))
         gradients.append({name: parameter.grad for name, parameter in loop.model.named_parameters()})
@@ -196,7 +196,7 @@ def test_auxiliary_losses_are_minimised_with_their_weights_and_recorded(
         return dataclasses.replace(losses, auxiliary={"balance": (model.head.weight.square().mean(), 0.25)})
 
     config = tiny_run(data, micro_batch=2)
-    loops = [TrainingLoop(config, RunDirectory(tmp_path), (), None) for _ in range(2)]
+    loops = [TrainingLoop(config, RunDirectory(tmp_path), ()) for _ in range(2)]
     plain, _ = loops[0]._accumulate(0)
     whole_loss = LanguageTask.loss
     monkeypatch.setattr(LanguageTask, "loss", with_balance)
@@ -224,7 +224,7 @@ def test_recomputed_activations_change_no_bit(data: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("residual_dtype", ["float32", "bfloat16"])
 def test_bfloat16_is_for_sublayers_and_not_for_weights(data: Path, tmp_path: Path, residual_dtype: str) -> None:
     config = tiny_run(data, steps=2, precision="bfloat16", model={"residual_dtype": residual_dtype})
-    loop = TrainingLoop(config, RunDirectory(tmp_path / "run"), (), None)
+    loop = TrainingLoop(config, RunDirectory(tmp_path / "run"), ())
     block, seen = loop.model.get_submodule("blocks.0"), {}
     block.register_forward_hook(lambda module, inputs, output: seen.update(streams=output[0]))
     block.mlp.register_forward_hook(lambda module, inputs, output: seen.update(sublayer=output))
@@ -245,7 +245,7 @@ def test_a_document_mask_hides_other_documents(data: Path, tmp_path: Path) -> No
         train(config, tmp_path / str(masked))
         curves[masked] = losses(tmp_path / str(masked))
     assert curves[True] != curves[False]
-    loop = TrainingLoop(config, RunDirectory(tmp_path / "unused"), (), None)
+    loop = TrainingLoop(config, RunDirectory(tmp_path / "unused"), ())
     batch = torch.from_numpy(loop.task.train.batch(0, 16))
     row, place = (batch[:, 2:-2] == END_OF_TEXT).nonzero()[0].tolist()
     place += 2

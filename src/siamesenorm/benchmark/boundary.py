@@ -29,7 +29,6 @@ from siamesenorm.benchmark.measurement import (
     perturb,
     random_like,
     ratio,
-    rounded,
     run_passes,
     traffic_of,
 )
@@ -157,19 +156,17 @@ class Boundary:
         return [random_like(results[0], 2), *of_streams]
 
     def values(self) -> dict[str, Tensor]:
-        """Return H, what the head sees, and the gradient of every input."""
-        h, *_ = results = self.forward()
+        """Return H, what the head sees, and the gradient of every input.
+
+        Raises UserError if a stream is left in another dtype.
+        """
+        h, *streams = results = self.forward()
+        for one, other in zip(streams, self.streams, strict=False):
+            if one.dtype != other.dtype:
+                raise UserError(f"its stream is {one.dtype}, where ours is {other.dtype}")
         closed = self.close(results)
         gradients = named_gradients((h, closed), self.inputs, (random_like(h, 2), random_like(closed, 1)))
         return {"input": h.detach(), "closed state": closed.detach()} | gradients
-
-    def check_dtypes(self) -> None:
-        """Raise UserError unless every stream keeps its dtype."""
-        with torch.no_grad():
-            _, *found = self.forward()
-        for one, other in zip(found, self.streams, strict=False):
-            if one.dtype != other.dtype:
-                raise UserError(f"its stream is {one.dtype}, where ours is {other.dtype}")
 
     def passes(self) -> Passes:
         """Run and return the forward and the backward pass."""
@@ -193,7 +190,7 @@ class Boundary:
         row["kept_tensors"] = sum(size >= whole for size in sizes)
         row["kept_bytes_a_token"] = sum(sizes) / tokens
         row["kept_scalars_a_token"] = sum(size for size in sizes if size < whole) / (4 * tokens)
-        return rounded(row)
+        return row
 
 
 Others = Mapping[str, Callable[[Boundary], Cross]]
@@ -237,7 +234,6 @@ def measure_boundary(name: str, dim: int, dtype: str, session: Session[BoundaryS
                 boundary = dataclasses.replace(boundary, cross=torch.compile(cross, fullgraph=True, dynamic=False))
             elif each in others:
                 boundary = dataclasses.replace(boundary, cross=others[each](boundary))
-            boundary.check_dtypes()
             check_agreement(boundary.values(), exact, of_plain, coarsest)
             passes[each] = boundary.passes()
             candidates[each] = boundary

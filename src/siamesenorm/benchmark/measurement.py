@@ -11,8 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +23,8 @@ from siamesenorm.errors import UserError
 Action = Callable[[], object]
 Timings = dict[str, list[float]]
 """Seconds of every candidate, one a round."""
+Spread = dict[str, float]
+"""The "median" with the quartiles "low" and "high"."""
 Result = TypeVar("Result")
 Values = Mapping[str, Tensor]
 """Results and gradients by name, rows of channels last."""
@@ -86,30 +87,6 @@ def named_gradients(
 # --- time
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A median with its quartiles."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Return the median and quartiles of at least one value."""
-        if len(values) == 1:
-            return cls(values[0], values[0], values[0])
-        low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(middle, low, high)
-
-    def __mul__(self, factor: float) -> Spread:
-        return Spread(self.median * factor, self.low * factor, self.high * factor)
-
-    def to_json(self) -> dict[str, float]:
-        """Return the three numbers, to six digits."""
-        return {name: float(f"{getattr(self, name):.6g}") for name in ("median", "low", "high")}
-
-
 def measure(
     actions: Mapping[str, Action],
     *,
@@ -162,21 +139,27 @@ def seconds_of(action: Action, device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
+def spread_of(values: Sequence[float], median: float | None = None, factor: float = 1.0) -> Spread:
+    """Return the median and the quartiles of values, times a factor, to six digits; a given median may be outside."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    middle = middle if median is None else median
+    numbers = {"median": middle, "low": min(low, middle), "high": max(high, middle)}
+    return {name: float(f"{number * factor:.6g}") for name, number in numbers.items()}
+
+
 def milliseconds(timings: Timings, name: str) -> Spread:
     """Return the time of an action in milliseconds."""
-    return Spread.of(timings[name]) * 1e3
+    return spread_of(timings[name], factor=1e3)
 
 
-def ratio(timings: Timings, names: str | Sequence[str], references: str | Sequence[str]) -> Spread:
+def ratio(timings: Timings, names: str | Sequence[str], references: str | Sequence[str], factor: float = 1.0) -> Spread:
     """Return the ratio of the median times, each summed over several actions, with the quartiles of the rounds."""
     sums = [
         [timings[name] for name in ((group,) if isinstance(group, str) else group)] for group in (names, references)
     ]
     above, below = (sum(statistics.median(seconds) for seconds in group) for group in sums)
     rounds = [sum(one) / sum(other) for one, other in zip(*(zip(*group, strict=True) for group in sums), strict=True)]
-    spread = Spread.of(rounds)
-    median = above / below
-    return Spread(median, min(spread.low, median), max(spread.high, median))
+    return spread_of(rounds, above / below, factor)
 
 
 def allow_many_graphs() -> AbstractContextManager[object]:
@@ -191,23 +174,6 @@ def allow_kept_graphs() -> AbstractContextManager[object]:
     """Let a compiled backward pass run many times on one graph: it must not overwrite what the graph keeps."""
     context: AbstractContextManager[object] = functorch_config.patch(donated_buffer=False)
     return context
-
-
-def cache_flush(device: torch.device) -> Action | None:
-    """Return an action that fills the last cache with other memory, for milliseconds; None on a CPU.
-
-    While the device is busy, the host launches what is measured next; otherwise the time between two events would be
-    that of Python, not of the kernels.
-    """
-    if device.type != "cuda":
-        return None
-    memory = torch.empty(256 << 20, dtype=torch.int8, device=device)
-
-    def flush() -> None:
-        for _ in range(32):
-            memory.zero_()
-
-    return flush
 
 
 def run_passes(
@@ -229,14 +195,23 @@ def run_passes(
 def measure_passes(candidates: Mapping[str, Passes], device: torch.device, rounds: int, deadline: float) -> Timings:
     """Return the times of "NAME forward" and "NAME backward" of every candidate, and of "copy".
 
-    The copy of `COPIED_BYTES`, which moves twice as many bytes, is the reference of memory traffic.
+    The copy of `COPIED_BYTES`, which moves twice as many bytes, is the reference of memory traffic. On CUDA, other
+    memory fills the last cache before each action. That takes milliseconds, in which the host launches what is measured
+    next; otherwise the time between two events would be that of Python, not of the kernels.
     """
     source = torch.empty(COPIED_BYTES, dtype=torch.int8, device=device).random_()
     target = torch.empty_like(source)
     actions: dict[str, Action] = {"copy": lambda: target.copy_(source)}
     for name, passes in candidates.items():
         actions |= {f"{name} {direction}": run for direction, run in passes.items()}
-    return measure(actions, device=device, rounds=rounds, prepare=cache_flush(device), deadline=deadline)
+    on_cuda = device.type == "cuda"
+    cached = torch.empty(256 << 20 if on_cuda else 0, dtype=torch.int8, device=device)
+
+    def flush() -> None:
+        for _ in range(32):
+            cached.zero_()
+
+    return measure(actions, device=device, rounds=rounds, prepare=flush if on_cuda else None, deadline=deadline)
 
 
 def describe_passes(timings: Timings, name: str, traffic: Mapping[str, float]) -> dict[str, Any]:
@@ -245,7 +220,7 @@ def describe_passes(timings: Timings, name: str, traffic: Mapping[str, float]) -
     for direction, size in traffic.items():
         action = f"{name} {direction}"
         row[f"{direction}_ms"] = milliseconds(timings, action)
-        row[f"{direction}_share_of_copy_rate"] = ratio(timings, "copy", action) * (size / (2 * COPIED_BYTES))
+        row[f"{direction}_share_of_copy_rate"] = ratio(timings, "copy", action, size / (2 * COPIED_BYTES))
     return row
 
 
@@ -259,16 +234,6 @@ def resolve_device(name: str) -> torch.device:
     if name.startswith("cuda") and not available:
         raise UserError(f"device {name!r}: torch finds no CUDA device; choose cpu")
     return torch.device(name)
-
-
-def current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a CUDA device the current one, which events and memory statistics refer to."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def rounded(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record with its spreads as JSON values."""
-    return {key: value.to_json() if isinstance(value, Spread) else value for key, value in record.items()}
 
 
 # --- memory

@@ -17,7 +17,6 @@ from siamesenorm.benchmark.measurement import (
     perturb,
     random_like,
     ratio,
-    rounded,
     run_passes,
 )
 from siamesenorm.benchmark.results import Results, Row, Session
@@ -81,9 +80,9 @@ def measure_width(dim: int, session: Session[NormSettings]) -> list[Row]:
         row |= describe_passes(timings, f"{candidate} {name}", traffic)
         if f"{candidate} {REFERENCE}" in passes:
             for direction in TRANSFERS:
-                times = (f"{candidate} {each} {direction}" for each in (name, REFERENCE))
-                row[f"{direction}_to_rmsnorm"] = ratio(timings, *times)
-        rows.append(rounded(row))
+                ours, reference = (f"{candidate} {each} {direction}" for each in (name, REFERENCE))
+                row[f"{direction}_to_rmsnorm"] = ratio(timings, ours, reference)
+        rows.append(row)
     return rows
 
 

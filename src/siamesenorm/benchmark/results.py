@@ -11,14 +11,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from siamesenorm.benchmark.measurement import allow_many_graphs, current
+from siamesenorm.benchmark.measurement import allow_many_graphs
 from siamesenorm.errors import UserError
 from siamesenorm.files import disk_errors, write_atomically
 from siamesenorm.training.execution import describe_environment, version_of
@@ -59,37 +59,31 @@ class Results:
         record = json.loads(path.read_text())
         return cls(device=record.pop("environment")["device"], **record)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return everything with the environment."""
+    def write(self, path: Path) -> None:
+        """Write everything with the environment, atomically; raises UserError if the file cannot be written."""
         compilers = {"triton": version_of("triton"), "cuda": torch.version.cuda}
-        return {
+        record = {
             "benchmark": self.benchmark,
             "environment": describe_environment(self.device) | compilers,
             "settings": self.settings,
             "rows": self.rows,
             "not_measured": self.not_measured,
         }
-
-    def write(self, path: Path) -> None:
-        """Write the file atomically; raises UserError if it cannot be written."""
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, (json.dumps(self.to_json(), indent=1) + "\n").encode())
-
-    def table(self) -> str:
-        """Return the rows as a Markdown table of the columns that any of them has."""
-        columns = COLUMNS.get(self.benchmark, tuple(self.rows[0]))
-        return markdown(self.rows, [name for name in columns if any(name in row for row in self.rows)])
+            write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
 
     def show(self, out: Path | None) -> None:
-        """Write the file if a path is given, then print what was not measured, and the table last."""
+        """Write the file if a path is given; print what was not measured, and last a table of the columns present."""
         if out is not None:
             self.write(out)
             print(f"results: {out}", file=sys.stderr)
         for line in self.not_measured:
             print(f"not measured: {line}", file=sys.stderr)
         if self.rows:
-            print(self.table(), flush=True)
+            columns = COLUMNS.get(self.benchmark, tuple(self.rows[0]))
+            present = [name for name in columns if any(name in row for row in self.rows)]
+            print(markdown(self.rows, present), flush=True)
 
 
 def check_writable(path: Path) -> None:
@@ -122,7 +116,8 @@ class Session(Generic[Settings]):
     @contextmanager
     def part(self, what: str) -> Iterator[list[Row]]:
         """Return the list to which a part adds its rows; note a failure, and show the results so far."""
-        with current(self.device), allow_many_graphs(), self.noting(what):
+        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        with on_device, allow_many_graphs(), self.noting(what):
             yield self.results.rows
         self.progress(self.results)
 

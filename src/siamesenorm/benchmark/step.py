@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from siamesenorm.benchmark.boundary import kernels_of, missing_kernels
-from siamesenorm.benchmark.measurement import Spread, kept_for_backward, measure, milliseconds, ratio, rounded
+from siamesenorm.benchmark.measurement import kept_for_backward, measure, milliseconds, ratio
 from siamesenorm.benchmark.results import Results, Row, Session
 from siamesenorm.models.language import LanguageModel, build_language_model
 from siamesenorm.models.transformer import count_parameters
@@ -130,48 +129,41 @@ def measure_candidate(candidate: str, session: Session[StepSettings]) -> list[Ro
             step = TrainingStep.build(topology, each, settings, session.device)
             step.run()
             steps[topology if each == candidate else f"{topology}, {each}"] = step
-    return compare(candidate, steps, settings, session.device, session.deadline) if REFERENCE in steps else []
+    return compare(candidate, steps, session) if REFERENCE in steps else []
 
 
-def compare(
-    candidate: str,
-    steps: dict[str, TrainingStep],
-    settings: StepSettings,
-    device: torch.device,
-    deadline: float = math.inf,
-) -> list[Row]:
+def compare(candidate: str, steps: dict[str, TrainingStep], session: Session[StepSettings]) -> list[Row]:
     """Return a row for each topology: step time, its ratio to Pre-Norm's, tokens a second, memory.
 
     `steps` may have other candidates of Pre-Norm, as "pre, compiled": they have no row, but may be the fastest.
     """
     kept = {name: step.kept_bytes() for name, step in steps.items()}
-    timings = measure(
-        {name: step.run for name, step in steps.items()}, device=device, rounds=settings.rounds, deadline=deadline
-    )
+    actions = {name: step.run for name, step in steps.items()}
+    timings = measure(actions, device=session.device, rounds=session.settings.rounds, deadline=session.deadline)
     pre = [name for name in steps if name.split(", ")[0] == REFERENCE]
-    best = min(pre, key=lambda name: Spread.of(timings[name]).median)
-    tokens = settings.batch * settings.context
+    best = min(pre, key=lambda name: statistics.median(timings[name]))
+    tokens = session.settings.batch * session.settings.context
     rows = []
     for name, step in steps.items():
         if name in pre and name != REFERENCE:
             continue
         parameters, _ = count_parameters(step.model)
-        record: dict[str, Any] = {
+        row: Row = {
             "topology": name,
             "candidate": candidate,
             "step_ms": milliseconds(timings, name),
             "step_to_pre": ratio(timings, name, REFERENCE),
-            "tokens_per_second": tokens / Spread.of(timings[name]).median,
+            "tokens_per_second": tokens / statistics.median(timings[name]),
             "kept_bytes": kept[name],
             "kept_to_pre": kept[name] / kept[REFERENCE],
             "parameters": parameters,
             "parameters_to_pre": parameters / count_parameters(steps[REFERENCE].model)[0],
         }
         if len(pre) > 1:
-            record["step_to_best_pre"] = ratio(timings, name, best)
-        if device.type == "cuda":
-            record["peak_bytes"] = peak_bytes(step)
-        rows.append(rounded(record))
+            row["step_to_best_pre"] = ratio(timings, name, best)
+        if session.device.type == "cuda":
+            row["peak_bytes"] = peak_bytes(step)
+        rows.append(row)
     return rows
 
 

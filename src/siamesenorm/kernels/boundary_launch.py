@@ -1,8 +1,7 @@
 """Launch the Triton kernels of the boundary: shapes of programs, memory for results, the last sum of the gains' parts.
 
 Nothing is tuned at run time. A thread holds 8 channels of a row, so that rows, gains and sums of the backward pass fit
-its registers (`benchmarks/registers.py` reports them), and a program has at least 4 warps, with several rows where they
-are short.
+its registers (`benchmarks/registers.py` reports them).
 """
 
 from __future__ import annotations
@@ -47,23 +46,21 @@ def plan_forward(bounded: Tensor, output: Tensor, identity: Tensor | None, parts
     """Return memory for the results, and the launch that fills it."""
     rows, columns = bounded.shape[:-1].numel(), bounded.shape[-1]
     tile, result = Tile.of(columns), empty_forward(bounded, output, identity, parts)
-    sources = {"bounded": bounded.contiguous(), "output": output.contiguous(), "identity": _contiguous(identity)}
-    results = {
+    arguments = {
+        "bounded": bounded.contiguous(),
+        "output": output.contiguous(),
+        "identity": _contiguous(identity),
+        **parts.constants._asdict(),
+        **_dense(parts.gains),
         "bounded_next": result.bounded_next,
         "identity_next": None if identity is None else result.identity,
         "h": result.h,
         "updated": None if parts.gains.post_norm_gain is None else result.updated,
         "statistics": result.statistics,
-    }
-    shapes = {"rows": rows, "DIM": columns, "BLOCK": tile.width, "ROWS": tile.rows}
-    norms = {"eps": parts.eps, "CENTRED": parts.centred}
-    launch = Launch(
-        kernel=boundary_triton.boundary_forward,
-        grid=(triton.cdiv(rows, tile.rows),),
-        arguments={**sources, **parts.constants._asdict(), **_dense(parts.gains), **results, **shapes, **norms},
-        warps=tile.warps,
-    )
-    return result, launch
+        "rows": rows, "eps": parts.eps,
+        "DIM": columns, "BLOCK": tile.width, "ROWS": tile.rows, "CENTRED": parts.centred,
+    }  # fmt: skip
+    return result, Launch(boundary_triton.boundary_forward, (triton.cdiv(rows, tile.rows),), arguments, tile.warps)
 
 
 def backward(grads: Grads, kept: Kept, parts: Parts) -> Backward:
@@ -108,33 +105,24 @@ def plan_backward(grads: Grads, kept: Kept, parts: Parts, processor: Processor) 
         "statistics": kept.statistics,
         "projections": torch.empty_like(kept.statistics) if pieces > 1 else None,
         **_dense(gains),
-        "rows": rows,
-        "eps": parts.eps if recomputes else 0.0,
-        "DIM": columns,
-        "BLOCK": tile.width,
-        "CENTRED": parts.centred,
-    }
-    results = {
+        "rows": rows, "eps": parts.eps if recomputes else 0.0,
+        "DIM": columns, "BLOCK": tile.width, "CENTRED": parts.centred,
+    }  # fmt: skip
+    others = {
+        "grad_identity_next": _contiguous(grads.identity),
+        **parts.constants._asdict(),
         "grad_bounded": result.bounded,
         "grad_identity": None if gains.identity_gain is None else result.identity,
         "grad_output": None if shares_gradient(grads, kept, parts) else result.output,
         "difference_next": result.difference if recomputes else None,
         "partials": result.gains,
-    }
-    others = {"grad_identity_next": _contiguous(grads.identity), **parts.constants._asdict(), **results}
-    walks = {"ROWS": tile.rows, "STAGES": walk.stages, "HOLD_GAINS": holds_gains}
-    launches = [
-        Launch(
-            kernel=boundary_backward_triton.boundary_backward,
-            grid=(walk.programs, pieces),
-            arguments={**sources, **others, **walks},
-            warps=tile.warps,
-        )
-    ]
+        "ROWS": tile.rows, "STAGES": walk.stages, "HOLD_GAINS": holds_gains,
+    }  # fmt: skip
+    kernel = boundary_backward_triton.boundary_backward
+    launches = [Launch(kernel, (walk.programs, pieces), sources | others, tile.warps)]
     if pieces > 1:
         needed = {name: part for name, part in sources.items() if name != "input_bias"}
-        first = boundary_backward_triton.boundary_projections
-        launches.insert(0, Launch(kernel=first, grid=(rows,), arguments=needed, warps=tile.warps))
+        launches.insert(0, Launch(boundary_backward_triton.boundary_projections, (rows,), needed, tile.warps))
     return result, launches
 
 

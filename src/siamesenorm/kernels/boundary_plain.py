@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from siamesenorm.kernels.norm_plain import normalise_rows, widest
+from siamesenorm.kernels.norm_plain import normalise_rows, sum_over_tokens, widest
 
 
 class Constants(NamedTuple):
@@ -167,23 +167,22 @@ def forward(bounded: Tensor, output: Tensor, identity: Tensor | None, parts: Par
     wide, statistics = widest(bounded), list[Tensor]()
     update = output.contiguous().to(wide)
     bounded_next = updated = times(bounded.contiguous().to(wide), constants.skip) + times(update, constants.scale)
-    if gains.post_norm_gain is not None:
-        normalised, found = normalise_rows(updated, eps, centred)
-        statistics.extend(found)
-        bounded_next = affine(normalised, gains.post_norm_gain, gains.post_norm_bias)
 
+    def normalise(x: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
+        normalised, found = normalise_rows(x, eps, centred)
+        statistics.extend(found)
+        return affine(normalised, gain, bias)
+
+    if gains.post_norm_gain is not None:
+        bounded_next = normalise(updated, gains.post_norm_gain, gains.post_norm_bias)
     h, identity_next = times(bounded_next, gains.gate), bounded.new_empty(0)
     if identity is not None:
         summed = identity.contiguous().to(wide) + times(update, constants.identity_scale)
         identity_next = summed.to(identity.dtype)
         if gains.identity_gain is not None:
-            normalised, found = normalise_rows(summed, eps, centred)
-            statistics.extend(found)
-            h = h + affine(normalised, gains.identity_gain, gains.identity_bias)
+            h = h + normalise(summed, gains.identity_gain, gains.identity_bias)
     if gains.input_gain is not None:
-        normalised, found = normalise_rows(h, eps, centred)
-        statistics.extend(found)
-        h = affine(normalised, gains.input_gain, gains.input_bias)
+        h = normalise(h, gains.input_gain, gains.input_bias)
 
     return Forward(
         bounded_next.to(bounded.dtype),
@@ -196,26 +195,6 @@ def forward(bounded: Tensor, output: Tensor, identity: Tensor | None, parts: Par
     )
 
 
-class _Statistics:
-    """The row statistics of the norms in order: post_norm, identity norm, input norm."""
-
-    def __init__(self, statistics: Tensor, shape: torch.Size, centred: bool) -> None:
-        self.rows = iter(statistics.reshape(len(statistics), *shape[:-1], 1))
-        self.centred = centred
-
-    def normalise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x^ and 1 / deviation."""
-        inverse = next(self.rows)
-        if self.centred:
-            x = x - next(self.rows)
-        return x * inverse, inverse
-
-    def pull_back(self, v: Tensor, normalised: Tensor, inverse: Tensor) -> Tensor:
-        """Return J(v, n, r)."""
-        result = v - normalised * (v * normalised).mean(-1, keepdim=True)
-        return inverse * (result - v.mean(-1, keepdim=True) if self.centred else result)
-
-
 def _verify(normalised: Tensor, inverse: Tensor, eps: float) -> Tensor:
     """Return y^, with NaN in every row whose recomputed Y' is not the one that the forward pass normalised."""
     one = normalised.square().mean(-1, keepdim=True) + eps * inverse.square()
@@ -226,11 +205,22 @@ def backward(grads: Grads, kept: Kept, parts: Parts) -> Backward:
     """Return the gradients from those of the results and what the forward pass kept."""
     constants, gains, eps, centred = parts
     stream, identity, statistics, next_scale = kept
-    wide, row = widest(stream), _Statistics(statistics, stream.shape, centred)
+    wide, rows = widest(stream), iter(statistics.reshape(len(statistics), *stream.shape[:-1], 1))
+
+    def normalise(x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x^ and 1 / deviation; statistics are in the order of post-norm, identity norm, input norm."""
+        inverse = next(rows)
+        return (x - next(rows) if centred else x) * inverse, inverse
+
+    def pull_back(v: Tensor, normalised: Tensor, inverse: Tensor) -> Tensor:
+        """Return J(v, n, r)."""
+        result = v - normalised * (v * normalised).mean(-1, keepdim=True)
+        return inverse * (result - v.mean(-1, keepdim=True) if centred else result)
+
     sums: dict[str, Tensor] = {}
     bounded_next, difference = stream.to(wide), stream.new_empty(0)
     if gains.post_norm_gain is not None:
-        x_hat, x_inverse = row.normalise(bounded_next)
+        x_hat, x_inverse = normalise(bounded_next)
         bounded_next = affine(x_hat, gains.post_norm_gain, gains.post_norm_bias)
     total = times(bounded_next, gains.gate)
     if gains.identity_gain is not None and identity is not None:
@@ -239,16 +229,16 @@ def backward(grads: Grads, kept: Kept, parts: Parts) -> Backward:
             y = y + bounded_next / next_scale.to(wide)
             updated = stream.to(wide)
             difference = y - (updated if constants.scale is None else updated / constants.scale.to(wide))
-        y_hat, y_inverse = row.normalise(y)
+        y_hat, y_inverse = normalise(y)
         if next_scale is not None:
             y_hat = _verify(y_hat, y_inverse, eps)
         total = total + affine(y_hat, gains.identity_gain, gains.identity_bias)
 
     d_total = grads.h.contiguous().to(wide)
     if gains.input_gain is not None:
-        z_hat, z_inverse = row.normalise(total)
+        z_hat, z_inverse = normalise(total)
         sums.update(input_gain=d_total * z_hat, input_bias=d_total)
-        d_total = row.pull_back(times(d_total, gains.input_gain), z_hat, z_inverse)
+        d_total = pull_back(times(d_total, gains.input_gain), z_hat, z_inverse)
 
     if gains.gate is not None:
         sums["gate"] = d_total * bounded_next
@@ -257,12 +247,12 @@ def backward(grads: Grads, kept: Kept, parts: Parts) -> Backward:
         d_bounded = d_bounded + grads.bounded_next.contiguous().to(wide)
     if gains.post_norm_gain is not None:
         sums.update(post_norm_gain=d_bounded * x_hat, post_norm_bias=d_bounded)
-        d_bounded = row.pull_back(times(d_bounded, gains.post_norm_gain), x_hat, x_inverse)
+        d_bounded = pull_back(times(d_bounded, gains.post_norm_gain), x_hat, x_inverse)
 
     d_identity = None if grads.identity is None else grads.identity.contiguous().to(wide)
     if gains.identity_gain is not None:
         sums.update(identity_gain=d_total * y_hat, identity_bias=d_total)
-        through = row.pull_back(times(d_total, gains.identity_gain), y_hat, y_inverse)
+        through = pull_back(times(d_total, gains.identity_gain), y_hat, y_inverse)
         d_identity = through if d_identity is None else through + d_identity
     d_output = times(d_bounded, constants.scale)
     if d_identity is not None:
@@ -271,15 +261,12 @@ def backward(grads: Grads, kept: Kept, parts: Parts) -> Backward:
     if d_identity is None or gains.identity_gain is None:
         d_identity = stream.new_empty(0)
     d_bounded = times(d_bounded, constants.skip)
-    learned = [
-        sums[name].reshape(-1, stream.shape[-1]).sum(0) for name, gain in gains._asdict().items() if gain is not None
-    ]
     return Backward(
         d_bounded.to(stream.dtype, copy=d_bounded is grads.h),
         d_identity.to(stream.dtype),
         stream.new_empty(0)
         if shares_gradient(grads, kept, parts)
         else d_output.to(grads.h.dtype, copy=d_output is grads.h),
-        torch.stack(learned) if learned else stream.new_empty((0, stream.shape[-1]), dtype=wide),
+        sum_over_tokens(sums, gains._asdict(), total),
         difference.to(stream.dtype),
     )

@@ -17,20 +17,15 @@ HAS_TRITON = find_spec("triton") is not None
 SMALLEST_FUSED_BYTES = 2**20
 """Bytes of the smallest tensor for which "auto" uses an operator.
 
-Below, the time of the host counts, not of the device: forward and backward pass of an operator take it 0.1 to 0.2 ms,
-longer than the few launches of the plain formulas.
+An operator takes the host 0.1 to 0.2 ms for both passes, longer than the few launches of the plain formulas.
 """
 SHORTEST_TILE = 1024
 """Channels that a program of 4 warps holds; shorter rows share it."""
 PREFETCH_BYTES = 96 * 1024
-"""Bytes of a multiprocessor's shared memory for prefetched rows: three times what hides the memory latency of an H200.
+"""Bytes of a multiprocessor's shared memory for prefetched rows; one tile is prefetched wherever it fits.
 
-That takes 4.8 TB/s x 0.8 us / 132, or 29 kB. More only costs registers, for addresses; one tile is prefetched wherever
-it fits.
+It is three times what hides the memory latency of an H200, 4.8 TB/s x 0.8 us / 132; more costs registers.
 """
-
-
-# --- where operators are used
 
 
 def can_launch_on(x: Tensor) -> bool:
@@ -65,15 +60,12 @@ def refuse_transformations(operator: str) -> None:
         )
 
 
-# --- launches
-
-
 def power_of_two(number: int) -> int:
     """Return the smallest power of two that is not less."""
     return 1 << (number - 1).bit_length()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Launch:
     """A kernel, the number of its programs in each dimension, its arguments by name, and warps a program."""
 
@@ -152,20 +144,13 @@ class Walk:
 
     @classmethod
     def over(
-        cls,
-        tiles: int,
-        *,
-        tile_bytes: int,
-        warps: int,
-        threads: int,
-        processor: Processor,
-        parts: int = 1,
+        cls, tiles: int, *, tile_bytes: int, warps: int, threads: int, processor: Processor, parts: int = 1,
         most_ahead: int = 2,
-    ) -> Walk:
+    ) -> Walk:  # fmt: skip
         """Return the walk over so many tiles, each of which reads `tile_bytes`, in one wave of programs.
 
         `threads` are those for which a multiprocessor has the registers that the kernel takes, and `parts` the programs
-        that share a row. A program has room on the device whatever it takes.
+        that share a row.
         """
         resident = max(1, threads // (32 * warps))
         programs = max(1, min(processor.count * resident // parts, tiles))

@@ -11,7 +11,7 @@ where sums are over tokens, and dt is spread as s is. What is absent is left out
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -119,8 +119,7 @@ def backward(grad: Tensor, x: Tensor, weights: Weights, form: Form) -> tuple[Ten
         grad_dots = _spread(of_head * activation.slope(dots) * form.dot_scale, wide)
         sums["beta"] = grad_dots * wide
         dx = dx + grad_dots * weights.beta.to(wide.dtype)
-    of_weights = [sums[name].reshape(-1, x.shape[-1]).sum(0) for name in weights.names]
-    return dx.to(x.dtype).contiguous(), torch.stack(of_weights) if of_weights else wide.new_empty((0, x.shape[-1]))
+    return dx.to(x.dtype).contiguous(), sum_over_tokens(sums, weights._asdict(), wide)
 
 
 def normalise_rows(x: Tensor, eps: float, centred: bool) -> tuple[Tensor, list[Tensor]]:
@@ -158,7 +157,13 @@ def _coefficient(x: Tensor, dots: Tensor | None, weights: Weights, form: Form) -
     return (dynamic if weights.alpha is None else dynamic * weights.alpha.to(x.dtype)) + still
 
 
-def by_weight(sums: Tensor, weights: Weights) -> list[Tensor | None]:
+def sum_over_tokens(gradients: Mapping[str, Tensor], weights: Mapping[str, Tensor | None], x: Tensor) -> Tensor:
+    """Return [parts, dim], the sums of the gradients of the weights that are present, in the order of `weights`."""
+    sums = [gradients[name].reshape(-1, x.shape[-1]).sum(0) for name, each in weights.items() if each is not None]
+    return torch.stack(sums) if sums else x.new_empty((0, x.shape[-1]))
+
+
+def by_weight(sums: Tensor, weights: Iterable[Tensor | None]) -> list[Tensor | None]:
     """Return the rows of `sums` [parts, dim] as gradients of the weights; None for an absent weight."""
     row = iter(sums.unbind())
     return [None if weight is None else next(row).to(weight.dtype) for weight in weights]

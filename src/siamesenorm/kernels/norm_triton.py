@@ -2,13 +2,11 @@
 
 A program holds tiles of [rows, heads, channels of a head] in registers, in fp32 whatever the dtypes in memory; a norm
 without dot products has one head. A pointer that is None is an absent part: branches on it are decided when the kernel
-is compiled. Rows, heads and channels beyond the tensors are read as zeros, so that no sum includes them. The backward
-kernel is persistent: a program walks over its share of the rows and keeps its sums for the gains in registers; they are
-added up in a fixed order afterwards, without atomics.
+is compiled. Rows, heads and channels beyond the tensors are read as zeros, so that no sum includes them. Persistence
+and sums over rows are as in `boundary_backward_triton`.
 
 Nothing is tuned at run time. A thread holds 8 channels of a row in the backward pass, so that rows, weights and three
-sums fit its registers, and up to 16 in the forward pass, so that more of the row is in flight;
-`benchmarks/registers.py` reports the registers. Short rows share a program.
+sums fit its registers, and up to 16 in the forward pass, so that more of the row is in flight.
 """
 
 # mypy has no types of Triton's language.
@@ -280,13 +278,10 @@ def plan_forward(x: Tensor, weights: Weights, form: Form) -> tuple[tuple[Tensor,
     y, statistics, dots = empty_results(x, weights, form)
     sources = _sources(x, statistics, dots, weights, form)
     tile = Tile.of(x.shape[-1], sources["HEADS"], channels_of_a_thread=16)
-    launch = Launch(
-        kernel=norm_forward,
-        grid=(triton.cdiv(sources["rows"], tile.rows),),
-        arguments={**sources, "y": y, "eps": form.eps, "ROWS": tile.rows, **_blocks(tile)},
-        warps=tile.warps,
+    arguments = {**sources, "y": y, "eps": form.eps, "ROWS": tile.rows, **_blocks(tile)}
+    return (y, statistics, dots), Launch(
+        norm_forward, (triton.cdiv(sources["rows"], tile.rows),), arguments, tile.warps
     )
-    return (y, statistics, dots), launch
 
 
 def backward(
@@ -323,12 +318,8 @@ def plan_backward(
     grad_dots = None if whole or sources["dots"] is None else torch.empty_like(dots)
     partials = x.new_empty((sums, walk.programs, x.shape[-1]), dtype=torch.float32) if whole else None
     results = {"grad_x": grad_x, "grad_dots": grad_dots, "partials": partials}
-    gradient = Launch(
-        kernel=norm_backward,
-        grid=(walk.programs,),
-        arguments={**sources, **results, "ROWS": tile.rows, **_blocks(tile), "STAGES": walk.stages},
-        warps=tile.warps,
-    )
+    arguments = {**sources, **results, "ROWS": tile.rows, **_blocks(tile), "STAGES": walk.stages}
+    gradient = Launch(norm_backward, (walk.programs,), arguments, tile.warps)
     if partials is not None:
         return grad_x, partials, [gradient]
     partials, of_weights = _plan_sums(sources, grad_dots, tile, sums, processor)
@@ -352,14 +343,8 @@ def _plan_sums(
     )
     partials = x.new_empty((sums, walk.programs, x.shape[-1]), dtype=torch.float32)
     needed = {name: source for name, source in sources.items() if name != "offset"}
-    results = {"grad_dots": grad_dots, "partials": partials}
-    launch = Launch(
-        kernel=norm_sums,
-        grid=(walk.programs, parts),
-        arguments={**needed, **results, **_blocks(part), "STAGES": walk.stages},
-        warps=part.warps,
-    )
-    return partials, launch
+    arguments = {**needed, "grad_dots": grad_dots, "partials": partials, **_blocks(part), "STAGES": walk.stages}
+    return partials, Launch(norm_sums, (walk.programs, parts), arguments, part.warps)
 
 
 def plan(x: Tensor, weights: Weights, form: Form, processor: Processor) -> list[Launch]:

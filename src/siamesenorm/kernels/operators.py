@@ -1,14 +1,13 @@
 """The boundary between two sublayers, and a norm of every row, as functional custom operators.
 
 The boundary is everything from one sublayer's output O to the next one's input H: the write to one or two streams, the
-post-norm, the gate, the identity stream's norm and the input norm. It must equal the write and the read of the plain
-connections in `topologies`, and the norm the formulas in `norms`; `boundary_plain` and `norm_plain` have the formulas.
+post-norm, the gate, the identity stream's norm and the input norm. `boundary_plain` and `norm_plain` have the formulas,
+which equal the plain connections in `topologies` and the norms in `norms`. Triton kernels compute them on CUDA; plain
+PyTorch elsewhere, in fp64 and for rows that are too long.
 
-The Triton kernels compute an operator on CUDA; elsewhere, in fp64 and for rows too long for them, plain PyTorch does.
-Operators are opaque to the compiler, mutate nothing, and return what the backward pass needs among their results. The
-boundary's gradient is that with respect to each input, whatever else uses the streams. A norm keeps x, one number a
-token (two for LayerNorm) and one a head, and its gradient can be differentiated again, at the cost of the plain
-formulas. `torch.func` cannot transform operators.
+Operators are opaque to the compiler, mutate nothing, and return what the backward pass needs among their results. A
+norm keeps x, one number a token (two for LayerNorm) and one a head; its gradient can be differentiated again, at the
+cost of the plain formulas. `torch.func` cannot transform operators.
 
 **Recomputation** (`kernels="lean"`). With `next_scale` the boundary does not keep Y' for the backward pass. The last
 write added the same O to both streams, so the *stream difference* Y' - U / s of a boundary equals Y' - X' / s of the
@@ -19,15 +18,15 @@ boundary, which recomputes its own X' from U, which is kept:
 
 The difference is the gradient of the *recompute handle*, a result of the operator without memory that is an argument of
 the next boundary: autograd runs boundaries in reverse order, and nothing else receives that gradient. The closing
-starts the chain (`start_recomputation`). A difference that never arrives (the loss does not depend on the closing) is
-an error. A row whose recomputed Y' does not have the norm of the forward pass (streams were changed, cut or used twice
-between two boundaries) becomes NaN, and so do the gradients below it. fp32 streams recompute Y' to about 1e-6 of its
-largest values; 16-bit ones would not, and are refused.
+starts the chain (`start_recomputation`); a loss that does not depend on the closing is an error. A row whose recomputed
+Y' does not have the norm of the forward pass (streams were changed, cut or used twice between two boundaries) becomes
+NaN, and so do the gradients below it. fp32 streams recompute Y' to about 1e-6 of its largest values; 16-bit streams
+are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -130,25 +129,14 @@ def _keep_for_boundary(ctx: Any, inputs: tuple[Any, ...], output: Results) -> No
     kept = bounded_next if gains.post_norm_gain is None else updated
     keeps_identity = gains.identity_gain is not None and next_scale is None
     ctx.save_for_backward(kept, identity if keeps_identity else None, statistics, next_scale, *constants, *gains)
-    without_gradient = [updated, statistics]
-    if inputs[2] is None:
-        without_gradient.append(identity)
-    if next_scale is None:
-        without_gradient.append(handle)
-    ctx.mark_non_differentiable(*without_gradient)
+    absent = ([identity] if inputs[2] is None else []) + ([handle] if next_scale is None else [])
+    ctx.mark_non_differentiable(updated, statistics, *absent)
     ctx.set_materialize_grads(False)
     ctx.fixed, ctx.h_dtype, ctx.takes_handle = (eps, centred), h.dtype, inputs[16] is not None
 
 
-def _boundary_backward(
-    ctx: Any,
-    grad_bounded_next: Tensor | None,
-    grad_identity: Tensor | None,
-    grad_h: Tensor | None,
-    _: None,
-    __: None,
-    difference: Tensor | None,
-) -> tuple[Tensor | None, ...]:
+def _boundary_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    grad_bounded_next, grad_identity, grad_h, _, _, difference = gradients
     stream, identity, statistics, next_scale, *learned = ctx.saved_tensors
     if next_scale is not None and difference is None:
         raise RuntimeError(
@@ -163,13 +151,12 @@ def _boundary_backward(
     )  # fmt: skip
     bounded, through_norm, output, sums, previous = boundary_backward(*arguments)
     grads, kept, parts = _backward_arguments(arguments)
-    row = iter(sums.unbind())
     return (
         bounded,
         bounded if boundary_plain.shares_gradient(grads, kept, parts) else output,
         grad_identity if parts.gains.identity_gain is None else through_norm,
         *(None for _ in parts.constants),
-        *(None if gain is None else next(row).to(gain.dtype) for gain in parts.gains),
+        *norm_plain.by_weight(sums, parts.gains),
         *(None, None, None),  # eps, centred, next_scale
         previous if ctx.takes_handle else None,
     )
@@ -208,11 +195,11 @@ def start_recomputation(hidden: Tensor, handle: Tensor, bounded: Tensor, identit
 
 def implementation(x: Tensor) -> ModuleType:
     """Return the module whose `forward` and `backward` compute streams like x."""
-    if not has_boundary_kernels(x):
-        return boundary_plain
-    from siamesenorm.kernels import boundary_launch
+    if has_boundary_kernels(x):
+        from siamesenorm.kernels import boundary_launch
 
-    return boundary_launch
+        return boundary_launch
+    return boundary_plain
 
 
 def has_boundary_kernels(x: Tensor) -> bool:
@@ -222,18 +209,19 @@ def has_boundary_kernels(x: Tensor) -> bool:
 
 def check_boundary(bounded: Tensor, output: Tensor, identity: Tensor | None, gains: Gains) -> None:
     """Raise ValueError where a kernel would read beyond its tensors."""
-    for name, part in (("output", output), ("identity stream", identity)):
-        if part is not None and part.shape != bounded.shape:
-            raise ValueError(
-                f"the {name} is {list(part.shape)}, the bounded stream {list(bounded.shape)}: give both one shape"
-            )
+    check_shapes({"output": output, "identity stream": identity}, bounded.shape)
+    check_shapes(gains._asdict(), bounded.shape[-1:])
     if identity is not None and identity.dtype != bounded.dtype:
         raise ValueError(f"streams of {bounded.dtype} and {identity.dtype}: give both one dtype")
-    for name, gain in gains._asdict().items():
-        if gain is not None and gain.shape != bounded.shape[-1:]:
-            raise ValueError(f"{name} is {list(gain.shape)}: it must be [{bounded.shape[-1]}]")
     if gains.identity_gain is not None and identity is None:
         raise ValueError("a norm of the identity stream without an identity stream: leave out its gain")
+
+
+def check_shapes(tensors: Mapping[str, Tensor | None], shape: torch.Size) -> None:
+    """Raise ValueError if a tensor that is present has another shape."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{name} is {list(tensor.shape)}: it must be {list(shape)}")
 
 
 def check_recomputation(bounded: Tensor, parts: Parts) -> None:
@@ -345,9 +333,7 @@ def tile_length(dim: int, heads: int) -> int:
 
 def check_norm(x: Tensor, weights: Weights, form: Form) -> None:
     """Raise ValueError where a kernel would read beyond its tensors."""
-    for name, weight in weights._asdict().items():
-        if weight is not None and weight.shape != x.shape[-1:]:
-            raise ValueError(f"{name} is {list(weight.shape)}: it must be [{x.shape[-1]}]")
+    check_shapes(weights._asdict(), x.shape[-1:])
     if weights.alpha is not None and weights.beta is None:
         raise ValueError("alpha without beta: give both, or leave alpha out")
     if form.heads < 1 or x.shape[-1] % form.heads:
