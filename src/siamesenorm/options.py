@@ -49,23 +49,18 @@ def read_scalar(what: str, text: str, default: Scalar) -> Scalar:
     if default == "auto" or isinstance(default, bool):
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
-        if default == "auto":
-            return _read_number(text)
-        raise UserError(f"{what} is {text!r}: write true or false")
+        if default != "auto":
+            raise UserError(f"{what} is {text!r}: write true or false")
+        for number in (int, float):
+            with suppress(ValueError):
+                return number(text)
+        return text
     if isinstance(default, (int, float)):
         kind = "an integer" if isinstance(default, int) else "a number"
         try:
             return type(default)(text)
         except ValueError:
             raise UserError(f"{what} is {text!r}: write {kind}, such as {default}") from None
-    return text
-
-
-def _read_number(text: str) -> Scalar:
-    """Return text as the number that it spells, else as it is."""
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(text)
     return text
 
 

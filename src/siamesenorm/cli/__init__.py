@@ -61,7 +61,10 @@ def _run(arguments: list[str]) -> int:
         elif name in PRESET_COMMANDS and rest[:1] and rest[0] in HELP:
             print(preset_usage(name))
         else:
-            _call(name, rest)
+            if name in PRESET_COMMANDS:
+                check_preset(rest)
+            command = importlib.import_module(f"siamesenorm.cli.{name}")
+            command.run(parse(command.Arguments, rest, f"{name} {rest[0]}" if name in PRESET_COMMANDS else name))
     except SystemExit as exit:  # help was shown
         return int(exit.code or 0)
     except ModuleNotFoundError as error:
@@ -76,14 +79,6 @@ def _run(arguments: list[str]) -> int:
         print("siamesenorm: interrupted; repeat the command to resume", file=sys.stderr)
         return 130
     return 0
-
-
-def _call(name: str, arguments: list[str]) -> None:
-    if name in PRESET_COMMANDS:
-        check_preset(arguments)
-    shown = f"{name} {arguments[0]}" if name in PRESET_COMMANDS else name
-    command = importlib.import_module(f"siamesenorm.cli.{name}")
-    command.run(parse(command.Arguments, arguments, shown))
 
 
 def usage() -> str:

@@ -12,7 +12,7 @@ from siamesenorm.comparison.curve_figures import curve_figures, stream_figures
 from siamesenorm.comparison.experiment_plan import ComparisonKind
 from siamesenorm.comparison.findings import Choice, Comparison, Conclusion, Findings, find, paired
 from siamesenorm.comparison.rate_figures import rate_figures
-from siamesenorm.comparison.report_parts import Code, Gallery, Report, ReportSection, Statement, Statements
+from siamesenorm.comparison.report_parts import Block, Code, Gallery, Report, Statement, Statements, with_content
 from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, STABLE, ExperimentResults, RunResult
 from siamesenorm.topologies import available_topologies, build_topology
 
@@ -41,23 +41,24 @@ VERDICTS = (
 def comparison_report(findings: Findings, *, title: str = "") -> Report:
     """Return the report of a comparison."""
     results = findings.results
-    best, *differences, by_rate = comparison_tables(findings)
-    sections = [
-        conclusions_section(conclusions(findings)),
-        *(ReportSection(table.title, (table,)) for table in (best, *differences)),
-        ReportSection("Where each method is stable", (Gallery(rate_figures(findings)),)),
-        ReportSection(by_rate.title, (by_rate,)),
-    ]
-    for rate in results.learning_rates:
-        if figures := curve_figures(findings, rate):
-            sections.append(ReportSection(f"Training at learning rate {formatting.rate(rate)}", (Gallery(figures),)))
-    sections.append(ReportSection("How to read this", (Statements(definitions(findings)),)))
-    if notes := method_notes(findings):
-        sections.append(ReportSection("The methods", (Statements(notes),)))
+    *tables, by_rate = comparison_tables(findings)
+    sections: dict[str, Block] = {
+        "What came out": Statements(conclusions(findings), tone="conclusions"),
+        **{table.title: table for table in tables},
+        "Where each method is stable": Gallery(rate_figures(findings)),
+        by_rate.title: by_rate,
+        **{
+            f"Training at learning rate {formatting.rate(rate)}": Gallery(curve_figures(findings, rate))
+            for rate in results.learning_rates
+        },
+        "How to read this": Statements(definitions(findings)),
+        "The methods": Statements(method_notes(findings)),
+        **closing_sections(results),
+    }
     return Report(
         title=title or _title(results),
         subject=subject(findings),
-        sections=(*sections, *closing_sections(results)),
+        sections=with_content(sections),
         records={"results.csv": runs_csv(results), "comparisons.csv": comparisons_csv(findings.comparisons)},
     )
 
@@ -66,35 +67,27 @@ def run_report(results: ExperimentResults, *, title: str = "") -> Report:
     """Return the report of a single run: its verdict, its numbers, its curves."""
     (run,) = results.runs
     curves = curve_figures(find(results), run.learning_rate)
-    figures = (*curves[:1], *stream_figures(run), *curves[1:])
+    sections: dict[str, Block] = {
+        "What came out": Statements(_run_statements(run), tone="conclusions"),
+        "Training": Gallery((*curves[:1], *stream_figures(run), *curves[1:])),
+        "The verdicts": Statements(VERDICTS),
+        **closing_sections(results),
+    }
     return Report(
         title=title or run.planned.name,
         subject=(budget_sentence(run),),
-        sections=(
-            conclusions_section(_run_statements(run)),
-            *([ReportSection("Training", (Gallery(figures),))] if figures else []),
-            ReportSection("The verdicts", (Statements(VERDICTS),)),
-            *closing_sections(results),
-        ),
+        sections=with_content(sections),
         records={"results.csv": runs_csv(results)},
     )
 
 
-def conclusions_section(statements: tuple[Statement, ...]) -> ReportSection:
-    """Return the section that begins every report."""
-    return ReportSection("What came out", (Statements(statements, tone="conclusions"),))
-
-
-def closing_sections(results: ExperimentResults) -> list[ReportSection]:
+def closing_sections(results: ExperimentResults) -> dict[str, Block]:
     """Return what ends every report: unfinished runs, the command and the environment, where there are any."""
-    sections = []
-    if absent := _unfinished_runs(results):
-        sections.append(ReportSection("Unfinished runs", (Statements(absent),)))
-    if results.plan.command:
-        sections.append(ReportSection("How to repeat it", (Code(results.plan.command),)))
-    if entries := _environment(results.runs):
-        sections.append(ReportSection("Environment", (Statements(entries),)))
-    return sections
+    return {
+        "Unfinished runs": Statements(_unfinished_runs(results)),
+        "How to repeat it": Code(results.plan.command or ""),
+        "Environment": Statements(_environment(results.runs)),
+    }
 
 
 def subject(findings: Findings) -> tuple[str, ...]:
@@ -122,8 +115,8 @@ def data_sentence(results: ExperimentResults) -> str:
 def budget_sentence(run: RunResult) -> str:
     """Return a sentence on the model and the steps of a run."""
     model = run.config["task"]["model"]
-    words = (("depth", "{} blocks"), ("dim", "width {}"), ("heads", "{} heads"))
-    shape = [text.format(model[key]) for key, text in words if key in model]
+    words = {"depth": "{} blocks", "dim": "width {}", "heads": "{} heads"}
+    shape = [text.format(model[key]) for key, text in words.items() if key in model]
     size = f"{formatting.count(run.parameters)} parameters" if run.parameters else ""
     total = f" ({formatting.count(run.items)} {run.item}s in all)" if run.items and run.item != "sample" else ""
     described = ", ".join(filter(None, (*shape, size)))
@@ -230,14 +223,14 @@ def _lowest(findings: Findings) -> list[Statement]:
     loss = best.held_out_loss
     if loss is None:
         return []
-    metrics = [
+    details = [
         f"{metric.label} {formatting.formatted(value.mean, metric.format)}"
         for metric in findings.results.metrics[1:]
         if (value := best.metric(metric.name))
     ]
-    basis = "one seed, which also chose the rate" if best.on_selection_seed else formatting.plural(loss.count, "seed")
-    where = f"{best.method} at {formatting.rate(best.learning_rate)}"
-    text = f"{where}, {loss.mean:.4f} {unit} ({', '.join([*metrics, basis])})."
+    seeds = formatting.plural(loss.count, "seed")
+    details.append("one seed, which also chose the rate" if best.on_selection_seed else seeds)
+    text = f"{best.method} at {formatting.rate(best.learning_rate)}, {loss.mean:.4f} {unit} ({', '.join(details)})."
     if len(ranked) > 1:
         text += f" Next is {ranked[1].method}, {_gap(best, ranked[1], unit)}; {_certainty(findings, best, ranked[1])}."
     return [Statement(topic, text)]
@@ -300,24 +293,22 @@ def _pair(comparison: Comparison, unit: str) -> str:
 def _rates_with(results: ExperimentResults, method: str, verdict: str) -> str:
     parts = []
     for rate in results.learning_rates:
-        runs = [run for run in results.runs_of(method) if run.complete and run.learning_rate == rate]
-        count = sum(run.word == verdict for run in runs)
-        if count:
-            parts.append(formatting.rate(rate) + ("" if count == len(runs) else f" ({count} of {len(runs)} seeds)"))
+        words = [run.word for run in results.runs_of(method) if run.complete and run.learning_rate == rate]
+        if count := words.count(verdict):
+            parts.append(formatting.rate(rate) + ("" if count == len(words) else f" ({count} of {len(words)} seeds)"))
     return formatting.listed(parts)
 
 
 def _stable_everywhere(results: ExperimentResults, method: str) -> bool:
     """Return whether every run that the plan has of a method ended stable, at all rates of the experiment."""
     planned = [run for run in results.plan.runs.values() if run.method == method]
-    stable = [run for run in results.runs_of(method) if run.complete and run.word == STABLE]
-    return len(stable) == len(planned) and {run.learning_rate for run in stable} == set(results.learning_rates)
+    stable = [run.learning_rate for run in results.runs_of(method) if run.complete and run.word == STABLE]
+    return len(stable) == len(planned) and set(stable) == set(results.learning_rates)
 
 
 def _passes_over_data(results: ExperimentResults) -> str:
-    passes = [run.passes_over_data for run in results.runs]
-    known = [value for value in passes if value is not None]
-    if len(known) < len(passes):
+    known = [passes for run in results.runs if (passes := run.passes_over_data) is not None]
+    if len(known) < len(results.runs):
         return "How often the runs saw the data is not recorded."
     if max(known) <= 1.0:
         return "No run saw any data twice, as in the papers."
@@ -333,10 +324,11 @@ def _controlled(results: ExperimentResults) -> tuple[set[str], set[str]]:
 def _cautions(findings: Findings) -> list[Statement]:
     results = findings.results
     cautions = []
-    flagged = [choice for choice in findings.choices.values() if choice.edge]
-    if flagged:
-        rates = [f"{choice.method} ({choice.edge}, {formatting.rate(choice.learning_rate)})" for choice in flagged]
-        text = f"The best rate is at an edge of the rates tried, so a better one may be outside: {', '.join(rates)}."
+    choices = findings.choices.values()
+    if edges := [
+        f"{each.method} ({each.edge}, {formatting.rate(each.learning_rate)})" for each in choices if each.edge
+    ]:
+        text = f"The best rate is at an edge of the rates tried, so a better one may be outside: {', '.join(edges)}."
         cautions.append(Statement("Edge of the grid", text))
     methods = dict.fromkeys(run.method for run in results.runs if run.normalises_values)
     compared = {each.method for each in results.plan.comparisons if each.kind is ComparisonKind.TOPOLOGY}
@@ -356,10 +348,8 @@ def _cautions(findings: Findings) -> list[Statement]:
 
 
 def _run_statements(run: RunResult) -> tuple[Statement, ...]:
-    if run.verdict is None:
-        statements = [Statement("Unfinished", f"{run.steps_done:,} of {run.steps:,} steps.")]
-    else:
-        statements = [Statement("Verdict", f"{run.verdict.sentence()}.")]
+    unfinished = Statement("Unfinished", f"{run.steps_done:,} of {run.steps:,} steps.")
+    statements = [Statement("Verdict", f"{run.verdict.sentence()}.") if run.verdict else unfinished]
     for metric in run.metrics:
         if (value := run.held_out.get(metric.name)) is not None:
             at = f", at step {run.held_out_step:,}" if run.held_out_step is not None else ""

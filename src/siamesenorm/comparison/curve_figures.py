@@ -7,6 +7,7 @@ cause no differences. Curves are smoothed, and thinned without losing spikes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -85,26 +86,41 @@ def stream_figures(run: RunResult) -> tuple[Figure, ...]:
     """Return the figure of the streams of a run; none where the stream monitor did not record them."""
     if not run.streams:
         return ()
-    last = run.streams[-1]
-    values = _rms_by_depth(last)
-    return (
-        Figure(
-            name="streams",
-            title="Residual streams",
-            caption="RMS of every stream before a sublayer adds to it. Above: before the last one, over the steps. "
-            f"Below: over the depth, at step {last['step']:,}; thin and dotted: at step {run.streams[0]['step']:,}.",
-            alternative=f"At step {last['step']:,}: "
-            + "; ".join(f"{name} from {rms[0]:.3g} to {rms[-1]:.3g} over the depth" for name, rms in values.items()),
-            draw=lambda theme: draw_streams(run, theme),
-        ),
+    first, last = f"{run.streams[0]['step']:,}", f"{run.streams[-1]['step']:,}"
+    depths = _rms_by_depth(run.streams[-1]).items()
+    streams = Figure(
+        name="streams",
+        title="Residual streams",
+        caption="RMS of every stream before a sublayer adds to it. Above: before the last one, over the steps. "
+        f"Below: over the depth, at step {last}; thin and dotted: at step {first}.",
+        alternative=f"At step {last}: "
+        + "; ".join(f"{name} from {rms[0]:.3g} to {rms[-1]:.3g} over the depth" for name, rms in depths),
+        draw=lambda theme: draw_streams(run, theme),
     )
+    return (streams,)
 
 
 def draw_losses(runs: Runs, references: Runs, styles: Styles, theme: Theme, title: str) -> Drawing:
     """Draw training losses and, below, their differences to the runs of their baselines."""
     drawing, panels = _new_drawing([*runs, FLOOR], ratios=(1.25, 1) if references else (1,))
-    _draw_losses(panels[0], runs, styles, theme)
-    panels[0].set_title(title)
+    axes = panels[0]
+    axes.set_title(title)
+    smooth = {method: smoothed(finite_part(run.losses)) for method, run in runs.items()}
+    for method, run in runs.items():
+        _draw_curve(axes, finite_part(run.losses), smooth[method], styles[method], theme)
+    floor = next((run.floor for run in runs.values() if run.floor is not None), None)
+    axes.set_xlim(0, max(run.steps for run in runs.values()))
+    axes.set_ylim(*_loss_range([smooth[m] for m in runs if not runs[m].diverged] or list(smooth.values()), floor))
+    _label_height(axes, f"loss ({_unit(runs)})")
+    labels = []
+    for method, run in runs.items():
+        _mark_verdict(axes, run, smooth[method], styles[method], theme)
+        last = float(smooth[method].values[-1])
+        labels.append(CurveLabel(height=last, text=_name(run), style=styles[method]))
+    if floor is not None:
+        axes.axhline(floor, color=theme.muted, linewidth=FLOOR_STYLE.width, linestyle=DOTTED)
+        labels.append(CurveLabel(height=floor, text=FLOOR, style=FLOOR_STYLE))
+    label_ends(axes, labels, theme)
     if references:
         _draw_differences(panels[1], runs, references, styles, theme)
     return drawing
@@ -179,25 +195,6 @@ def _new_drawing(
     drawing.subplots_adjust(left=LEFT, right=1 - label_room(names), top=0.92, bottom=0.1, hspace=space)
     panels[-1 if share_steps else 0].set_xlabel("step")
     return drawing, list(panels)
-
-
-def _draw_losses(axes: Axes, runs: Runs, styles: Styles, theme: Theme) -> None:
-    smooth = {method: smoothed(finite_part(run.losses)) for method, run in runs.items()}
-    for method, run in runs.items():
-        _draw_curve(axes, finite_part(run.losses), smooth[method], styles[method], theme)
-    floor = next((run.floor for run in runs.values() if run.floor is not None), None)
-    axes.set_xlim(0, max(run.steps for run in runs.values()))
-    axes.set_ylim(*_loss_range([smooth[m] for m in runs if not runs[m].diverged] or list(smooth.values()), floor))
-    _label_height(axes, f"loss ({_unit(runs)})")
-    labels = []
-    for method, run in runs.items():
-        _mark_verdict(axes, run, smooth[method], styles[method], theme)
-        last = float(smooth[method].values[-1])
-        labels.append(CurveLabel(height=last, text=_name(run), style=styles[method]))
-    if floor is not None:
-        axes.axhline(floor, color=theme.muted, linewidth=FLOOR_STYLE.width, linestyle=DOTTED)
-        labels.append(CurveLabel(height=floor, text=FLOOR, style=FLOOR_STYLE))
-    label_ends(axes, labels, theme)
 
 
 def _draw_differences(axes: Axes, runs: Runs, references: Runs, styles: Styles, theme: Theme) -> None:
@@ -293,7 +290,7 @@ def thinned(curve: Curve) -> Curve:
         return curve
     edges = np.linspace(0, length, MOST_POINTS // 2 + 1).astype(int)
     kept: set[int] = {0, length - 1}
-    for start, end in zip(edges[:-1], edges[1:], strict=True):
+    for start, end in pairwise(edges):
         stretch = curve.values[start:end]
         kept |= {int(start + np.argmin(stretch)), int(start + np.argmax(stretch))}
     return curve.part(sorted(kept))

@@ -11,8 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from siamesenorm.comparison import formatting
+<<<<<<< HEAD
 from siamesenorm.comparison.experiment_runner import ExperimentObserver, Job
 from siamesenorm.comparison.report_parts import TONES
+=======
+from siamesenorm.comparison.experiment_runner import ExperimentObserver, Job
+from siamesenorm.comparison.report_parts import Pill
+>>>>>>> main
 from siamesenorm.comparison.report_writer import TERMINAL_STYLES
 from siamesenorm.errors import UserError
 from siamesenorm.progress import ProgressDisplay, format_duration
@@ -160,7 +165,7 @@ class ExperimentConsole(ExperimentObserver):
             return Text("·" if runs else "", style="dim")
         loss, word = ended[-1].held_out, ended[-1].verdict or ""
         text = word if loss is None else f"{loss:.3f} {word}"
-        style = TERMINAL_STYLES[TONES.get(word, "bad")]
+        style = TERMINAL_STYLES[Pill(word, word).tone or "bad"]
         return Text(text + (f" x{len(ended)}" if len(ended) > 1 else ""), style=style)
 
     def _print(self, line: str) -> None:

@@ -108,26 +108,6 @@ class ExperimentPlan:
         """The seeds whose runs choose the learning rates."""
         return tuple(sorted({run.seed for run in self.runs.values() if run.part is Part.SELECTION}))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON values."""
-        return {"schema": SCHEMA, **asdict(self)}
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> ExperimentPlan:
-        """Read what `to_json` returned; raises UserError where it is of another schema, ValueError and the like."""
-        if record["schema"] != SCHEMA:
-            raise UserError(f"the plan has schema {record['schema']}, this version reads {SCHEMA}")
-        return cls(
-            command=record["command"],
-            template=dict(record["template"]),
-            data=dict(record["data"]),
-            runs={name: PlannedRun(**{**run, "part": Part(run["part"])}) for name, run in record["runs"].items()},
-            comparisons=tuple(
-                PlannedComparison(**{**each, "kind": ComparisonKind(each["kind"])}) for each in record["comparisons"]
-            ),
-            jobs=int(record["jobs"]),
-        )
-
 
 def read_plan(directory: Path) -> ExperimentPlan | None:
     """Return the plan of an experiment's directory, None where it has none; raises UserError for a damaged one."""
@@ -135,14 +115,26 @@ def read_plan(directory: Path) -> ExperimentPlan | None:
     if not path.is_file():
         return None
     try:
-        return ExperimentPlan.from_json(decode_json(path.read_bytes()))
-    except UserError as error:
-        raise UserError(f"{path}: {error}: choose another directory") from error
+        record = decode_json(path.read_bytes())
+        if (schema := record["schema"]) == SCHEMA:
+            return ExperimentPlan(
+                command=record["command"],
+                template=dict(record["template"]),
+                data=dict(record["data"]),
+                runs={name: PlannedRun(**{**run, "part": Part(run["part"])}) for name, run in record["runs"].items()},
+                comparisons=tuple(
+                    PlannedComparison(**{**each, "kind": ComparisonKind(each["kind"])})
+                    for each in record["comparisons"]
+                ),
+                jobs=int(record["jobs"]),
+            )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not the plan of an experiment ({error}): choose another directory") from error
+    raise UserError(f"{path}: the plan has schema {schema}, this version reads {SCHEMA}: choose another directory")
 
 
 def write_plan(directory: Path, plan: ExperimentPlan) -> None:
     """Write the plan of an experiment's directory, whole or not at all."""
+    text = encode_json({"schema": SCHEMA, **asdict(plan)}, indent=1)
     with disk_errors(directory):
-        write_atomically(directory / PLAN_FILE, (encode_json(plan.to_json(), indent=1) + "\n").encode())
+        write_atomically(directory / PLAN_FILE, f"{text}\n".encode())

@@ -7,7 +7,6 @@ never trained twice. Each run has a process of its own; one that fails does not 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import subprocess
 import sys
@@ -241,27 +240,28 @@ def train_jobs(jobs: Sequence[Job], at_once: int, observer: ExperimentObserver) 
     The configurations of the jobs are in their directories already. All processes end with this one.
     """
     waiting = iter([job for job in jobs if job.verdict is None])
-    running: dict[Job, subprocess.Popen[bytes]] = {}
-    places: dict[Job, int] = {}
+    running: dict[int, tuple[Job, subprocess.Popen[bytes]]] = {}
     failures: dict[str, str] = {}
     try:
         while True:
-            for job in itertools.islice(waiting, at_once - len(running)):
-                places[job] = min(set(range(at_once)) - {places[other] for other in running})
-                running[job] = _start(job, places[job])
+            free = [place for place in range(at_once) if place not in running]
+            for place, job in zip(free, waiting, strict=False):
+                running[place] = job, _start(job, place)
             if not running:
                 return failures
             time.sleep(POLL_SECONDS)
-            for job in [job for job, process in running.items() if process.poll() is not None]:
-                error = _error_of(job, running.pop(job))
-                if error is not None:
-                    failures[job.name] = error
-                observer.ended(job, error)
-            observer.progressed(list(running))
+            for place, (job, process) in list(running.items()):
+                if process.poll() is not None:
+                    del running[place]
+                    error = _error_of(job, process)
+                    if error is not None:
+                        failures[job.name] = error
+                    observer.ended(job, error)
+            observer.progressed([job for job, _ in running.values()])
     finally:
-        for process in running.values():
+        for _, process in running.values():
             process.terminate()
-        for process in running.values():
+        for _, process in running.values():
             with process:
                 process.wait()
 

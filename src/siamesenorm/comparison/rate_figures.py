@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, PowerNorm, to_rgb
 from matplotlib.figure import Figure as Drawing
 from matplotlib.patches import Rectangle
+from matplotlib.text import Text
 
 from siamesenorm.comparison import formatting
 from siamesenorm.comparison.experiment_plan import ComparisonKind
@@ -29,8 +30,15 @@ from siamesenorm.comparison.figure_style import (
     styles_of,
 )
 from siamesenorm.comparison.findings import Findings, Outcome
+<<<<<<< HEAD
 from siamesenorm.comparison.report_parts import MARKS
+=======
+from siamesenorm.comparison.experiment_plan import ComparisonKind
+from siamesenorm.comparison.report_parts import SIGNS
+>>>>>>> main
 from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, UNFINISHED
+
+Color = str | tuple[float, float, float]
 
 WIDE_CELL = 0.85
 """Inches that a cell needs for mark and number on one line."""
@@ -82,11 +90,13 @@ def draw_frontier(findings: Findings, theme: Theme) -> Drawing:
     left, right = 0.04 + name_room(methods), 0.985
     drawing, axes = _new_drawing(methods, left=left, right=right, top=0.4, bottom=0.5)
     wide = (right - left) * WIDTH / len(rates) >= WIDE_CELL
-    color = LossColors(_losses(findings, lambda outcome: outcome.verdict != NOT_LEARNED), theme)
+    color = _loss_colors(_losses(findings, lambda outcome: outcome.verdict != NOT_LEARNED), theme)
     for (rate, method), outcome in findings.outcomes.items():
-        place = (rates.index(rate), methods.index(method))
-        bold = findings.is_best(outcome, lambda run: run.held_out.get("loss"))
-        _draw_cell(axes, place, outcome, color, theme, wide=wide, bold=bold)
+        loss, colored = outcome.held_out_loss, outcome.verdict not in (DIVERGED, NOT_LEARNED)
+        face = color(loss.mean) if loss and colored else None
+        text = _draw_cell(axes, (rates.index(rate), methods.index(method)), outcome, face, theme, wide=wide)
+        if findings.is_best(outcome, lambda run: run.held_out.get("loss")):
+            text.set_fontweight("bold")
     axes.set_title("Held-out loss and verdict", x=(0.02 - left) / (right - left))
     axes.set_xlim(-0.5, len(rates) - 0.5)
     axes.set_ylim(len(methods) - 0.5, -0.5)
@@ -160,13 +170,11 @@ def _losses(findings: Findings, shown: Callable[[Outcome], bool]) -> list[float]
 
 
 def _draw_cell(
-    axes: Axes, place: tuple[int, int], outcome: Outcome, color: LossColors, theme: Theme, *, wide: bool, bold: bool
-) -> None:
-    """Draw a cell at (column, row); `bold` says that its loss is the lowest of its column."""
-    (column, row), loss, verdict = place, outcome.held_out_loss, outcome.verdict
-    hatched = verdict == DIVERGED
-    plain = loss is None or hatched or verdict == NOT_LEARNED
-    face = theme.fill if plain or loss is None else color(loss.mean)
+    axes: Axes, place: tuple[int, int], outcome: Outcome, face: Color | None, theme: Theme, *, wide: bool
+) -> Text:
+    """Draw a cell at (column, row), plain where it has no colour of its own; return its text."""
+    (column, row), hatched, plain = place, outcome.diverged, face is None
+    face = face or theme.fill
     axes.add_patch(
         Rectangle(
             (column - 0.485, row - 0.46), 0.97, 0.92, facecolor=face, linewidth=0.8,
@@ -176,18 +184,19 @@ def _draw_cell(
     )  # fmt: skip
     text = axes.text(
         column, row, _cell_text(outcome, wide), ha="center", va="center_baseline" if wide else "center",
-        fontsize=9 if wide else 7, color=_readable(face, theme), fontweight="bold" if bold else "normal",
+        fontsize=9 if wide else 7, color=_readable(face, theme),
     )  # fmt: skip
     if hatched:
         text.set_color(theme.danger)
         text.set_bbox({"facecolor": theme.fill, "edgecolor": "none", "pad": 1.5})
+    return text
 
 
 def _cell_text(outcome: Outcome, wide: bool) -> str:
     """Write mark and loss side by side, or in a narrow cell one above the other."""
     if not outcome.complete:
-        return f"{MARKS[UNFINISHED]} {UNFINISHED}" if wide else MARKS[UNFINISHED]
-    mark = MARKS.get(outcome.verdict or "", "·")
+        return f"{SIGNS[UNFINISHED][0]} {UNFINISHED}" if wide else SIGNS[UNFINISHED][0]
+    mark = SIGNS.get(outcome.verdict or "", ("·", ""))[0]
     if outcome.verdict == DIVERGED:
         share = "" if outcome.all_diverged else f"{outcome.count(DIVERGED)}/{len(outcome.complete)}"
         return " ".join(filter(None, [mark, "diverged" if wide else "", share]))
@@ -196,21 +205,15 @@ def _cell_text(outcome: Outcome, wide: bool) -> str:
     return f"{mark}{' ' if wide else chr(10)}{number}".strip()
 
 
-class LossColors:
-    """The colour of a loss: the lower, the stronger; the square root spreads the losses near the best."""
-
-    def __init__(self, losses: Sequence[float], theme: Theme) -> None:
-        """Span the colours over the losses."""
-        low, high = (min(losses), max(losses)) if losses else (0.0, 1.0)
-        self._scale = PowerNorm(0.5, low, high if high > low else low + 1.0)
-        self._colors = LinearSegmentedColormap.from_list("loss", [theme.best, theme.worst])
-
-    def __call__(self, loss: float) -> tuple[float, float, float]:
-        """Return the colour of a loss as red, green and blue in [0, 1]."""
-        return to_rgb(self._colors(float(self._scale(loss))))
+def _loss_colors(losses: Sequence[float], theme: Theme) -> Callable[[float], Color]:
+    """Return the colour of a loss: the lower, the stronger; the square root spreads the losses near the best."""
+    low, high = (min(losses), max(losses)) if losses else (0.0, 1.0)
+    scale = PowerNorm(0.5, low, high if high > low else low + 1.0)
+    colors = LinearSegmentedColormap.from_list("loss", [theme.best, theme.worst])
+    return lambda loss: to_rgb(colors(float(scale(loss))))
 
 
-def _readable(face: str | tuple[float, float, float], theme: Theme) -> str:
+def _readable(face: Color, theme: Theme) -> str:
     """Return the theme's ink or surface, whichever contrasts more with the cell (WCAG)."""
 
     def contrast(color: str) -> float:
@@ -220,7 +223,7 @@ def _readable(face: str | tuple[float, float, float], theme: Theme) -> str:
     return max((theme.ink, theme.surface), key=contrast)
 
 
-def _luminance(color: str | tuple[float, float, float]) -> float:
+def _luminance(color: Color) -> float:
     """Return the relative luminance of a colour (WCAG)."""
     channels = np.array(to_rgb(color))
     linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
@@ -276,24 +279,14 @@ def _draw_points(axes: Axes, points: Sequence[Point], style: MethodStyle, theme:
     for first, second in pairwise(points):
         if first.lost and second.lost:
             continue
-        crossing = first.lost or second.lost
-        axes.plot(
-            [first.rate, second.rate],
-            [first.height, second.height],
-            color=color,
-            linewidth=0.9 if crossing else style.width,
-            linestyle=":" if crossing else style.dash,
-            alpha=0.7 if crossing else 1.0,
-        )
+        rates, heights = (first.rate, second.rate), (first.height, second.height)
+        if first.lost or second.lost:
+            axes.plot(rates, heights, color=color, linewidth=0.9, linestyle=":", alpha=0.7)
+        else:
+            axes.plot(rates, heights, color=color, linewidth=style.width, linestyle=style.dash)
     for point in points:
+        marker = {DIVERGED: "X", NOT_LEARNED: "d"}.get(point.lost or "", style.marker)
         axes.plot(
-            point.rate,
-            point.height,
-            marker={DIVERGED: "X", NOT_LEARNED: "d"}.get(point.lost or "", style.marker),
-            markersize=7.5 if point.lost else 5.5,
-            color=color,
-            markeredgecolor=theme.surface,
-            markeredgewidth=0.8,
-            linestyle="",
-            zorder=3,
-        )
+            point.rate, point.height, marker=marker, markersize=7.5 if point.lost else 5.5, color=color,
+            markeredgecolor=theme.surface, markeredgewidth=0.8, linestyle="", zorder=3,
+        )  # fmt: skip

@@ -12,29 +12,19 @@ from siamesenorm.comparison.formatting import NOTHING
 LOWER, HIGHER = "\N{NO-BREAK SPACE}↓", "\N{NO-BREAK SPACE}↑"
 """Follow the title of a quantity that is better when it is low, or high."""
 
-MARKS = {
-    "stable": "●",
-    "spiked": "▲",
-    "not learned": "◇",
-    "diverged": "✕",
-    "unfinished": "○",
-    "confirmed lower": "✓",
-    "confirmed higher": "✓",
-    "edge": "!",
+SIGNS = {
+    "stable": ("●", "good"),
+    "spiked": ("▲", "warn"),
+    "not learned": ("◇", "dull"),
+    "diverged": ("✕", "bad"),
+    "unfinished": ("○", ""),
+    "confirmed lower": ("✓", "good"),
+    "confirmed higher": ("✓", "bad"),
+    "diverged on a seed": ("–", "bad"),
+    "edge": ("!", "warn"),
 }
-"""The mark beside a word of each kind, so that no meaning is in a colour alone."""
-
-TONES = {
-    "stable": "good",
-    "confirmed lower": "good",
-    "spiked": "warn",
-    "edge": "warn",
-    "not learned": "dull",
-    "diverged": "bad",
-    "confirmed higher": "bad",
-    "diverged on a seed": "bad",
-}
-"""The tone in which a kind of word is shown: good, warn, dull or bad."""
+"""The mark beside a word of each kind, so that no meaning is in a colour alone, and its tone."""
+NEUTRAL = ("–", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +53,12 @@ class Pill:
 
     def __str__(self) -> str:
         """Write the mark and the word."""
-        return f"{MARKS.get(self.kind, '–')} {self.text}"
+        return f"{SIGNS.get(self.kind, NEUTRAL)[0]} {self.text}"
 
     @property
     def tone(self) -> str:
         """The tone of its kind, empty for a neutral one."""
-        return TONES.get(self.kind, "")
+        return SIGNS.get(self.kind, NEUTRAL)[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,34 +125,27 @@ class Code:
 Block = Statements | Table | Gallery | Code
 
 
-@dataclass(frozen=True, slots=True)
-class ReportSection:
-    """A heading and what is below it."""
-
-    title: str
-    blocks: tuple[Block, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A report: its title, sentences on its subject, its sections, and files of numbers by name."""
+    """A report: its title, sentences on its subject, a block under each heading, and files of numbers by name."""
 
     title: str
     subject: tuple[str, ...]
-    sections: tuple[ReportSection, ...]
+    sections: Mapping[str, Block]
     records: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def blocks(self) -> tuple[Block, ...]:
-        """The blocks of all sections."""
-        return tuple(block for section in self.sections for block in section.blocks)
-
-    @property
     def figures(self) -> tuple[Figure, ...]:
-        """The figures of all sections."""
-        return tuple(figure for block in self.blocks if isinstance(block, Gallery) for figure in block.figures)
+        """All figures."""
+        blocks = self.sections.values()
+        return tuple(figure for block in blocks if isinstance(block, Gallery) for figure in block.figures)
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """The tables of all sections."""
-        return tuple(block for block in self.blocks if isinstance(block, Table))
+        """All tables."""
+        return tuple(block for block in self.sections.values() if isinstance(block, Table))
+
+
+def with_content(sections: Mapping[str, Block]) -> dict[str, Block]:
+    """Return the sections without those whose list, gallery or command is empty."""
+    return {title: block for title, block in sections.items() if block not in (Statements(()), Gallery(()), Code(""))}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
@@ -24,10 +24,10 @@ from siamesenorm.comparison.figure_style import LIGHT, THEMES, Figure, render
 from siamesenorm.comparison.report_parts import (
     Block,
     Code,
+    Column,
     Entry,
     Gallery,
     Report,
-    Row,
     RowGroup,
     Statement,
     Statements,
@@ -37,6 +37,7 @@ from siamesenorm.files import disk_errors, write_atomically
 
 TERMINAL_STYLES = {"good": "green", "warn": "yellow", "dull": "magenta", "bad": "red"}
 NO_BREAK = "\N{NON-BREAKING HYPHEN}"
+NUMBER = {True: ' class="number"', False: ""}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,18 +118,17 @@ def _terminal_text(entry: Entry) -> Text:
 def report_in_markdown(report: Report) -> str:
     """Return the report as Markdown, with the figures as files beside it."""
     parts = [f"# {report.title}\n", " ".join(report.subject) + "\n"]
-    for section in report.sections:
-        parts.append(f"## {section.title}\n")
-        for block in section.blocks:
-            match block:
-                case Statements():
-                    parts.append("".join(map(_statement_in_markdown, block.items)))
-                case Table():
-                    parts.append(table_in_markdown(block))
-                case Gallery():
-                    parts.extend(map(_figure_in_markdown, block.figures))
-                case Code():
-                    parts.append(f"```\n{block.text}\n```\n")
+    for title, block in report.sections.items():
+        parts.append(f"## {title}\n")
+        match block:
+            case Statements():
+                parts.append("".join(map(_statement_in_markdown, block.items)))
+            case Table():
+                parts.append(table_in_markdown(block))
+            case Gallery():
+                parts.extend(map(_figure_in_markdown, block.figures))
+            case Code():
+                parts.append(f"```\n{block.text}\n```\n")
     return "\n".join(parts)
 
 
@@ -167,9 +167,8 @@ def _figure_in_markdown(figure: Figure) -> str:
 def report_in_html(report: Report, drawings: Mapping[str, bytes]) -> str:
     """Return the page; `drawings` has the SVG of every figure by `name-light` and `name-dark`."""
     body = "".join(
-        f"<section>\n<h2>{_prose(section.title)}</h2>\n"
-        f"{''.join(_block(block, drawings) for block in section.blocks)}</section>\n"
-        for section in report.sections
+        f"<section>\n<h2>{_prose(title)}</h2>\n{_block(block, drawings)}</section>\n"
+        for title, block in report.sections.items()
     )
     sentences = "".join(f'<p class="subject">{_prose(sentence)}</p>\n' for sentence in report.subject)
     stylesheet = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
@@ -209,11 +208,11 @@ def _prose(text: str) -> str:
 
 def _table(table: Table) -> str:
     headings = "".join(
-        f'<th scope="col"{_number_class(column.numeric)} title="{escape(column.explanation)}">'
+        f'<th scope="col"{NUMBER[column.numeric]} title="{escape(column.explanation)}">'
         f"{escape(column.title).replace('-', NO_BREAK)}</th>"
         for column in table.columns
     )
-    groups = "".join(_group(group, table) for group in table.groups)
+    groups = "".join(_group(group, table.columns) for group in table.groups)
     return (
         f'<div class="card scroll" tabindex="0" role="region" aria-label="{escape(table.title)}">\n<table>\n'
         f"<caption>{escape(table.title)}</caption>\n<thead><tr>{headings}</tr></thead>\n{groups}</table>\n</div>\n"
@@ -221,19 +220,16 @@ def _table(table: Table) -> str:
     )
 
 
-def _group(group: RowGroup, table: Table) -> str:
-    title = f'<th class="group" colspan="{len(table.columns)}" scope="rowgroup"><span>{_prose(group.title)}</span></th>'
-    heading = f"<tr>{title}</tr>\n" if group.title else ""
-    return f"<tbody>\n{heading}{''.join(_row(row, table) for row in group.rows)}</tbody>\n"
-
-
-def _row(row: Row, table: Table) -> str:
-    first, *values = row
-    cells = "".join(
-        f"<td{_number_class(column.numeric)}>{_entry(entry, pill_first=column.numeric)}</td>"
-        for entry, column in zip(values, table.columns[1:], strict=True)
-    )
-    return f'<tr><th scope="row">{escape(first.text)}</th>{cells}</tr>\n'
+def _group(group: RowGroup, columns: Sequence[Column]) -> str:
+    title = f'<th class="group" colspan="{len(columns)}" scope="rowgroup"><span>{_prose(group.title)}</span></th>'
+    rows = [f"<tr>{title}</tr>\n"] if group.title else []
+    for first, *values in group.rows:
+        cells = (
+            f"<td{NUMBER[column.numeric]}>{_entry(entry, pill_first=column.numeric)}</td>"
+            for entry, column in zip(values, columns[1:], strict=True)
+        )
+        rows.append(f'<tr><th scope="row">{escape(first.text)}</th>{"".join(cells)}</tr>\n')
+    return f"<tbody>\n{''.join(rows)}</tbody>\n"
 
 
 def _entry(entry: Entry, *, pill_first: bool) -> str:
@@ -242,10 +238,6 @@ def _entry(entry: Entry, *, pill_first: bool) -> str:
     text = f"<strong>{text}</strong>" if entry.strong else f"<em>{text}</em>" if entry.emphasis else text
     pill = f'<span class="pill {entry.pill.tone}">{escape(str(entry.pill))}</span>' if entry.pill else ""
     return " ".join(filter(None, (pill, text) if pill_first else (text, pill)))
-
-
-def _number_class(numeric: bool) -> str:
-    return ' class="number"' if numeric else ""
 
 
 def _figure(figure: Figure, drawings: Mapping[str, bytes]) -> str:

@@ -79,18 +79,14 @@ def holm(p_values: Sequence[float], confidence: float = CONFIDENCE) -> list[Holm
     ends the rejections. The interval at `1 - alpha / (m - i)`, with i no larger than the first failure,
     excludes zero exactly for the rejected.
     """
-    alpha = 1.0 - confidence
+    alpha, adjusted, tests, rejected = 1.0 - confidence, 0.0, len(p_values), True
     decisions: dict[int, HolmDecision] = {}
-    adjusted, remaining, still_rejecting = 0.0, len(p_values), True
     for index in sorted(range(len(p_values)), key=lambda i: p_values[i]):
-        comparisons_left = len(p_values) - len(decisions)
-        adjusted = max(adjusted, min(1.0, comparisons_left * p_values[index]))
-        if still_rejecting:
-            remaining = comparisons_left
-            still_rejecting = p_values[index] < alpha / comparisons_left
-        decisions[index] = HolmDecision(
-            adjusted_p=adjusted, confidence=1.0 - alpha / remaining, rejected=still_rejecting
-        )
+        left = len(p_values) - len(decisions)
+        adjusted = max(adjusted, min(1.0, left * p_values[index]))
+        if rejected:
+            tests, rejected = left, p_values[index] < alpha / left
+        decisions[index] = HolmDecision(adjusted_p=adjusted, confidence=1.0 - alpha / tests, rejected=rejected)
     return [decisions[index] for index in range(len(p_values))]
 
 

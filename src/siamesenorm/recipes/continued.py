@@ -19,7 +19,6 @@ from siamesenorm.comparison.comparison_report import (
     VERDICTS,
     budget_sentence,
     closing_sections,
-    conclusions_section,
     data_sentence,
 )
 from siamesenorm.comparison.comparison_tables import (
@@ -39,11 +38,11 @@ from siamesenorm.comparison.report_parts import (
     Column,
     Entry,
     Report,
-    ReportSection,
     RowGroup,
     Statement,
     Statements,
     Table,
+    with_content,
 )
 from siamesenorm.comparison.results import ExperimentResults, RunResult
 from siamesenorm.comparison.sweep_grid import configured
@@ -220,11 +219,13 @@ def continued_report(findings: ContinuedFindings, *, title: str = "") -> Report:
     return Report(
         title=title or "A Pre-Norm model, converted and continued",
         subject=(data_sentence(results), budget_sentence(results.runs[-1])),
-        sections=(
-            conclusions_section(conclusions(findings)),
-            *(ReportSection(table.title, (table,)) for table in tables),
-            ReportSection("The verdicts", (Statements(VERDICTS),)),
-            *closing_sections(results),
+        sections=with_content(
+            {
+                "What came out": Statements(conclusions(findings), tone="conclusions"),
+                **{table.title: table for table in tables},
+                "The verdicts": Statements(VERDICTS),
+                **closing_sections(results),
+            }
         ),
         records={"runs.csv": runs_csv(results), "comparisons.csv": comparisons_csv(findings.comparisons)},
     )
