@@ -11,13 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from siamesenorm.comparison import formatting
-<<<<<<< HEAD
-from siamesenorm.comparison.experiment_runner import ExperimentObserver, Job
-from siamesenorm.comparison.report_parts import TONES
-=======
 from siamesenorm.comparison.experiment_runner import ExperimentObserver, Job
 from siamesenorm.comparison.report_parts import Pill
->>>>>>> main
 from siamesenorm.comparison.report_writer import TERMINAL_STYLES
 from siamesenorm.errors import UserError
 from siamesenorm.progress import ProgressDisplay, format_duration

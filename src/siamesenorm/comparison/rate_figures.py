@@ -30,12 +30,7 @@ from siamesenorm.comparison.figure_style import (
     styles_of,
 )
 from siamesenorm.comparison.findings import Findings, Outcome
-<<<<<<< HEAD
-from siamesenorm.comparison.report_parts import MARKS
-=======
-from siamesenorm.comparison.experiment_plan import ComparisonKind
 from siamesenorm.comparison.report_parts import SIGNS
->>>>>>> main
 from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, UNFINISHED
 
 Color = str | tuple[float, float, float]
