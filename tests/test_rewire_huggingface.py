@@ -154,6 +154,19 @@ def test_a_function_that_is_said_to_be_kept_is_kept_for_small_embeddings(family:
             assert report.bound > 0 and not torch.allclose(found, expected, rtol=1e-9, atol=1e-9), topology
 
 
+@pytest.mark.parametrize("topology", ["attnres", "attnres:block_size=2", "attnres-full"])
+def test_attention_residuals_keep_the_function_and_wake_up(topology: str) -> None:
+    """In fp64 and at an eps of 1e-3, where a norm of x / n would differ from that of x; every query learns at once."""
+    host = build_host("llama", rms_norm_eps=1e-3).double()
+    swap_norms(host, "rmsnorm")
+    expected = logits(host)
+    model = copy.deepcopy(host)
+    assert rewire(model, topology).function_kept
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-9)
+    queries = [gradient for name, gradient in gradients(model).items() if name.endswith("mix.query")]
+    assert len(queries) == 2 * len(model.model.layers) and all(each.abs().max() > 0 for each in queries)
+
+
 @pytest.mark.parametrize("topology", ["siamese", "siamese-post-pre", "mhc-4"])
 def test_the_function_is_kept_whatever_the_eps(topology: str) -> None:
     for eps in (1e-2, 1e-5):

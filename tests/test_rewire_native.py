@@ -30,13 +30,14 @@ INEXACT_WITH_SCALENORM = (
     "siamese-post-pre:readout=code", "siamese:normalized_input=false",
 )  # fmt: skip
 CAN = (
-    "pre", "ln-scaling", "layerscale", "shc-2", "dhc-2", "mhc-4", "siamese", "siamese-post-pre",
+    "pre", "ln-scaling", "layerscale", "lambdas", "shc-2", "dhc-2", "mhc-4", "attnres", "attnres-full", "siamese",
+    "siamese-post-pre",
     "siamese-post-pre:normalized_input=false", "siamese-post-pre:post_norm=lazy", "siamese-post-pre:readout=code",
     "siamese:normalized_input=false",
 )  # fmt: skip
 CANNOT = (
     "pre-embednorm", "post", "deepnorm", "residual", "residual-hybridnorm", "mixln", "hybridnorm", "hybridnorm-star",
-    "spannorm", "peri", "olmo2", "rezero",
+    "spannorm", "keel", "peri", "olmo2", "rezero",
 )  # fmt: skip
 
 

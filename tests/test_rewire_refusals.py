@@ -162,7 +162,10 @@ def test_raw_streams_have_no_function_preserving_form() -> None:
         assert topology in reason and "preserve=False" in reason
 
 
-CONTAIN_PRE_NORM = ("pre", "ln-scaling", "layerscale", "shc-2", "dhc-2", "mhc-4", "siamese", "siamese-post-pre")
+CONTAIN_PRE_NORM = (
+    "pre", "ln-scaling", "layerscale", "lambdas", "shc-2", "dhc-2", "mhc-4", "attnres", "attnres-full", "siamese",
+    "siamese-post-pre",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("topology", available_topologies())

@@ -76,7 +76,18 @@ def kind(block: Block) -> tuple[object, ...]:
     """Return what makes two blocks alike: their modules' types and their tensors' shapes."""
     modules = tuple((name, type(module)) for name, module in block.named_modules())
     tensors = (*block.named_parameters(), *block.named_buffers())
-    return modules, tuple((name, tensor.shape) for name, tensor in tensors)
+    starts = tuple(getattr(connection, "starts_source", None) for connection in block.connections)
+    return modules, tuple((name, tensor.shape) for name, tensor in tensors), starts
+
+
+def streams_entering(model: LanguageModel) -> list[int]:
+    """Return the number of streams before each block."""
+    found: list[int] = []
+    hooks = [block.register_forward_pre_hook(lambda _, inputs: found.append(len(inputs[0]))) for block in model.blocks]
+    model(tokens())
+    for hook in hooks:
+        hook.remove()
+    return found
 
 
 def assert_compiled_equals_eager(model: LanguageModel, backend: Any) -> None:
@@ -91,10 +102,29 @@ def assert_compiled_equals_eager(model: LanguageModel, backend: Any) -> None:
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(("topology", "norm"), COMBINATIONS)
 def test_one_graph_for_each_kind_of_block(topology: str, norm: str) -> None:
-    model, backend = tiny_model(topology, norm, depth=DEEP), CountingBackend()
+    grows = topology.startswith("attnres")  # a graph for each number of streams: seconds each
+    model, backend = tiny_model(topology, norm, depth=2 if grows else DEEP), CountingBackend()
+    streams = streams_entering(model)
     assert_compiled_equals_eager(model, backend)
-    kinds = {kind(block) for block in model.blocks}
-    assert backend.graphs == len(kinds) < DEEP
+    kinds = {(kind(block), count) for block, count in zip(model.blocks, streams, strict=True)}
+    assert backend.graphs == len(kinds) and (grows or len(kinds) < DEEP)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_sixteen_numbers_of_streams_have_sixteen_graphs() -> None:
+    """More than torch's own limit of graphs for one piece of code."""
+    model, graphs = tiny_model("attnres:block_size=1", depth=16), 0
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    assert streams_entering(model) == list(range(1, 17))
+    expected = run(model, tokens())
+    compile_blocks(model, backend=count)
+    found = run(model, tokens())
+    assert graphs == 16 and all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -22,7 +22,7 @@ class Lambdas(Topology):
     """
 
     title: ClassVar[str] = "Residual lambdas"
-    paper: ClassVar[str] = "public code of speed-run language models, without a paper"
+    paper: ClassVar[str] = "public code of speed-run language models, https://github.com/KellerJordan/modded-nanogpt"
     formula: ClassVar[str] = """\
         open    x = e
         read    x <- r_l x + z_l e     before the first sublayer of block l

@@ -130,9 +130,12 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
 def compile_blocks(model: nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile each block as one graph of static shapes, which blocks of one kind share.
 
-    A compiled model equals a compiled model bit for bit, not an eager one: resume a run as it was started.
+    A compiled model equals a compiled model bit for bit, not an eager one: resume a run as it was started. Blocks whose
+    streams grow have a graph for each number of streams; torch's limit of graphs is raised to the number of blocks.
     """
-    for block in _blocks(model):
+    blocks, limits = list(_blocks(model)), torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, len(blocks) + 1)
+    for block in blocks:
         block.compile(fullgraph=True, dynamic=False, backend=backend)
 
 
