@@ -50,7 +50,9 @@ class ForeignKernel:
         """Return how this kernel crosses Pre-Norm's boundary."""
         kernel = self.load()
         (norm,) = (part for part in boundary.after.modules() if isinstance(part, RMSNorm))
-        return lambda before, after, streams, output: kernel(output, streams[0], norm.gain, norm.eps)
+        assert norm.gain is not None
+        gain = norm.gain
+        return lambda before, after, streams, output: kernel(output, streams[0], gain, norm.eps)
 
 
 def _liger(kernel: Any, output: Tensor, stream: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
