@@ -194,7 +194,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="pytorch_model.bin"):
         siamesenorm.from_pretrained(tmp_path)
-    for damaged, message in {"{": "config.json cannot be read", "[]": "holds no configuration of a model"}.items():
+    for damaged in ("{", "[]"):
         (tmp_path / "config.json").write_text(damaged)
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=r"config\.json"):
             siamesenorm.from_pretrained(tmp_path)
