@@ -76,8 +76,7 @@ def kind(block: Block) -> tuple[object, ...]:
     """Return what makes two blocks alike: their modules' types and their tensors' shapes."""
     modules = tuple((name, type(module)) for name, module in block.named_modules())
     tensors = (*block.named_parameters(), *block.named_buffers())
-    starts = tuple(getattr(connection, "starts_source", None) for connection in block.connections)
-    return modules, tuple((name, tensor.shape) for name, tensor in tensors), starts
+    return modules, tuple((name, tensor.shape) for name, tensor in tensors)
 
 
 def streams_entering(model: LanguageModel) -> list[int]:

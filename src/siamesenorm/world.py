@@ -7,7 +7,7 @@ its share of each batch, and averages gradients with the others. Process 0 write
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -118,9 +118,10 @@ def is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors with the sharded ones (DTensor) gathered; every process takes part."""
-    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in tensors.items()}
+def whole(x: Tensor) -> Tensor:
+    """Return a sharded tensor (DTensor) in one piece, in which every process takes part, and any other as it is."""
+    complete: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return complete
 
 
 def shard_like(tensor: Tensor, like: Tensor | None) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.topologies import Closing, Connection, Streams, Topology
+from siamesenorm.world import whole
 
 Blocks = str | Sequence[nn.Module] | None
 """The path of a list of blocks, or blocks; None to find them."""
@@ -81,12 +82,6 @@ def joint_norm(tensors: Iterable[Tensor]) -> Tensor | None:
         return None
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     return total
-
-
-def whole(x: Tensor) -> Tensor:
-    """Return a sharded tensor in one piece."""
-    complete: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return complete
 
 
 def wide(x: Tensor) -> torch.dtype:

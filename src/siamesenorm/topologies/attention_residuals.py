@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from siamesenorm.errors import UserError
@@ -111,7 +111,7 @@ class AttentionResiduals(Topology):
 
     def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return the connection with a query of its own."""
-        return AttentionResidual(self, place, spec)
+        return (SourceStart if self.starts_source(place) else AttentionResidual)(self, place, spec)
 
     def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the mix of all sources and the final norm."""
@@ -159,6 +159,19 @@ class SourceMix(DeclaredModule):
         assign(self.query, torch.zeros_like(self.query))
 
 
+class OnlySource(nn.Module):
+    """The read of the first sublayer: over one source a query would have no effect and no gradient."""
+
+    multiple = 1.0
+
+    def forward(self, sources: Streams) -> Tensor:
+        """Return the source."""
+        return sources[0]
+
+    def init_as_pre_norm(self) -> None:
+        """Do nothing: there are no parameters."""
+
+
 def mix_sources(direction: Tensor, eps: float, factor: float, *sources: Tensor) -> Tensor:
     """Return factor sum_i softmax_i(direction . v_i / sqrt(mean v_i^2 + eps)) v_i in the dtype of `direction`.
 
@@ -174,33 +187,34 @@ def mix_sources(direction: Tensor, eps: float, factor: float, *sources: Tensor) 
 
 
 class AttentionResidual(Connection):
-    """Around one sublayer: h = norm(mix(V)); V <- V, O or the last source + O."""
+    """Around one sublayer: h = norm(mix(V)); the last source <- the last source + O."""
 
     def __init__(self, topology: AttentionResiduals, place: Place, spec: ResidualSpec) -> None:
         super().__init__(spec)
-        self.starts_source = topology.starts_source(place)
-        # The first sublayer has one source: a query would have no effect and no gradient.
-        self.mix = SourceMix(topology, spec, topology.count_sources(place.previous)) if place.previous else None
+        count = topology.count_sources(place.previous)
+        self.mix = SourceMix(topology, spec, count) if place.previous else OnlySource()
         self.norm = spec.build_input_norm(place)
 
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
         """Return the norm of the mixed sources."""
-        h = streams[0] if self.mix is None else self.mix(streams)
-        return self.to_compute(self.norm(h).to(streams[0].dtype)), streams
+        return self.to_compute(self.norm(self.mix(streams)).to(streams[0].dtype)), streams
 
     def write(self, streams: Streams, output: Tensor) -> Streams:
-        """Return the sources with the output as one more, or added to the last."""
-        output = output.to(streams[-1].dtype)
-        if self.starts_source:
-            return (*streams, output)
-        return (*streams[:-1], streams[-1] + output)
+        """Return the sources with the output added to the last."""
+        return (*streams[:-1], streams[-1] + output.to(streams[-1].dtype))
 
     def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
         """Set the query to 0 and give the input norm the function of `norm`."""
-        if self.mix is None:
-            return copy_function(norm, None, self.norm)
         self.mix.init_as_pre_norm()
         return copy_function(norm, None, self.norm, multiple=self.mix.multiple)
+
+
+class SourceStart(AttentionResidual):
+    """The same with a write that starts a source: V <- V, O."""
+
+    def write(self, streams: Streams, output: Tensor) -> Streams:
+        """Return the sources with the output as one more."""
+        return (*streams, output.to(streams[-1].dtype))
 
 
 class AttentionResidualClosing(Closing):

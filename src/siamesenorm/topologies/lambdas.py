@@ -48,7 +48,7 @@ class Lambdas(Topology):
 
     def connection(self, place: Place, spec: ResidualSpec) -> Connection:
         """Return a Pre-Norm connection; the first of a block has the block's scalars."""
-        return LambdaConnection(self, place, spec)
+        return BlockStart(self, place, spec) if place.slot == 0 else LambdaConnection(place, spec)
 
     def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the final norm of the stream."""
@@ -67,25 +67,15 @@ class Lambdas(Topology):
 
 
 class LambdaConnection(Connection):
-    """x <- r x + z e, h = norm(x); x <- x + O. `residual_scale` r and `embedding_scale` z [1] are not decayed."""
+    """h = norm(x); x <- x + O."""
 
-    residual_scale: Tensor | None
-    embedding_scale: Tensor | None
-
-    def __init__(self, topology: Lambdas, place: Place, spec: ResidualSpec) -> None:
+    def __init__(self, place: Place, spec: ResidualSpec) -> None:
         super().__init__(spec)
-        residual, embedding = topology.initial_scalars(place)
-        shape = (1,) if place.slot == 0 else None
-        self.declare("residual_scale", shape, initial=residual)
-        self.declare("embedding_scale", shape, initial=embedding)
         self.norm = spec.build_input_norm(place)
 
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
         """Return N(x), and x with the embedding."""
-        x, embedding = streams
-        if self.residual_scale is not None and self.embedding_scale is not None:
-            x = self.residual_scale.to(x.dtype) * x + self.embedding_scale.to(x.dtype) * embedding
-        return self.to_compute(self.norm(x)), (x, embedding)
+        return self.to_compute(self.norm(streams[0])), streams
 
     def write(self, streams: Streams, output: Tensor) -> Streams:
         """Return x + O and the embedding."""
@@ -93,11 +83,33 @@ class LambdaConnection(Connection):
         return x + output.to(x.dtype), embedding
 
     def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
-        """Set r = 1 and z = 0, and give the norm the function of `norm`."""
-        if self.residual_scale is not None and self.embedding_scale is not None:
-            assign(self.residual_scale, self.residual_scale.new_ones(()))
-            assign(self.embedding_scale, self.embedding_scale.new_zeros(()))
+        """Give the norm the function of `norm`."""
         return copy_function(norm, None, self.norm)
+
+
+class BlockStart(LambdaConnection):
+    """The same after x <- r x + z e. `residual_scale` r and `embedding_scale` z [1] are not decayed."""
+
+    residual_scale: Tensor
+    embedding_scale: Tensor
+
+    def __init__(self, topology: Lambdas, place: Place, spec: ResidualSpec) -> None:
+        super().__init__(place, spec)
+        residual, embedding = topology.initial_scalars(place)
+        self.declare("residual_scale", (1,), initial=residual)
+        self.declare("embedding_scale", (1,), initial=embedding)
+
+    def read(self, streams: Streams) -> tuple[Tensor, Streams]:
+        """Return N(x), and x with the embedding."""
+        x, embedding = streams
+        x = self.residual_scale.to(x.dtype) * x + self.embedding_scale.to(x.dtype) * embedding
+        return super().read((x, embedding))
+
+    def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
+        """Set r = 1 and z = 0, and give the norm the function of `norm`."""
+        assign(self.residual_scale, self.residual_scale.new_ones(()))
+        assign(self.embedding_scale, self.embedding_scale.new_zeros(()))
+        return super().init_as_pre_norm(norm)
 
 
 class LambdaClosing(Closing):

@@ -201,7 +201,7 @@ class TrainingLoop:
         seen = config.warm_start.position if config.warm_start else 0
         loss, auxiliary = self._accumulate(seen + (step - 1) * config.batch)
         limit = config.optimizer.clip or math.inf
-        norm = whole({"norm": nn.utils.clip_grad_norm_(self.model.parameters(), limit)})["norm"]
+        norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         record: Record = {
@@ -248,8 +248,8 @@ class TrainingLoop:
 
     def _save(self, step: int) -> None:
         tensors = {
-            "model": whole(self.model.state_dict()),
-            "optimizer": whole(optimizer_tensors(self.optimizer)),
+            "model": {name: whole(tensor) for name, tensor in self.model.state_dict().items()},
+            "optimizer": {name: whole(tensor) for name, tensor in optimizer_tensors(self.optimizer).items()},
             "random": {name: state for each in self.world.gather(self._random_state()) for name, state in each.items()},
         }
 
