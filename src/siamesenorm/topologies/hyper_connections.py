@@ -191,13 +191,17 @@ class MixingConnection(Connection):
 
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
         """Return N(A_m^T H), and A_r^T H with B for the write."""
-        (packed,) = streams
+        h, mixed, mix_out, _ = self.mix(streams[0])
+        return h, (mixed, mix_out)
+
+    def mix(self, packed: Tensor, gates: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return N(gates^T H), where the gates are A_m unless they are given, and A_r^T H, B and A_m."""
         wide = packed.to(torch.promote_types(packed.dtype, torch.float32))
         with without_autocast(packed.device):
             mix_in, mix_residual, mix_out = self.mixing_weights(wide)
-            h = mix_streams(mix_in, wide)
+            h = mix_streams(mix_in if gates is None else gates.to(wide.dtype), wide)
             mixed = mix_residuals(mix_residual, wide).to(packed.dtype)
-        return self.to_compute(self.norm(h).to(packed.dtype)), (mixed, mix_out)
+        return self.to_compute(self.norm(h).to(packed.dtype)), mixed, mix_out, mix_in
 
     def write(self, streams: Streams, output: Tensor) -> Streams:
         """Return H~ + B O."""

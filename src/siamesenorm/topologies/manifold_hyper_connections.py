@@ -23,7 +23,6 @@ from siamesenorm.topologies.hyper_connections import (
     MixingConnection,
     MultiStream,
     StackedOpening,
-    mix_residuals,
     mix_streams,
     without_autocast,
 )
@@ -289,13 +288,8 @@ class SinglePassConnection(ManifoldHyperConnection):
 
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
         """Return N(sum_i pre'_i H_i), and R^T H with the gates of the write and of the next read."""
-        packed, gates = streams
-        wide = packed.to(torch.promote_types(packed.dtype, torch.float32))
-        with without_autocast(packed.device):
-            mix_in, mix_residual, mix_out = self.mixing_weights(wide)
-            h = mix_streams(gates.to(wide.dtype), wide)
-            mixed = mix_residuals(mix_residual, wide).to(packed.dtype)
-        return self.to_compute(self.norm(h).to(packed.dtype)), (mixed, mix_out, mix_in)
+        h, *state = self.mix(*streams)
+        return h, tuple(state)
 
     def write(self, streams: Streams, output: Tensor) -> Streams:
         """Return R^T H + post O, and the gates of the next read."""
