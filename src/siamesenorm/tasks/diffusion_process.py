@@ -1,0 +1,124 @@
+"""The process of diffusion: noise of a schedule over T steps, its variational bound, and samplers, by diffusers' classes.
+
+    x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) e        e ~ N(0, 1), a_t the product of 1 - b_s over the steps s <= t
+
+diffusers is imported when a process is made: it takes seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from siamesenorm.errors import UserError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+BetaSchedule = Literal["linear", "scaled_linear", "squaredcos_cap_v2"]
+Sampler = Literal["ddpm", "ddim", "dpm-solver"]
+HALF_LEVEL = 1 / 255
+"""Half the distance of two of the 256 levels of a pixel in [-1, 1]."""
+LEAST_PROBABILITY = 1e-12
+
+
+class DiffusionProcess:
+    """The forward process of `timesteps` steps with a schedule of diffusers, and the samplers that reverse it."""
+
+    def __init__(self, timesteps: int, beta_schedule: BetaSchedule) -> None:
+        self.options: dict[str, Any] = {"num_train_timesteps": timesteps, "beta_schedule": beta_schedule}
+        self.schedulers = import_diffusers()
+        betas = self.schedulers.DDPMScheduler(**self.options).betas
+        self.kept = (1 - betas.double()).cumprod(0)
+        """The products a_t, [timesteps] in fp64."""
+
+    def noisy(self, images: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        """Return x_t of images [batch, ...], noise of that shape, and timesteps [batch]."""
+        kept = self._at(self.kept, timesteps, images)
+        return kept.sqrt() * images + (1 - kept).sqrt() * noise
+
+    def bound(
+        self, images: Tensor, noisy: Tensor, timesteps: Tensor, noise: Tensor, variance: Tensor
+    ) -> Tensor:
+        """Return the term of the variational bound at each timestep, in bits a value, [batch] (arXiv 2102.09672).
+
+        `noise` and `variance` are the model's: KL(q(x_{t-1} | x_t, x_0) || p(x_{t-1} | x_t)), and at t = 0 minus the
+        log likelihood of the 256 levels of x_0. Only the variance has a gradient.
+        """
+        kept, before = (self._at(each, timesteps, images) for each in (self.kept, self._kept_before))
+        start = (noisy - (1 - kept).sqrt() * noise.detach()) / kept.sqrt()
+        step = 1 - kept / before
+        of_start, of_noisy = before.sqrt() * step / (1 - kept), (kept / before).sqrt() * (1 - before) / (1 - kept)
+        mean, true_mean = of_start * start + of_noisy * noisy, of_start * images + of_noisy * noisy
+        least, most = (self._at(each, timesteps, images) for each in self._log_variances)
+        share = (variance + 1) / 2
+        log_variance = share * most + (1 - share) * least
+        divergence = gaussian_divergence(true_mean, least, mean, log_variance)
+        likelihood = level_log_likelihood(images, mean, log_variance / 2)
+        first = (timesteps == 0).view(-1, *(1,) * (images.ndim - 1))
+        return torch.where(first, -likelihood, divergence).flatten(1).mean(dim=1) / math.log(2)
+
+    def build_sampler(self, name: Sampler, steps: int, *, clip: bool) -> Any:
+        """Return a scheduler of diffusers, set to `steps` steps; `clip` keeps its estimates of x_0 within [-1, 1].
+
+        That of "ddpm" takes the learned variance behind the noise in the channels, the others the noise alone.
+        """
+        classes = self.schedulers
+        if name == "dpm-solver":
+            scheduler = classes.DPMSolverMultistepScheduler(**self.options)
+        elif name == "ddim":
+            scheduler = classes.DDIMScheduler(**self.options, clip_sample=clip, timestep_spacing="trailing")
+        else:
+            scheduler = classes.DDPMScheduler(**self.options, clip_sample=clip, timestep_spacing="trailing")
+        scheduler.set_timesteps(steps)
+        return scheduler
+
+    @cached_property
+    def _kept_before(self) -> Tensor:
+        """The products one step before, 1 before the first."""
+        return torch.cat((self.kept.new_ones(1), self.kept[:-1]))
+
+    @cached_property
+    def _log_variances(self) -> tuple[Tensor, Tensor]:
+        """The logarithms of the posterior's variances, whose first is 0 and taken as the second, and of b_t."""
+        betas = 1 - self.kept / self._kept_before
+        posterior = betas * (1 - self._kept_before) / (1 - self.kept)
+        return torch.cat((posterior[1:2], posterior[1:])).log(), betas.log()
+
+    @staticmethod
+    def _at(values: Tensor, timesteps: Tensor, like: Tensor) -> Tensor:
+        """Return the values of timesteps [batch], shaped to broadcast with `like` and in its dtype."""
+        found = values.to(like.device)[timesteps]
+        return found.to(like.dtype).view(-1, *(1,) * (like.ndim - 1))
+
+
+def gaussian_divergence(mean: Tensor, log_variance: Tensor, other: Tensor, other_log_variance: Tensor) -> Tensor:
+    """Return KL(N(mean, variance) || N(other, other variance)) in nats, element by element."""
+    ratio = log_variance - other_log_variance
+    return 0.5 * (ratio.exp() - 1 - ratio + (mean - other).square() * (-other_log_variance).exp())
+
+
+def level_log_likelihood(images: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
+    """Return the log probability in nats that N(mean, std^2) falls into the level of each pixel in [-1, 1].
+
+    The first and the last level reach to minus and plus infinity.
+    """
+    scale = (-log_std).exp()
+    below = torch.special.ndtr((images - mean - HALF_LEVEL) * scale)
+    above = torch.special.ndtr((images - mean + HALF_LEVEL) * scale)
+    above = torch.where(images > 1 - HALF_LEVEL, 1.0, above)
+    below = torch.where(images < -1 + HALF_LEVEL, 0.0, below)
+    return (above - below).clamp(min=LEAST_PROBABILITY).log()
+
+
+def import_diffusers() -> ModuleType:
+    """Return diffusers; raises UserError where it is not installed."""
+    try:
+        import diffusers
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error.name} is not installed: pip install 'siamesenorm[diffusion]'") from error
+    return diffusers
