@@ -24,7 +24,15 @@ from siamesenorm.models.transformer import TransformerConfig, inherited_operator
 from siamesenorm.norms import AdaLN, NormSpec
 from siamesenorm.sublayers.mlp import Activation
 from siamesenorm.sublayers.sublayer import Context, Losses, Modulated, Projection
-from siamesenorm.topologies import Kernels, Place, ResidualSpec, Topology, build_topology, topology_name, transformer_places
+from siamesenorm.topologies import (
+    Kernels,
+    Place,
+    ResidualSpec,
+    Topology,
+    build_topology,
+    topology_name,
+    transformer_places,
+)
 
 OFFICIAL = "siamese-post-pre:post_norm=lazy,readout=code"
 """SiameseNorm in the form of the released code for DiT (arXiv 2602.08064): the head's norm is the third one."""
@@ -108,9 +116,9 @@ class DiffusionTransformerConfig(TransformerConfig):
         """Return the places of the sublayers of each block: conditioned ones."""
         return transformer_places(self.depth, conditioned=True)
 
-    def build_sublayers(self, block: int, kernels: Kernels) -> dict[str, nn.Module]:
+    def build_sublayers(self, kernels: Kernels) -> dict[str, nn.Module]:
         """Return attention and MLP of a block, each scaled, shifted and gated by the condition."""
-        sublayers = super().build_sublayers(block, kernels)
+        sublayers = super().build_sublayers(kernels)
         return {name: Modulated(sublayer, self.dim, self.dim) for name, sublayer in sublayers.items()}
 
     def residual_spec(self, kernels: Kernels = "plain") -> ResidualSpec:

@@ -41,9 +41,7 @@ class DiffusionProcess:
         kept = self._at(self.kept, timesteps, images)
         return kept.sqrt() * images + (1 - kept).sqrt() * noise
 
-    def bound(
-        self, images: Tensor, noisy: Tensor, timesteps: Tensor, noise: Tensor, variance: Tensor
-    ) -> Tensor:
+    def bound(self, images: Tensor, noisy: Tensor, timesteps: Tensor, noise: Tensor, variance: Tensor) -> Tensor:
         """Return the term of the variational bound at each timestep, in bits a value, [batch] (arXiv 2102.09672).
 
         `noise` and `variance` are the model's: KL(q(x_{t-1} | x_t, x_0) || p(x_{t-1} | x_t)), and at t = 0 minus the
@@ -62,18 +60,20 @@ class DiffusionProcess:
         first = (timesteps == 0).view(-1, *(1,) * (images.ndim - 1))
         return torch.where(first, -likelihood, divergence).flatten(1).mean(dim=1) / math.log(2)
 
-    def build_sampler(self, name: Sampler, steps: int, *, clip: bool) -> Any:
+    def build_sampler(self, name: Sampler, steps: int, *, clip: bool, learned_sigma: bool) -> Any:
         """Return a scheduler of diffusers, set to `steps` steps; `clip` keeps its estimates of x_0 within [-1, 1].
 
-        That of "ddpm" takes the learned variance behind the noise in the channels, the others the noise alone.
+        That of "ddpm" takes a learned variance behind the noise in the channels, the others the noise alone;
+        "dpm-solver" does not clip.
         """
-        classes = self.schedulers
+        classes, variance = self.schedulers, "learned_range" if learned_sigma else "fixed_small"
+        clipped = {"clip_sample": clip, "timestep_spacing": "trailing"}
         if name == "dpm-solver":
             scheduler = classes.DPMSolverMultistepScheduler(**self.options)
         elif name == "ddim":
-            scheduler = classes.DDIMScheduler(**self.options, clip_sample=clip, timestep_spacing="trailing")
+            scheduler = classes.DDIMScheduler(**self.options, **clipped)
         else:
-            scheduler = classes.DDPMScheduler(**self.options, clip_sample=clip, timestep_spacing="trailing")
+            scheduler = classes.DDPMScheduler(**self.options, **clipped, variance_type=variance)
         scheduler.set_timesteps(steps)
         return scheduler
 

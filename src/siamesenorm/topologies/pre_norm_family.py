@@ -139,11 +139,15 @@ class ReZero(BoundaryTopology):
             └─▶ F ─▶ O ─▶ α ──┘"""
     special_cases: ClassVar[tuple[str, ...]] = ("the identity at the start, exactly",)
     pre_norm_refusal: ClassVar[str | None] = "it has no norm"
+    modulation_refusal: ClassVar[str | None] = (
+        "its factor and the condition's gate multiply each other and are both zero at the start: neither ever learns"
+    )
     has_fused_kernels: ClassVar[bool] = False
     """No read has a norm, so there is nothing to fuse an addition with."""
 
     def connection(self, place: Place, spec: ResidualSpec) -> Connection:
-        """Return the connection with a scaled output and no norm."""
+        """Return the connection with a scaled output and no norm; raises UserError if the sublayer is conditioned."""
+        self.refuse_conditioned(place)
         return BoundaryConnection(self, place, spec, output=ScalarGate(initial=0.0))
 
     def closing(self, last: Place, spec: ResidualSpec) -> Closing:
@@ -180,13 +184,6 @@ class OutputNorm(BoundaryTopology):
         """Return the connection with an output norm; raises UserError if the sublayer is conditioned."""
         self.refuse_conditioned(place)
         return BoundaryConnection(self, place, spec, output=spec.build_norm("output"))
-
-    def refuse_conditioned(self, place: Place) -> None:
-        """Raise UserError if the sublayer is conditioned."""
-        if place.conditioned:
-            raise UserError(
-                f"{self.title} takes no conditioned sublayer: {self.modulation_refusal}; use pre or siamese"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
