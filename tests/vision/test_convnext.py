@@ -13,7 +13,7 @@ from torch import nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.models.convnext import SIZES, ConvNext, ConvNextConfig, build_convnext
-from siamesenorm.models.transformer import count_flops, count_parameters
+from siamesenorm.models.cost import count_flops, count_parameters
 from siamesenorm.norms import Norm, NormSpec, declared_parameters
 
 TINY = ConvNextConfig(depths=(1, 2, 1, 1), dims=(8, 16, 16, 24), image_size=8, patch_size=1, channels=1, classes=5)

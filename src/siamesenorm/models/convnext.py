@@ -19,13 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError, unknown
+from siamesenorm.models.block import TransformerOutput
 from siamesenorm.models.initialisation import build_initialised, fill_normal
-from siamesenorm.models.transformer import (
-    TransformerOutput,
-    inherited_operator,
-    read_method,
-    require_positive,
-)
+from siamesenorm.models.transformer import inherited_operator, read_method, require_positive
 from siamesenorm.norms import DeclaredModule, Norm, NormSpec, Role
 from siamesenorm.norms.foreign_norms import looks_like_norm, replace_norm
 from siamesenorm.topologies import Kernels, build_topology
@@ -78,9 +74,7 @@ class ConvNextConfig:
             if len(values) != STAGES or min(values) < 1:
                 raise UserError(f"{name} is {values}: give {STAGES} numbers of at least 1, one a stage")
         if self.image_size % self.reduction:
-            raise UserError(
-                f"image_size is {self.image_size}: choose a multiple of {self.reduction} with patch_size {self.patch_size}"
-            )
+            raise UserError(f"image_size is {self.image_size}: choose a multiple of {self.reduction}")
         if not 0 <= self.drop_path < 1:
             raise UserError(f"drop_path is {self.drop_path}: choose a number from 0 to below 1")
         if not math.isfinite(self.layer_scale):
@@ -121,7 +115,9 @@ class ConvNextConfig:
         for name in record:
             if name not in known:
                 raise unknown("field of a model", name, known)
-        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
+        }
         if "norm" in fields:
             fields["norm"] = NormSpec.from_json(fields["norm"])
         return cls(**fields)
