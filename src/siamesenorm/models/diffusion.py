@@ -1,4 +1,4 @@
-"""The diffusion Transformer (DiT, arXiv 2212.09748): patches with fixed positions, conditioned blocks, a modulated head.
+"""The diffusion Transformer (DiT, arXiv 2212.09748): patches, conditioned blocks, a modulated head.
 
 * timestep and class give one condition c; every sublayer is `Modulated` by it (AdaLN-Zero), and so is the head
 * the last norm before each sublayer, and the one before the head, have no gain: the condition gives it

@@ -1,4 +1,4 @@
-"""The process of diffusion: noise of a schedule over T steps, its variational bound, and samplers, by diffusers' classes.
+"""The process of diffusion: noise of a schedule over T steps, its variational bound, and the samplers of diffusers.
 
     x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) e        e ~ N(0, 1), a_t the product of 1 - b_s over the steps s <= t
 

@@ -93,11 +93,11 @@ def mnist_dit(data: Any) -> RunConfig:
         depth=8, dim=64, heads=4, hidden=256, image_size=28, patch_size=4, channels=1, classes=10
     )
     return RunConfig(
-        task=DiffusionTaskConfig(data=str(data), model=model, validation_images=1000),
-        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=100, weight_decay=0.0),
-        steps=1000,
+        task=DiffusionTaskConfig(data=str(data), model=model, validation_images=500),
+        optimizer=OptimizerConfig(learning_rate=1.2e-2, warmup_steps=50, weight_decay=0.0),
+        steps=500,
         batch=32,
-        ema=0.995,
+        ema=0.99,
         validation_every=100,
     )
 
