@@ -46,7 +46,7 @@ class Row:
         sizes = [like[name].shape[self.dim] for name in self.own]
         shape = list(like[self.own[0]].shape)
         shape[self.dim] = sum(sizes)
-        return dict(zip(self.own, tensor.reshape(shape).split(sizes, dim=self.dim), strict=True))
+        return dict(zip(self.own, torch.split(tensor.reshape(shape), sizes, dim=self.dim), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.models.block import TransformerOutput, add_losses
+from siamesenorm.models.block import TransformerOutput, mean_losses
 from siamesenorm.models.initialisation import build_embedding, build_initialised, initialise
 from siamesenorm.models.transformer import TransformerConfig, inherited_operator, require_positive
 from siamesenorm.norms import NORMS, DeclaredModule, NormSpec
 from siamesenorm.sublayers.attention import AttentionCache, rotation
-from siamesenorm.sublayers.moe import MixtureOfExperts, MixtureShape
+from siamesenorm.sublayers.moe import STATISTICS, MixtureOfExperts, MixtureShape
 from siamesenorm.sublayers.sublayer import Context, Losses, Projection, Rotation
 from siamesenorm.topologies import Kernels, Streams, Topology, build_topology
 
@@ -52,7 +52,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "depth": 4,
         "dim": 192,
         "heads": 4,
-        "hidden": 256,
+        "hidden": 224,
         "context": 128,
         "experts": 16,
         "active_experts": 2,
@@ -166,8 +166,9 @@ class LanguageModelConfig(TransformerConfig):
 
     @property
     def loss_weights(self) -> dict[str, float]:
-        """Weights of the auxiliary losses of the sublayers; what is not named is recorded only."""
-        return {"load_balancing_loss": self.load_balancing_weight, "router_z_loss": self.router_z_weight}
+        """Weights of the scalars of the experts in the objective; losses of other sublayers count as they are."""
+        weights = {"load_balancing_loss": self.load_balancing_weight, "router_z_loss": self.router_z_weight}
+        return {**weights, **dict.fromkeys(STATISTICS, 0.0)}
 
     def build_mlp(self) -> nn.Module:
         """Return the MLP of a block, or its experts."""

@@ -16,6 +16,10 @@ from siamesenorm.kernels.grouped import grouped_linear
 from siamesenorm.sublayers.sublayer import NO_CONTEXT, Context, Losses, Projection, ProjectionRole, to_autocast
 
 
+STATISTICS = ("largest_expert_load", "expert_load_entropy", "dropped_tokens")
+"""Scalars of a mixture that are recorded and are no losses."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MixtureShape:
     """Widths and options of a mixture: `experts` MLPs of width `hidden`, `active` of them for a token.
@@ -42,13 +46,13 @@ class ExpertProjection(nn.Module):
 
     def __init__(self, shape: MixtureShape, in_features: int, out_features: int, *, role: ProjectionRole) -> None:
         super().__init__()
-        self.in_features, self.role = in_features, role
-        self.active_share = shape.active / shape.experts
+        self.in_features, self.role, self.shape = in_features, role, shape
         self.weight = nn.Parameter(torch.empty(shape.experts, out_features, in_features))
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Return [rows, out_features] of rows sorted by expert, whose ends are `offsets`; see `grouped_linear`."""
-        return grouped_linear(x, self.weight.to(x.dtype), offsets)
+        output: Tensor = grouped_linear(x, self.weight.to(x.dtype), offsets)
+        return output
 
 
 class MixtureOfExperts(nn.Module):
@@ -99,19 +103,23 @@ class MixtureOfExperts(nn.Module):
     def _experts(self, tokens: Tensor, weights: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
         """Return [tokens, dim]; row i of the experts is choice order[i], of token order[i] // active."""
         inverse = order.argsort()
-        rows: Tensor = _Rearranged.apply(tokens, order, inverse, self.shape.active)
+        rows = _rearranged(tokens, order, inverse, self.shape.active)
         hidden = F.silu(self.gate(rows, offsets)) * self.up(rows, offsets)
-        outputs: Tensor = _Rearranged.apply(self.output(hidden, offsets), inverse, order, 1)
-        outputs = outputs.unflatten(0, (-1, self.shape.active))
+        outputs = _rearranged(self.output(hidden, offsets), inverse, order)
+        outputs = outputs.view(len(tokens), self.shape.active, -1)
         return (outputs * weights.unsqueeze(-1).to(outputs.dtype)).sum(dim=1)
 
 
-class _Rearranged(torch.autograd.Function):
-    """The rows order // copies of x: each row `copies` times, in an order whose inverse is given.
+def _rearranged(x: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
+    """Return the rows order // copies of x: each row `copies` times, in an order whose inverse is given.
 
     The gradient gathers by the inverse: autograd's own would add at places, in an order that differs between runs.
     """
+    result: Tensor = _Rearranged.apply(x, order, inverse, copies)  # type: ignore[no-untyped-call]
+    return result
 
+
+class _Rearranged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
         ctx.save_for_backward(inverse)
@@ -121,7 +129,8 @@ class _Rearranged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
-        return gradient[inverse].unflatten(0, (-1, ctx.copies)).sum(dim=1), None, None, None
+        copies = gradient[inverse].view(-1, ctx.copies, gradient.shape[-1])
+        return copies.sum(dim=1), None, None, None
 
 
 def _scalars(logits: Tensor, probabilities: Tensor, offsets: Tensor, rows: int) -> Losses:
