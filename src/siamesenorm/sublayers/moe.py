@@ -15,7 +15,6 @@ from siamesenorm.errors import UserError
 from siamesenorm.kernels.grouped import grouped_linear
 from siamesenorm.sublayers.sublayer import NO_CONTEXT, Context, Losses, Projection, ProjectionRole, to_autocast
 
-
 STATISTICS = ("largest_expert_load", "expert_load_entropy", "dropped_tokens")
 """Scalars of a mixture that are recorded and are no losses."""
 
