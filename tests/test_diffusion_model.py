@@ -110,7 +110,8 @@ def reference(model: DiffusionTransformer, images: Tensor, timesteps: Tensor, la
         x = affine_norm(x, model.closing.post_norm) + affine_norm(y, model.closing.identity_norm)
     patches = model.head(modulated(x, c, model.final_norm.modulation)[0])
     rows = [
-        torch.cat([patches[:, 4 * row + column].view(-1, 6, 2, 2) for column in range(4)], dim=3) for row in range(4)
+        torch.cat([patches[:, 4 * row + column].view(-1, 2, 2, 6).permute(0, 3, 1, 2) for column in range(4)], dim=3)
+        for row in range(4)
     ]
     return torch.cat(rows, dim=2)
 

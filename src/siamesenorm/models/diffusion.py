@@ -80,8 +80,8 @@ class DiffusionTransformerConfig(TransformerConfig):
     """Number of classes; the label of no class is this number."""
     learned_sigma: bool = False
     """Predict the variance of every step, too (arXiv 2102.09672): twice the channels."""
-    frequency_span: Literal["128", "127"] = "128"
-    """The i-th frequency of the timestep is 10000^(-i/span): 128 in DiT's code, 127 in diffusers'."""
+    frequencies: Literal["dit", "diffusers"] = "dit"
+    """The i-th of the timestep's 128 frequencies: 10000^(-i/128) as in DiT's code, 10000^(-i/127) as in diffusers'."""
     condition_embeddings: Literal["shared", "per-block"] = "shared"
     """One embedding of timestep and class for the model, or one for every block, as diffusers stores them."""
 
@@ -101,6 +101,11 @@ class DiffusionTransformerConfig(TransformerConfig):
                 f"topology {topology_name(self.topology)} does not compose with AdaLN-Zero: "
                 f"{self.topology.modulation_refusal}; use pre or siamese"
             )
+
+    @property
+    def frequency_span(self) -> int:
+        """Index of the frequency 1/10000."""
+        return FREQUENCIES if self.frequencies == "dit" else FREQUENCIES - 1
 
     @property
     def grid(self) -> int:
@@ -190,7 +195,7 @@ class DiffusionTransformer(nn.Module):
         self.register_buffer("position", torch.empty(config.grid**2, config.dim), persistent=False)
         embeddings = config.depth if config.condition_embeddings == "per-block" else 1
         self.conditions = nn.ModuleList(
-            ConditionEmbedding(config.dim, config.classes, int(config.frequency_span)) for _ in range(embeddings)
+            ConditionEmbedding(config.dim, config.classes, config.frequency_span) for _ in range(embeddings)
         )
         self.dropout = nn.Dropout(config.dropout)
         self.opening, self.blocks, self.closing = config.build_stack(kernels)
@@ -226,11 +231,14 @@ class DiffusionTransformer(nn.Module):
         return DiffusionOutput(noise, variance[0] if variance else None, losses)
 
     def join(self, patches: Tensor) -> Tensor:
-        """Return [batch, outputs, height, width], in at least fp32, of patches [batch, patches, values]."""
+        """Return [batch, outputs, height, width], in at least fp32, of patches [batch, patches, values].
+
+        The values of a patch are those of its first pixel in all channels, then of the next in its row, as in DiT.
+        """
         config = self.config
         wide = patches.to(torch.promote_types(patches.dtype, torch.float32))
-        cells = wide.view(-1, config.grid, config.grid, config.outputs, config.patch_size, config.patch_size)
-        return cells.permute(0, 3, 1, 4, 2, 5).reshape(-1, config.outputs, config.image_size, config.image_size)
+        cells = wide.view(-1, config.grid, config.grid, config.patch_size, config.patch_size, config.outputs)
+        return cells.permute(0, 5, 1, 3, 2, 4).reshape(-1, config.outputs, config.image_size, config.image_size)
 
 
 def build_diffusion_transformer(

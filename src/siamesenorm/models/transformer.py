@@ -185,10 +185,11 @@ class TransformerConfig:
 
     def build_sublayers(self, kernels: Kernels) -> dict[str, nn.Module]:
         """Return the sublayers of a block by name."""
-        return {
-            "attention": Attention(self.attention_shape, kernels),
-            "mlp": build_mlp(self.activation, self.dim, self.hidden, bias=self.bias),
-        }
+        return {"attention": Attention(self.attention_shape, kernels), "mlp": self.build_mlp()}
+
+    def build_mlp(self) -> nn.Module:
+        """Return the MLP of a block."""
+        return build_mlp(self.activation, self.dim, self.hidden, bias=self.bias)
 
     def residual_spec(self, kernels: Kernels = "plain") -> ResidualSpec:
         """Return the specification of the residual path; raises UserError for unknown kernels."""
