@@ -60,7 +60,7 @@ class DiffusionProcess:
         first = (timesteps == 0).view(-1, *(1,) * (images.ndim - 1))
         return torch.where(first, -likelihood, divergence).flatten(1).mean(dim=1) / math.log(2)
 
-    def build_sampler(self, name: Sampler, steps: int, *, clip: bool, learned_sigma: bool) -> Any:
+    def build_sampler(self, name: str, steps: int, *, clip: bool, learned_sigma: bool) -> Any:
         """Return a scheduler of diffusers, set to `steps` steps; `clip` keeps its estimates of x_0 within [-1, 1].
 
         That of "ddpm" takes a learned variance behind the noise in the channels, the others the noise alone;

@@ -40,7 +40,7 @@ class DiffusionSampler:
         seed: int = 0,
         first: int = 0,
         steps: int = 250,
-        sampler: Sampler = "ddpm",
+        sampler: str = "ddpm",
         progress: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """Return one image for each of `classes` [count]: uint8 [count, channels, height, width].
@@ -49,7 +49,8 @@ class DiffusionSampler:
 
         At guidance 1 that is the prediction for the class alone. All draws of the i-th image are from a generator of
         (seed, first + i): it is the same in any batch, up to the rounding of the model's matrix products. `progress`
-        is called after every step. Raises UserError for classes, steps and samplers that do not exist.
+        is called after every step. Raises UserError for classes, steps and samplers that do not exist, and where the
+        model returns no finite numbers.
         """
         self._check(classes, guidance, steps, sampler)
         device, config = next(model.parameters()).device, self.config
@@ -69,6 +70,8 @@ class DiffusionSampler:
             x = scheduler.step(output, timestep, x, **drawn).prev_sample
             progress()
         model.train(was_training)
+        if not x.isfinite().all():
+            raise UserError("the model's samples are not finite: its training has diverged, use another run")
         pixels = x if self.autoencoder is None else self.autoencoder.decode(x)
         return ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu()
 
