@@ -17,7 +17,8 @@ from siamesenorm.cli import main  # noqa: E402
 from siamesenorm.cli.sample import grid, png  # noqa: E402
 
 TINY = ["--model.depth", "1", "--model.dim", "16", "--model.heads", "2", "--model.hidden", "24", "--model.patch-size",
-        "4", "--batch", "8", "--optimizer.warmup-steps", "1", "--execution.compile", "off", "--validation-images", "8"]  # fmt: skip
+        "4", "--batch", "8", "--optimizer.warmup-steps", "1", "--execution.compile", "off",
+        "--validation-images", "8"]  # fmt: skip
 DRAW = ["--steps", "3", "--sampler", "ddim"]
 
 
@@ -78,8 +79,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     capsys.readouterr()
     assert main(["sample", *arguments]) == 2
     said = capsys.readouterr()
-    assert said.out == "" and said.err.strip().count("\n") == 0
-    return said.err
+    *progress, line = said.err.strip().split("\n")
+    assert said.out == "" and line.startswith("siamesenorm: ")
+    assert not any(each.startswith(("siamesenorm: ", "Traceback")) for each in progress)
+    return line
 
 
 @pytest.mark.parametrize(

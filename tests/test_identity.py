@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from siamesenorm.data.augmentation import Augmentation
+from siamesenorm.models.diffusion import DiffusionTransformerConfig
 from siamesenorm.models.language import LanguageModelConfig
 from siamesenorm.models.vision import VisionTransformerConfig
 from siamesenorm.norms import NORMS, NormSpec
@@ -44,6 +45,7 @@ CLASSES = (
     WarmStart,
     LanguageModelConfig,
     VisionTransformerConfig,
+    DiffusionTransformerConfig,
     Augmentation,
     *TASKS.values(),
 )

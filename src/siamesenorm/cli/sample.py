@@ -84,6 +84,9 @@ def run(arguments: Arguments) -> None:
     model, which, step = open_weights(directory, config, sampler, arguments.weights, device)
     classes = arguments.classes or tuple(range(sampler.classes))
     out = arguments.out or arguments.run / "samples.png"
+    for file in filter(None, (out, arguments.npz)):
+        if not file.parent.is_dir():
+            raise UserError(f"{file}: no such directory {file.parent}: make it, or choose another path")
     shown: list[Tensor] = []
     with disk_errors(out.parent), npz_file(arguments.npz, arguments.count) as written:
         with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):

@@ -250,8 +250,9 @@ def build_diffusion_transformer(
 
 def timestep_sinusoids(timesteps: Tensor, frequency_span: int = FREQUENCIES) -> Tensor:
     """Return [cos(t w), sin(t w)] of timesteps [batch], w_i = 10000^(-i/span), i < 128: [batch, 256] in fp32."""
-    exponents = torch.arange(FREQUENCIES, device=timesteps.device, dtype=torch.float32) / frequency_span
-    angles = timesteps.to(torch.float32)[:, None] * torch.exp(-math.log(10_000) * exponents)
+    # In this order, as in other implementations: at timestep 1000 the rounding of a frequency moves the angle by 1e-4.
+    exponents = -math.log(10_000) * torch.arange(FREQUENCIES, device=timesteps.device, dtype=torch.float32)
+    angles = timesteps.to(torch.float32)[:, None] * torch.exp(exponents / frequency_span)
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 

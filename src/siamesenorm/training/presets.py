@@ -128,7 +128,7 @@ def mnist_dit(data: Any) -> RunConfig:
         depth=8, dim=64, heads=4, hidden=256, image_size=28, patch_size=4, channels=1, classes=10
     )
     return RunConfig(
-        task=DiffusionTaskConfig(data=str(data), model=model, validation_images=500),
+        task=DiffusionTaskConfig(data=data, model=model, validation_images=500),
         optimizer=OptimizerConfig(learning_rate=1.2e-2, warmup_steps=50, weight_decay=0.0),
         steps=500,
         batch=32,
@@ -145,7 +145,7 @@ def dit_l_4(data: Any) -> RunConfig:
 
     return RunConfig(
         task=DiffusionTaskConfig(
-            data=str(data), vae="vae", model=diffusion_transformer_config("dit-l-4"), validation_images=5000
+            data=data, vae="vae", model=diffusion_transformer_config("dit-l-4"), validation_images=5000
         ),
         optimizer=OptimizerConfig(learning_rate=1e-4, shape="constant", beta2=0.999, weight_decay=0.0, clip=0.0),
         steps=400_000,
