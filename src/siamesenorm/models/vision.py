@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from siamesenorm.errors import UserError
-from siamesenorm.models.block import TransformerOutput, add_losses
+from siamesenorm.models.block import TransformerOutput, mean_losses
 from siamesenorm.models.initialisation import build_embedding, build_initialised, initialise
 from siamesenorm.models.transformer import TransformerConfig, require_positive
 from siamesenorm.sublayers.sublayer import Losses, Projection
@@ -55,6 +55,10 @@ class VisionTransformerConfig(TransformerConfig):
         """Number of patches of an image."""
         return (self.image_size // self.patch_size) ** 2
 
+    def build(self, *, seed: int, device: torch.device, kernels: Kernels = "plain") -> VisionTransformer:
+        """Return the model with its initial weights, as `build_vision_transformer` does."""
+        return build_vision_transformer(self, seed=seed, device=device, kernels=kernels)
+
 
 class VisionTransformer(nn.Module):
     """A classifier of images with any topology."""
@@ -77,16 +81,16 @@ class VisionTransformer(nn.Module):
     def forward(self, images: Tensor) -> TransformerOutput:
         """Return the logits, in at least fp32, of images [batch, channels, height, width]."""
         streams = self.opening(self.dropout(self.embed(images)))
-        losses: Losses = {}
+        losses: list[Losses] = []
         for block in self.blocks:
             streams, found = block(streams)
-            losses = add_losses(losses, found)
+            losses.append(found)
         if self.token is not None:
             pooled = self.closing(tuple(stream[:, 0] for stream in streams))
         else:
             pooled = self.closing(streams).mean(dim=1)
         logits = self.head(pooled)
-        return TransformerOutput(logits.to(torch.promote_types(logits.dtype, torch.float32)), losses)
+        return TransformerOutput(logits.to(torch.promote_types(logits.dtype, torch.float32)), mean_losses(losses))
 
     def embed(self, images: Tensor) -> Tensor:
         """Return [batch, tokens, dim]: the class token, if there is one, and the patches with their positions."""
