@@ -38,8 +38,8 @@ class DiffusionProcess:
 
     def noisy(self, images: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
         """Return x_t of images [batch, ...], noise of that shape, and timesteps [batch]."""
-        kept = self._at(self.kept, timesteps, images)
-        return kept.sqrt() * images + (1 - kept).sqrt() * noise
+        signal, deviation = self._at(timesteps, images, self.kept.sqrt(), (1 - self.kept).sqrt())
+        return signal * images + deviation * noise
 
     def bound(self, images: Tensor, noisy: Tensor, timesteps: Tensor, noise: Tensor, variance: Tensor) -> Tensor:
         """Return the term of the variational bound at each timestep, in bits a value, [batch] (arXiv 2102.09672).
@@ -47,12 +47,9 @@ class DiffusionProcess:
         `noise` and `variance` are the model's: KL(q(x_{t-1} | x_t, x_0) || p(x_{t-1} | x_t)), and at t = 0 minus the
         log likelihood of the 256 levels of x_0. Only the variance has a gradient.
         """
-        kept, before = (self._at(each, timesteps, images) for each in (self.kept, self._kept_before))
-        start = (noisy - (1 - kept).sqrt() * noise.detach()) / kept.sqrt()
-        step = 1 - kept / before
-        of_start, of_noisy = before.sqrt() * step / (1 - kept), (kept / before).sqrt() * (1 - before) / (1 - kept)
+        of_x, of_noise, of_start, of_noisy, least, most = self._at(timesteps, images, *self._reverse)
+        start = of_x * noisy - of_noise * noise.detach()
         mean, true_mean = of_start * start + of_noisy * noisy, of_start * images + of_noisy * noisy
-        least, most = (self._at(each, timesteps, images) for each in self._log_variances)
         share = (variance + 1) / 2
         log_variance = share * most + (1 - share) * least
         divergence = gaussian_divergence(true_mean, least, mean, log_variance)
@@ -78,22 +75,25 @@ class DiffusionProcess:
         return scheduler
 
     @cached_property
-    def _kept_before(self) -> Tensor:
-        """The products one step before, 1 before the first."""
-        return torch.cat((self.kept.new_ones(1), self.kept[:-1]))
+    def _reverse(self) -> tuple[Tensor, ...]:
+        """The factors of a step back, each [timesteps] in fp64.
 
-    @cached_property
-    def _log_variances(self) -> tuple[Tensor, Tensor]:
-        """The logarithms of the posterior's variances, whose first is 0 and taken as the second, and of b_t."""
-        betas = 1 - self.kept / self._kept_before
-        posterior = betas * (1 - self._kept_before) / (1 - self.kept)
-        return torch.cat((posterior[1:2], posterior[1:])).log(), betas.log()
+        Those of x_t and of the noise in x_0, those of x_0 and of x_t in the mean of q(x_{t-1} | x_t, x_0), and the
+        logarithms of its variance, whose first is 0 and taken as the second, and of b_t.
+        """
+        kept = self.kept
+        before = torch.cat((kept.new_ones(1), kept[:-1]))
+        betas = 1 - kept / before
+        posterior = betas * (1 - before) / (1 - kept)
+        of_start, of_noisy = before.sqrt() * betas / (1 - kept), (1 - betas).sqrt() * (1 - before) / (1 - kept)
+        least = torch.cat((posterior[1:2], posterior[1:])).log()
+        return kept.rsqrt(), (1 / kept - 1).sqrt(), of_start, of_noisy, least, betas.log()
 
     @staticmethod
-    def _at(values: Tensor, timesteps: Tensor, like: Tensor) -> Tensor:
+    def _at(timesteps: Tensor, like: Tensor, *values: Tensor) -> list[Tensor]:
         """Return the values of timesteps [batch], shaped to broadcast with `like` and in its dtype."""
-        found = values.to(like.device)[timesteps]
-        return found.to(like.dtype).view(-1, *(1,) * (like.ndim - 1))
+        shape = (-1, *(1,) * (like.ndim - 1))
+        return [each.to(like.device)[timesteps].to(like.dtype).view(shape) for each in values]
 
 
 def gaussian_divergence(mean: Tensor, log_variance: Tensor, other: Tensor, other_log_variance: Tensor) -> Tensor:
