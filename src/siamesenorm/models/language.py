@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from siamesenorm.errors import UserError, unknown
+from siamesenorm.errors import UserError
 from siamesenorm.models.initialisation import build_embedding, build_initialised, initialise
 from siamesenorm.models.transformer import (
     TransformerConfig,
     TransformerOutput,
     add_losses,
-    inherited_operator,
+    config_of_size,
     require_positive,
 )
 from siamesenorm.norms import NORMS, DeclaredModule, NormSpec
@@ -97,17 +97,7 @@ def language_model_config(
 
     Raises UserError for an unknown size, topology, norm, option or field.
     """
-    if size not in SIZES:
-        raise unknown("size", size, SIZES)
-    fields = {**SIZES[size], **overrides}
-    known = {field.name for field in dataclasses.fields(LanguageModelConfig)}
-    for name in fields:
-        if name not in known:
-            raise unknown("field of a language model", name, known)
-    usual = fields.pop("norm", NormSpec())
-    fields["norm"] = inherited_operator(usual, norm) if isinstance(norm, str) else norm or usual
-    fields["topology"] = build_topology(topology) if isinstance(topology, str) else topology
-    return LanguageModelConfig(**fields)
+    return config_of_size(LanguageModelConfig, SIZES, size, topology=topology, norm=norm, **overrides)
 
 
 class LanguageModel(nn.Module):
