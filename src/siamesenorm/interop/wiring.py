@@ -27,7 +27,7 @@ from siamesenorm.interop.rewired_blocks import (
     keep_recording,
 )
 from siamesenorm.interop.stored_model import Step
-from siamesenorm.models.transformer import ResidualPath, build_residual_path
+from siamesenorm.models.block import ResidualPath, build_residual_path
 from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec
 from siamesenorm.topologies import Place, ResidualSpec, Topology, topology_from_json, topology_name
 

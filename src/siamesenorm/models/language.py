@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,18 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from siamesenorm.errors import UserError
+from siamesenorm.models.block import TransformerOutput, add_losses
 from siamesenorm.models.initialisation import build_embedding, build_initialised, initialise
-from siamesenorm.models.transformer import (
-    TransformerConfig,
-    TransformerOutput,
-    add_losses,
-    config_of_size,
-    require_positive,
-)
+from siamesenorm.models.transformer import TransformerConfig, config_of_size, require_positive
 from siamesenorm.norms import NORMS, DeclaredModule, NormSpec
 from siamesenorm.sublayers.attention import AttentionCache, rotation
 from siamesenorm.sublayers.sublayer import Context, Losses, Projection, Rotation
-from siamesenorm.topologies import Kernels, Streams, Topology, build_topology
+from siamesenorm.topologies import Kernels, Streams, Topology
 
 Positions = Literal["rotary", "none"]
 SIZES: dict[str, dict[str, Any]] = {

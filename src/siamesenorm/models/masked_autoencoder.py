@@ -1,7 +1,7 @@
 """The masked autoencoder (MAE, arXiv 2111.06377): an encoder of the visible patches, a small decoder of all of them.
 
 * the encoder is the vision Transformer's, its parameters have the same names; the class token is an auxiliary one
-* the decoder is a second stack of the same topology and norm: mask tokens in the place of hidden patches, fixed positions
+* the decoder is a second stack of the same topology and norm, with mask tokens in the place of hidden patches
 * both have fixed sine-cosine positions by default; the output is the pixels of every patch
 """
 
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
+from siamesenorm.models.block import TransformerOutput, add_losses
 from siamesenorm.models.initialisation import build_embedding, build_initialised, initialise
-from siamesenorm.models.transformer import TransformerOutput, add_losses, config_of_size, require_positive
+from siamesenorm.models.transformer import config_of_size, require_positive
 from siamesenorm.models.vision import (
     OFFICIAL,
     SIZES,
@@ -58,8 +59,8 @@ class MaskedAutoencoderConfig(ImageEncoderConfig):
             require_positive(self, name)
         if not 0 < self.masked < self.patches:
             raise UserError(
-                f"mask_ratio {self.mask_ratio} hides {self.masked} of {self.patches} patches: choose a ratio that hides "
-                "some and leaves some"
+                f"mask_ratio {self.mask_ratio} hides {self.masked} of {self.patches} patches: choose a ratio between 0 "
+                "and 1 that hides some and leaves some"
             )
         try:
             self.decoder  # noqa: B018 - refuses widths and heads

@@ -16,14 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from siamesenorm.errors import UserError
+from siamesenorm.models.block import TransformerOutput, add_losses
 from siamesenorm.models.initialisation import build_embedding, build_initialised, initialise
-from siamesenorm.models.transformer import (
-    TransformerConfig,
-    TransformerOutput,
-    add_losses,
-    config_of_size,
-    require_positive,
-)
+from siamesenorm.models.transformer import TransformerConfig, config_of_size, require_positive
 from siamesenorm.norms import NormSpec, norm_options
 from siamesenorm.sublayers.sublayer import Losses, Projection
 from siamesenorm.topologies import Kernels, ResidualSpec, Streams, Topology
