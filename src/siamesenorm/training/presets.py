@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from siamesenorm.training.config import RunConfig
-    from siamesenorm.training.optimizer import OptimizerConfig
 
 
 class Preset(NamedTuple):
