@@ -49,6 +49,41 @@ def digits(data: Any) -> RunConfig:
     )
 
 
+def digits_mae(data: Any) -> RunConfig:
+    """Return a run of a masked autoencoder on scikit-learn's digits."""
+    from siamesenorm.tasks.autoencoding import AutoencodingTaskConfig
+    from siamesenorm.training.config import RunConfig
+    from siamesenorm.training.optimizer import OptimizerConfig
+
+    return RunConfig(
+        task=AutoencodingTaskConfig(),
+        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=20, weight_decay=0.05),
+        steps=600,
+        batch=64,
+        validation_every=100,
+    )
+
+
+def mae_b(data: Any) -> RunConfig:
+    """Return the pre-training of MAE's ViT-B (arXiv 2111.06377), 800 epochs of ImageNet, on the images in `data`."""
+    from siamesenorm.models.masked_autoencoder import masked_autoencoder_config
+    from siamesenorm.tasks.autoencoding import AutoencodingTaskConfig
+    from siamesenorm.training.config import Execution, RunConfig
+    from siamesenorm.training.optimizer import OptimizerConfig
+
+    return RunConfig(
+        task=AutoencodingTaskConfig(data=data, model=masked_autoencoder_config("mae-b")),
+        optimizer=OptimizerConfig(
+            learning_rate=1.5e-4 * 4096 / 256, warmup_steps=40 * 312, final_fraction=0.0, weight_decay=0.05, clip=0.0
+        ),
+        steps=800 * 312,
+        batch=4096,
+        precision="bfloat16",
+        validation_every=3120,
+        execution=Execution(device="cuda", compile="on", checkpoint_every=1560),
+    )
+
+
 def paper(data: Any) -> RunConfig:
     """Return the run of the SiameseNorm paper's Table 4 on the prepared data in `data`."""
     from siamesenorm.models.language import language_model_config
@@ -71,6 +106,8 @@ def paper(data: Any) -> RunConfig:
 PRESETS: dict[str, Preset] = {
     "mini": Preset("a small language model on a CPU: minutes", mini),
     "digits": Preset("a vision Transformer on scikit-learn's digits: a minute on a CPU", digits),
+    "digits-mae": Preset("a masked autoencoder on scikit-learn's digits: a minute on a CPU", digits_mae),
+    "mae-b": Preset("MAE's pre-training of ViT-B: 800 epochs of ImageNet, on GPUs", mae_b),
     "paper": Preset("Table 4 of the SiameseNorm paper: 1.3 B parameters, 100 B tokens, on GPUs", paper),
 }
 """The runs by name."""
