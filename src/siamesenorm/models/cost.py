@@ -26,7 +26,9 @@ def count_flops(model: nn.Module, *inputs: Tensor) -> int:
 
     blocks = model.get_submodule("blocks")
     copies = Counter(map(_structure, blocks.children()))
-    first = {_structure(block): block for block in reversed(list(blocks.children()))}
+    first: dict[tuple[object, ...], nn.Module] = {}
+    for block in blocks.children():
+        first.setdefault(_structure(block), block)
     model.blocks = nn.ModuleList(first.values())
     try:
         with FlopCounterMode(display=False) as counter:
