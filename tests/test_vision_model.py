@@ -117,13 +117,15 @@ def test_a_position_of_the_class_token_is_added_to_it() -> None:
 @pytest.mark.parametrize("topology", ["pre", "siamese-post-pre:post_norm=lazy,readout=code"])
 def test_the_logits_of_a_distilled_model_are_the_mean_of_two_heads_on_two_tokens(topology: str) -> None:
     model = model_of(distillation=True, token_position=True, topology=build_topology(topology))
-    assert model.token is not None and model.token.weight.shape == (2, 16) and model.position.weight.shape == (11, 16)
+    assert model.position.weight.shape == (11, 16)
+    tokens = torch.cat((model.token.weight, model.distillation_token.weight)) + model.position.weight[:2]
+    torch.testing.assert_close(model.embed(images())[:, :2], tokens.expand(2, -1, -1))
     streams, _ = model.encode(images())
     tokens = model.closing(streams)
     expected = (model.head(tokens[:, 0]) + model.distillation_head(tokens[:, 1])) / 2
     torch.testing.assert_close(model(images()).logits, expected)
     model(images()).logits.sum().backward()
-    assert model.distillation_head.weight.grad is not None and model.token.weight.grad is not None
+    assert model.distillation_head.weight.grad is not None and model.distillation_token.weight.grad is not None
 
 
 def test_seednorm_drops_its_coefficient_at_the_rate_of_stochastic_depth() -> None:
@@ -142,7 +144,7 @@ def test_layers_count_from_the_patches_to_the_head() -> None:
     model = model_of(topology=build_topology("siamese-post-pre:gated_opening=True"), distillation=True)
     layers = {name: layer_of(name, depth=2) for name, _ in model.named_parameters()}
     assert {name.split(".")[0] for name, layer in layers.items() if layer == 0} == {
-        "patch", "position", "token", "opening",
+        "patch", "position", "token", "distillation_token", "opening",
     }  # fmt: skip
     assert all(layers[name] == 1 + int(name.split(".")[1]) for name in layers if name.startswith("blocks."))
     last = {"closing", "head", "distillation_head"}

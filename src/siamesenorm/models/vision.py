@@ -144,7 +144,9 @@ class ImageEncoder(nn.Module):
         self.patch_size, self.tokens, self.token_position = config.patch_size, config.tokens, config.token_position
         self.patch = Projection(config.patch_values, config.dim, role="other", bias=True)
         self.position = build_positions(config, config.tokens if config.token_position else 0)
-        self.token = build_embedding(config.tokens, config.dim) if config.tokens else None
+        self.token = build_embedding(1, config.dim) if config.pooling == "token" else None
+        if config.tokens > 1:
+            self.distillation_token = build_embedding(1, config.dim)
         self.dropout = nn.Dropout(config.dropout)
         self.opening, self.blocks, self.closing = config.build_stack(kernels)
 
@@ -170,7 +172,11 @@ class ImageEncoder(nn.Module):
         embedded: Tensor = self.patch(patches) + of_patches
         if self.token is None:
             return embedded
-        token = self.token.weight + position[:on_tokens] if on_tokens else self.token.weight
+        token = self.token.weight
+        if self.tokens > 1:
+            token = torch.cat((token, self.distillation_token.weight))
+        if on_tokens:
+            token = token + position[:on_tokens]
         return torch.cat((token.to(embedded.dtype).expand(len(images), -1, -1), embedded), dim=1)
 
 
@@ -213,11 +219,14 @@ def build_vision_transformer(
     return build_initialised(lambda: VisionTransformer(config, kernels), seed, device)
 
 
+_FIRST = ("patch", "position", "token", "distillation_token", "opening")
+
+
 def layer_of(name: str, depth: int) -> int:
     """Return the layer of a parameter of an encoder: 0 before the blocks, then the blocks, `depth` + 1 after them."""
     if found := re.match(r"blocks\.(\d+)\.", name):
         return int(found[1]) + 1
-    return 0 if name.partition(".")[0] in ("patch", "position", "token", "opening") else depth + 1
+    return 0 if name.partition(".")[0] in _FIRST else depth + 1
 
 
 # --- patches and their positions

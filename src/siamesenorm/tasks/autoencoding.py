@@ -97,6 +97,12 @@ class AutoencodingTask:
                 f"{config.data} holds other images than the run was configured for (digest {self.data.digest[:12]}, "
                 f"not {config.digest[:12]}): use those images, or start a new run"
             )
+        expected = (config.model.channels, config.model.image_size, config.model.image_size)
+        if self.data.train.image(0).shape != expected:
+            raise UserError(
+                f"the images are {list(self.data.train.image(0).shape)}, the model reads {list(expected)}: set "
+                "--model.image-size and --model.channels to theirs"
+            )
         self.order = SampleOrder(len(self.data.train), seed)
         self.floor: float | None = self._floor()
         self.scale = self.floor / 4
