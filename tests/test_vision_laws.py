@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from siamesenorm import TOPOLOGIES, available_topologies, build_topology
+from siamesenorm import available_topologies, build_topology
 from siamesenorm.models.masked_autoencoder import MaskedAutoencoderConfig, build_masked_autoencoder
 from siamesenorm.models.vision import OFFICIAL, VisionTransformerConfig, build_vision_transformer
 from siamesenorm.norms import NormSpec
-from siamesenorm.topologies import Kernels
+from siamesenorm.topologies import TOPOLOGIES, Kernels
 from siamesenorm.training.execution import checkpoint_blocks, compile_blocks
 
 SIZES: dict[str, Any] = {

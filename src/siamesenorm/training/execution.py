@@ -109,8 +109,8 @@ def require_memory(model: nn.Module, device: torch.device) -> None:
 # --- blocks
 #
 # Checkpointing, compilation and sharding, in this order, work on any model whose stacks are named `blocks`, and leave
-# its code, the names of its parameters and its state dict alone. A block's connections are inside it, so norms and gates
-# travel with it; a compiled block holds its own recomputation, and sharding gathers a block's weights around both.
+# its code, the names of its parameters and its state dict alone. A block's connections are inside it, so norms and
+# gates travel with it; a compiled block holds its own recomputation, and sharding gathers its weights around both.
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
