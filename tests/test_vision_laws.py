@@ -77,10 +77,14 @@ def test_fused_equals_plain(topology: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "change"),
-    [("deit", "compile"), ("mae", "compile"), ("deit", "checkpoint"), ("mae", "checkpoint")],
+    ("kind", "topology", "change"),
+    [
+        ("deit", "siamese", "compile"),
+        ("mae", OFFICIAL, "compile"),
+        ("deit", "dhc-2", "checkpoint"),
+        ("mae", "siamese", "checkpoint"),
+    ],
 )
-@pytest.mark.parametrize("topology", ["pre", OFFICIAL, "dhc-2"])
 def test_compiled_and_recomputed_blocks_equal_eager_ones(topology: str, kind: str, change: str) -> None:
     """In every stack of the model."""
     changes: dict[str, Callable[[nn.Module], None]] = {
