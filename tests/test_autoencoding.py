@@ -72,7 +72,7 @@ def test_the_loss_is_the_squared_error_of_the_hidden_patches_alone() -> None:
     task = task_of()
     model = build_masked_autoencoder(digits().task.model)
     found = task.loss(model, 5, 3)
-    indices = task.order.indices(5, 3).tolist()
+    indices = task.loader.order.indices(5, 3).tolist()
     expected = 0.0
     for row, index in enumerate(indices):
         image = task.data.normalised(task.data.train.image(index)[None])
@@ -108,7 +108,7 @@ def test_held_out_masks_are_the_same_for_every_seed_and_batch() -> None:
 def test_the_floor_is_the_loss_of_the_best_constant(normalised: bool) -> None:
     task = task_of(with_task(digits(), normalised_pixels=normalised))
     assert task.floor is not None
-    targets = task.targets(task.data.normalised(torch.stack([task.data.train.image(i) for i in range(256)])))
+    targets = task.targets(task.data.normalised(torch.stack([task.data.held_out.image(i) for i in range(256)])))
     assert task.floor == pytest.approx(float(targets.flatten(0, 1).var(dim=0, correction=0).mean()), rel=1e-5)
     held_out = task.evaluate(Constant(float(targets.mean())), 60, World())["loss"]
     assert held_out == pytest.approx(task.floor, rel=0.1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.models.block import TransformerOutput, add_losses
+from siamesenorm.models.block import TransformerOutput, mean_losses
 from siamesenorm.models.initialisation import build_embedding, build_initialised, initialise
 from siamesenorm.models.transformer import config_of_size, require_positive
 from siamesenorm.models.vision import (
@@ -119,7 +119,7 @@ class MaskedAutoencoder(ImageEncoder):
         streams, losses = self.encode(images, visible)
         pixels, found = self.decoder(self.closing(streams), visible)
         wide = torch.promote_types(pixels.dtype, torch.float32)
-        return TransformerOutput(pixels.to(wide), add_losses(losses, found))
+        return TransformerOutput(pixels.to(wide), mean_losses([*losses, *found]))
 
 
 class Decoder(nn.Module):
@@ -144,18 +144,18 @@ class Decoder(nn.Module):
         )  # fmt: skip
         set_positions(self.position, config)
 
-    def forward(self, encoded: Tensor, visible: Tensor) -> tuple[Tensor, Losses]:
-        """Return the pixels of all patches and the sublayers' losses, of `encoded` [batch, tokens + kept, dim]."""
+    def forward(self, encoded: Tensor, visible: Tensor) -> tuple[Tensor, list[Losses]]:
+        """Return the pixels of all patches and the losses of each block, of `encoded` [batch, tokens + kept, dim]."""
         embedded = self.input(encoded)
         tokens, patches = embedded[:, : self.tokens], embedded[:, self.tokens :]
         batch, _, dim = patches.shape
         everywhere = self.mask_token.weight.to(patches.dtype).expand(batch, self.config.patches, dim)
         filled = everywhere.scatter(1, visible.unsqueeze(-1).expand(-1, -1, dim), patches)
         streams = self.opening(torch.cat((tokens, filled + self.position.weight), dim=1))
-        losses: Losses = {}
+        losses: list[Losses] = []
         for block in self.blocks:
             streams, found = block(streams)
-            losses = add_losses(losses, found)
+            losses.append(found)
         decoded = self.closing(streams)[:, self.tokens :]
         return self.output(decoded), losses
 

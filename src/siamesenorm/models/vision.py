@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from siamesenorm.errors import UserError
-from siamesenorm.models.block import TransformerOutput, add_losses
+from siamesenorm.models.block import TransformerOutput, mean_losses
 from siamesenorm.models.initialisation import build_embedding, build_initialised, initialise
 from siamesenorm.models.transformer import TransformerConfig, config_of_size, require_positive
 from siamesenorm.norms import NormSpec, norm_options
@@ -124,6 +124,10 @@ class VisionTransformerConfig(ImageEncoderConfig):
         """Tokens before the patches: class and distillation."""
         return super().tokens + self.distillation
 
+    def build(self, *, seed: int, device: torch.device, kernels: Kernels = "plain") -> VisionTransformer:
+        """Return the model with its initial weights, as `build_vision_transformer` does."""
+        return build_vision_transformer(self, seed=seed, device=device, kernels=kernels)
+
 
 def vision_transformer_config(
     size: str, *, topology: str | Topology = OFFICIAL, norm: str | NormSpec | None = None, **overrides: Any
@@ -150,13 +154,13 @@ class ImageEncoder(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.opening, self.blocks, self.closing = config.build_stack(kernels)
 
-    def encode(self, images: Tensor, visible: Tensor | None = None) -> tuple[Streams, Losses]:
-        """Return the streams after the last block, and the losses of the sublayers; arguments as in `embed`."""
+    def encode(self, images: Tensor, visible: Tensor | None = None) -> tuple[Streams, list[Losses]]:
+        """Return the streams after the last block, and the losses of each block; arguments as in `embed`."""
         streams = self.opening(self.dropout(self.embed(images, visible)))
-        losses: Losses = {}
+        losses: list[Losses] = []
         for block in self.blocks:
             streams, found = block(streams)
-            losses = add_losses(losses, found)
+            losses.append(found)
         return streams, losses
 
     def embed(self, images: Tensor, visible: Tensor | None = None) -> Tensor:
@@ -203,7 +207,7 @@ class VisionTransformer(ImageEncoder):
         if self.config.distillation:
             distilled = self.closing(tuple(stream[:, 1] for stream in streams))
             logits = (logits + self.distillation_head(distilled)) / 2
-        return TransformerOutput(logits.to(torch.promote_types(logits.dtype, torch.float32)), losses)
+        return TransformerOutput(logits.to(torch.promote_types(logits.dtype, torch.float32)), mean_losses(losses))
 
     def pool(self, streams: Streams) -> Tensor:
         """Return what the head reads, [batch, dim]."""

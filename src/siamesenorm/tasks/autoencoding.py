@@ -7,15 +7,13 @@ out images are the same in every run.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from siamesenorm.data import SampleOrder
-from siamesenorm.data.images import ImageSplit, open_images
 from siamesenorm.data.randomness import generator_at
 from siamesenorm.errors import UserError
 from siamesenorm.models.masked_autoencoder import (
@@ -26,6 +24,7 @@ from siamesenorm.models.masked_autoencoder import (
     masked_autoencoder_config,
 )
 from siamesenorm.models.vision import cut
+from siamesenorm.tasks.image_task import ImageTaskConfig
 from siamesenorm.tasks.task import Losses, Metric, TaskConfig, describe_model
 from siamesenorm.topologies import Kernels
 from siamesenorm.world import World
@@ -35,42 +34,40 @@ DIGITS = MaskedAutoencoderConfig(
     decoder_depth=2, decoder_dim=32, decoder_heads=4, decoder_hidden=64,
 )  # fmt: skip
 SURVEYED = 256
-"""Training images whose patches determine the floor."""
+"""Held-out images, the first ones, whose patches determine the floor."""
 EPS = 1e-6
 """Added to the variance of a patch, by which its pixels are normalised."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoencodingTaskConfig(TaskConfig):
+class AutoencodingTaskConfig(ImageTaskConfig):
     """A masked autoencoder and its images."""
 
     tag: ClassVar[str] = "autoencoding"
     model_type: ClassVar[type] = MaskedAutoencoderConfig
     available_sizes: ClassVar[tuple[str, ...]] = tuple(MAE_SIZES)
 
-    data: str = field(default="digits", metadata={"hashed": False})
-    """Images: digits, or the path of a folder, a zip, idx or parquet files, or a saved dataset."""
     model: MaskedAutoencoderConfig = DIGITS
     """The model."""
     normalised_pixels: bool = True
     """Targets are the pixels of a patch with mean 0 and variance 1, else those of the normalised image."""
 
     def __post_init__(self) -> None:
-        """Refuse patches that cannot be normalised."""
+        """Refuse patches that cannot be normalised, and changes of labels, which there are none of."""
+        super().__post_init__()
         if self.normalised_pixels and self.model.patch_values == 1:
             raise UserError(
                 "a patch of one pixel and one channel has no variance: choose a larger --model.patch-size, or "
                 "--no-normalised-pixels"
             )
+        for name in ("mixup", "cutmix", "label_smoothing"):
+            if value := getattr(self.augmentation, name):
+                raise UserError(f"{name} is {value}: autoencoding has no labels, leave it out")
 
     def of_size(self, size: str) -> Self:
-        """Return the configuration with the model of a named size, for the channels of this one."""
-        return dataclasses.replace(self, model=masked_autoencoder_config(size))
-
-    def resolved(self, precision: Literal["float32", "bfloat16"]) -> Self:
-        """Return the configuration with the digest of the images; see `TaskConfig`."""
-        digest = self.digest or open_images(self.data).digest
-        return dataclasses.replace(self, digest=digest, model=self.model.resolved(precision))
+        """Return the configuration with the model of a named size, for the same images and masks."""
+        own = {name: getattr(self.model, name) for name in ("channels", "image_size", "patch_size", "mask_ratio")}
+        return dataclasses.replace(self, model=masked_autoencoder_config(size, **own))
 
     def build(self, seed: int) -> AutoencodingTask:
         """Open the images and return the task; raises UserError where they do not fit the model."""
@@ -91,19 +88,7 @@ class AutoencodingTask:
 
     def __init__(self, config: AutoencodingTaskConfig, seed: int) -> None:
         self.config, self.seed = config, seed
-        self.data = open_images(config.data)
-        if self.data.digest != config.digest:
-            raise UserError(
-                f"{config.data} holds other images than the run was configured for (digest {self.data.digest[:12]}, "
-                f"not {config.digest[:12]}): use those images, or start a new run"
-            )
-        expected = (config.model.channels, config.model.image_size, config.model.image_size)
-        if self.data.train.image(0).shape != expected:
-            raise UserError(
-                f"the images are {list(self.data.train.image(0).shape)}, the model reads {list(expected)}: set "
-                "--model.image-size and --model.channels to theirs"
-            )
-        self.order = SampleOrder(len(self.data.train), seed)
+        self.data, self.loader = config.open(seed)
         self.floor: float | None = self._floor()
         self.scale = self.floor / 4
 
@@ -125,7 +110,7 @@ class AutoencodingTask:
 
     def loss(self, model: nn.Module, position: int, count: int) -> Losses:
         """Return the squared error on the hidden patches of `count` images, and the losses of the sublayers."""
-        images = self._read(self.data.train, self.order.indices(position, count).tolist())
+        images = self.loader.batch(position, count).images
         visible = self.visible_patches("mask", self.seed, range(position, position + count))
         total, losses = self._squared_error(model, images, visible)
         return Losses(
@@ -136,13 +121,13 @@ class AutoencodingTask:
 
     def evaluate(self, model: nn.Module, count: int, world: World) -> dict[str, float]:
         """Return the mean loss over all held-out images, with masks that are the same in every run."""
-        held_out, total = self.data.held_out, 0.0
-        for start, counts in world.share_out(range(0, len(held_out), count)):
-            indices = range(start, min(start + count, len(held_out)))
-            visible = self.visible_patches("held-out mask", 0, indices)
-            found, _ = self._squared_error(model, self._read(held_out, indices), visible)
+        total, items = 0.0, len(self.data.held_out)
+        starts = ((start, (start, counts)) for start, counts in world.share_out(range(0, items, count)))
+        for (images, *_), (start, counts) in self.loader.held_out(starts, count):
+            visible = self.visible_patches("held-out mask", 0, range(start, start + len(images)))
+            found, _ = self._squared_error(model, images, visible)
             total += float(found) if counts else 0.0
-        return {"loss": world.sum(total)[0] / len(held_out), "items": len(held_out)}
+        return {"loss": world.sum(total)[0] / items, "items": items}
 
     def convert_weights(
         self, source: TaskConfig, weights: Mapping[str, Tensor]
@@ -174,10 +159,6 @@ class AutoencodingTask:
 
     def _floor(self) -> float:
         """Return the loss of a model that predicts the same for every patch: the variance of the targets."""
-        images = self._read(self.data.train, range(min(SURVEYED, len(self.data.train))))
-        targets = self.targets(images).flatten(0, 1)
+        ((batch, _),) = self.loader.held_out([(0, None)], SURVEYED)
+        targets = self.targets(batch.images).flatten(0, 1)
         return float((targets - targets.mean(dim=0)).square().mean())
-
-    def _read(self, split: ImageSplit, indices: Sequence[int]) -> Tensor:
-        """Return normalised images [indices, channels, height, width]."""
-        return self.data.normalised(torch.stack([split.image(index) for index in indices]))
