@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from siamesenorm.interop.native_weights import foreign_fields, foreign_state, load_foreign_weights
 from vision_models import HOSTS, IMAGES, build_host, moved
 
 from siamesenorm import build_topology
 from siamesenorm.errors import UserError
+from siamesenorm.interop.native_weights import foreign_fields, foreign_state, load_foreign_weights
 from siamesenorm.models.vision import VisionTransformerConfig, build_vision_transformer, vision_transformer_config
 
 OURS = ("vit", "layer-scale", "no-class-token", "deit", "distilled")
@@ -59,7 +59,7 @@ def test_what_our_models_do_not_have_is_refused(host: str, options: dict[str, An
         {"topology": build_topology("post")},
         {"token_position": False},
         {"activation": "relu"},
-        {"heads": 3},
+        {"heads": 4},
         {"dim": 48},
     ],
 )

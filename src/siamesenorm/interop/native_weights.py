@@ -196,12 +196,12 @@ _OLMOE_BLOCK = {
 
 def _vit_fields(foreign: Any) -> dict[str, Any]:
     block, patches = foreign.blocks[0], foreign.patch_embed
-    norm, activation = block.norm1, getattr(block.mlp, "act", None)
+    norm, activation = block.norm1, _TIMM_ACTIVATIONS.get(type(getattr(block.mlp, "act", None)).__name__)
     pooling = {"token": "token", "avg": "mean"}.get(foreign.global_pool)
     parts = {
         "class": type(block).__module__ == "timm.models.vision_transformer" and type(block).__name__ == "Block",
         "norm_layer": isinstance(norm, nn.LayerNorm) and norm.bias is not None,
-        "act_layer": isinstance(activation, nn.GELU),
+        "act_layer": activation is not None,
         "global_pool": pooling is not None and foreign.has_class_token == (pooling == "token"),
         "fc_norm": isinstance(foreign.fc_norm, nn.Identity),
         "qkv_bias": (block.attn.qkv.bias is None) == (block.attn.proj.bias is None),
@@ -217,12 +217,12 @@ def _vit_fields(foreign: Any) -> dict[str, Any]:
         "depth": len(foreign.blocks),
         "dim": foreign.embed_dim,
         "heads": block.attn.num_heads,
-        "kv_heads": block.attn.num_heads,
+        "kv_heads": 0,
         "hidden": block.mlp.fc1.out_features,
         "topology": LayerScale() if scaled else PreNorm(),
         "norm": NormSpec("layernorm", (("eps", norm.eps),)),
         "attention_norm": "none" if isinstance(block.attn.q_norm, nn.Identity) else "qk-head",
-        "activation": "gelu-tanh" if activation.approximate == "tanh" else "gelu",
+        "activation": activation,
         "bias": block.attn.qkv.bias is not None,
         "image_size": patches.img_size[0],
         "patch_size": patches.patch_size[0],
@@ -232,6 +232,9 @@ def _vit_fields(foreign: Any) -> dict[str, Any]:
         "classes": foreign.num_classes,
         "distillation": hasattr(foreign, "head_dist"),
     }
+
+
+_TIMM_ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu-tanh"}
 
 
 def _is_vit(config: VisionTransformerConfig) -> bool:

@@ -73,10 +73,6 @@ class AutoencodingTaskConfig(ImageTaskConfig):
         """Open the images and return the task; raises UserError where they do not fit the model."""
         return AutoencodingTask(self, seed)
 
-    def same_order(self, other: TaskConfig) -> bool:
-        """Whether both read the same images."""
-        return isinstance(other, AutoencodingTaskConfig) and other.digest == self.digest
-
 
 class AutoencodingTask:
     """The model, and its mean squared error on hidden patches."""
