@@ -74,7 +74,7 @@ def run_report(results: ExperimentResults, *, title: str = "") -> Report:
         **closing_sections(results),
     }
     return Report(
-        title=title or run.planned.name,
+        title=title or run.name,
         subject=(budget_sentence(run),),
         sections=with_content(sections),
         records={"results.csv": runs_csv(results)},
@@ -363,9 +363,7 @@ def _run_statements(run: RunResult) -> tuple[Statement, ...]:
 
 def _unfinished_runs(results: ExperimentResults) -> tuple[Statement, ...]:
     """Return the runs that have no result, and how many steps of each are done."""
-    started = {
-        run.path.name: f"{run.planned.name}: {run.steps_done:,} of {run.steps:,} steps" for run in results.unfinished
-    }
+    started = {run.path.name: f"{run.name}: {run.steps_done:,} of {run.steps:,} steps" for run in results.unfinished}
     return tuple(Statement(name, f"{state}.") for name, state in {**started, **results.missing}.items())
 
 

@@ -258,7 +258,7 @@ def _loss_range(curves: Sequence[Curve], floor: float | None) -> tuple[float, fl
 
 def _name(run: RunResult) -> str:
     mark = {DIVERGED: " ✕", NOT_LEARNED: " ◇", SPIKED: " *"}.get(run.word or "", "" if run.complete else " ○")
-    return f"{shortened(run.planned.label)}{mark}"
+    return f"{shortened(run.label)}{mark}"
 
 
 def _unit(runs: Runs) -> str:

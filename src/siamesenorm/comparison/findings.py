@@ -246,12 +246,12 @@ def choose_learning_rate(results: ExperimentResults, method: str) -> Choice | No
     None where there is no such run: the method diverged at every rate, or has not been run.
     """
     complete = [run for run in results.runs_of(method) if run.complete]
-    tried = [run for run in complete if run.planned.part is Part.SELECTION]
+    tried = [run for run in complete if run.part is Part.SELECTION]
     best = min(tried, key=lambda run: run.score, default=None)
     if best is None or not best.has_result:
         return None
     rate = best.learning_rate
-    others = tuple(run for run in complete if run.learning_rate == rate and run.planned.part is not Part.SELECTION)
+    others = tuple(run for run in complete if run.learning_rate == rate and run.part is not Part.SELECTION)
     edge = _edge(rate, {run.learning_rate for run in tried})
     return Choice(method=method, learning_rate=rate, runs=others or (best,), edge=edge, selection=best)
 
@@ -312,7 +312,7 @@ def _sensitivity(results: ExperimentResults, method: str) -> float | None:
     None where a rate has not been run, where only one was tried, where none survived, and where a run diverged and the
     loss of a model that has learned nothing is not known.
     """
-    runs = [run for run in results.runs_of(method) if run.planned.part is Part.SELECTION and run.complete]
+    runs = [run for run in results.runs_of(method) if run.part is Part.SELECTION and run.complete]
     losses = {run.learning_rate: run.score for run in runs}
     floor = next((run.floor for run in runs if run.floor is not None), None)
     if losses.keys() != set(results.learning_rates):

@@ -191,8 +191,8 @@ class ContinuedFindings:
 def find_continued(results: ExperimentResults) -> ContinuedFindings:
     """Derive the findings; all comparisons are corrected together (Holm). Raises UserError where nothing has ended."""
     complete = [run for run in results.runs if run.complete]
-    bases = _outcomes([run for run in complete if run.planned.part is Part.BASE])
-    continued = _outcomes([run for run in complete if run.planned.part is Part.CONTINUED])
+    bases = _outcomes([run for run in complete if run.part is Part.BASE])
+    continued = _outcomes([run for run in complete if run.part is Part.CONTINUED])
     if not continued:
         raise UserError(f"no continuation in {results.path} has ended: train it with --data")
     by_id = {run.identity: run for run in results.runs}
@@ -264,8 +264,8 @@ def _outcomes(runs: Sequence[RunResult]) -> dict[tuple[float, str], Outcome]:
 def _variant(outcome: Outcome, by_id: Mapping[str, RunResult]) -> ContinuedVariant:
     starts = [(run, by_id.get((run.facts.get("start") or {}).get("run", ""))) for run in outcome.runs]
     return ContinuedVariant(
-        base=next((base.planned.label for _, base in starts if base), NOTHING),
-        label=outcome.runs[0].planned.label,
+        base=next((base.label for _, base in starts if base), NOTHING),
+        label=outcome.runs[0].label,
         outcome=outcome,
         jump=max((_jump(run, base) for run, base in starts), key=abs),
     )

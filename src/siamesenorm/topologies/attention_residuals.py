@@ -17,17 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from siamesenorm.errors import UserError
 from siamesenorm.norms import DeclaredModule, Inexact, NormFunction, assign
-from siamesenorm.topologies.start_as_pre_norm import copy_function
-from siamesenorm.topologies.topology import (
-    BoundaryCost,
-    Closing,
-    Connection,
-    Opening,
-    Place,
-    ResidualSpec,
-    Streams,
-    Topology,
-)
+from siamesenorm.topologies.start_as_pre_norm import NormClosing, NormConnection
+from siamesenorm.topologies.topology import BoundaryCost, Opening, Place, ResidualSpec, Streams, Topology
 
 DEFAULT_GROUPS = 8
 """Groups of blocks that `block_size="auto"` makes."""
@@ -109,11 +100,11 @@ class AttentionResiduals(Topology):
         """Return the embedding as the only source."""
         return Opening(spec)
 
-    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> NormConnection:
         """Return the connection with a query of its own."""
         return (SourceStart if self.starts_source(place) else AttentionResidual)(self, place, spec)
 
-    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> NormClosing:
         """Return the mix of all sources and the final norm."""
         return AttentionResidualClosing(self, last, spec)
 
@@ -186,13 +177,14 @@ def mix_sources(direction: Tensor, eps: float, factor: float, *sources: Tensor) 
     return total
 
 
-class AttentionResidual(Connection):
+class AttentionResidual(NormConnection):
     """Around one sublayer: h = norm(mix(V)); the last source <- the last source + O."""
 
     def __init__(self, topology: AttentionResiduals, place: Place, spec: ResidualSpec) -> None:
         super().__init__(spec)
         count = topology.count_sources(place.previous)
         self.mix = SourceMix(topology, spec, count) if place.previous else OnlySource()
+        self.multiple = self.mix.multiple
         self.norm = spec.build_input_norm(place)
 
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
@@ -206,7 +198,7 @@ class AttentionResidual(Connection):
     def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
         """Set the query to 0 and give the input norm the function of `norm`."""
         self.mix.init_as_pre_norm()
-        return copy_function(norm, None, self.norm, multiple=self.mix.multiple)
+        return super().init_as_pre_norm(norm)
 
 
 class SourceStart(AttentionResidual):
@@ -217,12 +209,13 @@ class SourceStart(AttentionResidual):
         return (*streams, output.to(streams[-1].dtype))
 
 
-class AttentionResidualClosing(Closing):
+class AttentionResidualClosing(NormClosing):
     """The final norm of the mixed sources."""
 
     def __init__(self, topology: AttentionResiduals, last: Place, spec: ResidualSpec) -> None:
         super().__init__(spec)
         self.mix = SourceMix(topology, spec, topology.count_sources(last))
+        self.multiple = self.mix.multiple
         self.norm = spec.build_final_norm()
 
     def forward(self, streams: Streams) -> Tensor:
@@ -232,4 +225,4 @@ class AttentionResidualClosing(Closing):
     def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
         """Set the query to 0 and give the final norm the function of `norm`."""
         self.mix.init_as_pre_norm()
-        return copy_function(norm, None, self.norm, multiple=self.mix.multiple)
+        return super().init_as_pre_norm(norm)

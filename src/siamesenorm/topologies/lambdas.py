@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from siamesenorm.norms import Inexact, NormFunction, assign
-from siamesenorm.topologies.start_as_pre_norm import copy_function
+from siamesenorm.topologies.start_as_pre_norm import NormClosing, NormConnection
 from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, Place, ResidualSpec, Streams, Topology
 
 
@@ -66,7 +66,7 @@ class Lambdas(Topology):
         return 1.15 - 0.10 * depth, 0.20 - 0.15 * depth
 
 
-class LambdaConnection(Connection):
+class LambdaConnection(NormConnection):
     """h = norm(x); x <- x + O."""
 
     def __init__(self, place: Place, spec: ResidualSpec) -> None:
@@ -81,10 +81,6 @@ class LambdaConnection(Connection):
         """Return x + O and the embedding."""
         x, embedding = streams
         return x + output.to(x.dtype), embedding
-
-    def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
-        """Give the norm the function of `norm`."""
-        return copy_function(norm, None, self.norm)
 
 
 class BlockStart(LambdaConnection):
@@ -112,7 +108,7 @@ class BlockStart(LambdaConnection):
         return super().init_as_pre_norm(norm)
 
 
-class LambdaClosing(Closing):
+class LambdaClosing(NormClosing):
     """The final norm of the stream."""
 
     def __init__(self, spec: ResidualSpec) -> None:
@@ -122,7 +118,3 @@ class LambdaClosing(Closing):
     def forward(self, streams: Streams) -> Tensor:
         """Return N_f(x)."""
         return self.to_compute(self.norm(streams[0]))
-
-    def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
-        """Give the final norm the function of `norm`."""
-        return copy_function(norm, None, self.norm)

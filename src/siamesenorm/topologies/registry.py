@@ -50,19 +50,14 @@ TOPOLOGIES: dict[str, Topology] = {
 }
 
 
-ENTRY_POINTS = EntryPointGroup("siamesenorm.topologies")
-
-
-def load_entry_points() -> None:
-    """Register the topologies of installed packages."""
-    ENTRY_POINTS.load(_register_found)
-
-
 def _register_found(name: str, found: Any) -> bool:
     topology = found() if isinstance(found, type) and issubclass(found, Topology) else found
     if isinstance(topology, Topology):
         register_topology(name, topology)
     return isinstance(topology, Topology)
+
+
+ENTRY_POINTS = EntryPointGroup("siamesenorm.topologies", _register_found)
 
 
 def register_topology(name: str, topology: Topology) -> None:
@@ -82,13 +77,13 @@ def register_topology(name: str, topology: Topology) -> None:
 
 def available_topologies() -> tuple[str, ...]:
     """Return the registered names."""
-    load_entry_points()
+    ENTRY_POINTS.load()
     return tuple(TOPOLOGIES)
 
 
 def topology_options(name: str) -> dict[str, Scalar]:
     """Return the options of a registered topology with their values; raises UserError for an unknown name."""
-    load_entry_points()
+    ENTRY_POINTS.load()
     if name not in TOPOLOGIES:
         raise unknown("topology", name, TOPOLOGIES)
     return dataclasses.asdict(TOPOLOGIES[name])
@@ -121,7 +116,7 @@ def topology_name(topology: Topology) -> str:
         registered = dataclasses.asdict(TOPOLOGIES[name])
         return {k: v for k, v in dataclasses.asdict(topology).items() if v != registered[k]}
 
-    load_entry_points()
+    ENTRY_POINTS.load()
     family = [name for name, registered in TOPOLOGIES.items() if type(registered) is type(topology)]
     if not family:
         raise ValueError(f"{type(topology).__name__} is not registered: call register_topology first")
