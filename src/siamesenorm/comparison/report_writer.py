@@ -20,19 +20,9 @@ from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from siamesenorm.comparison import report_parts
 from siamesenorm.comparison.figure_style import LIGHT, THEMES, Figure, render
-from siamesenorm.comparison.report_parts import (
-    Block,
-    Code,
-    Column,
-    Entry,
-    Gallery,
-    Report,
-    RowGroup,
-    Statement,
-    Statements,
-    Table,
-)
+from siamesenorm.comparison.report_parts import Column, Entry, Report, RowGroup, Statement, Table
 from siamesenorm.files import disk_errors, write_atomically
 
 TERMINAL_STYLES = {"good": "green", "warn": "yellow", "dull": "magenta", "bad": "red"}
@@ -121,13 +111,13 @@ def report_in_markdown(report: Report) -> str:
     for title, block in report.sections.items():
         parts.append(f"## {title}\n")
         match block:
-            case Statements():
+            case report_parts.Statements():
                 parts.append("".join(map(_statement_in_markdown, block.items)))
             case Table():
                 parts.append(table_in_markdown(block))
-            case Gallery():
+            case report_parts.Gallery():
                 parts.extend(map(_figure_in_markdown, block.figures))
-            case Code():
+            case report_parts.Code():
                 parts.append(f"```\n{block.text}\n```\n")
     return "\n".join(parts)
 
@@ -182,17 +172,17 @@ def report_in_html(report: Report, drawings: Mapping[str, bytes]) -> str:
     )
 
 
-def _block(block: Block, drawings: Mapping[str, bytes]) -> str:
+def _block(block: report_parts.Block, drawings: Mapping[str, bytes]) -> str:
     match block:
-        case Statements():
+        case report_parts.Statements():
             items = "".join(map(_statement, block.items))
             return f'<dl class="card {block.tone}">\n{items}</dl>\n'
         case Table():
             return _table(block)
-        case Gallery():
+        case report_parts.Gallery():
             figures = "".join(_figure(figure, drawings) for figure in block.figures)
             return f'<div class="figures">\n{figures}</div>\n'
-        case Code():
+        case report_parts.Code():
             return f'<pre class="card">{escape(block.text)}</pre>\n'
 
 
