@@ -202,7 +202,7 @@ def _read_documents(path: Path, text_field: str, cut: Cut) -> Documents:
         return _read_parquet(path, text_field)
     if name.endswith(TEXT_SUFFIXES):
         return _read_text(path, cut)
-    return _read_json_lines(path, text_field)
+    return ((_text_of(place, record, text_field), end) for place, record, end in read_json_lines(path))
 
 
 def _read_text(path: Path, cut: Cut) -> Documents:
@@ -219,8 +219,11 @@ def _read_text(path: Path, cut: Cut) -> Documents:
     yield "".join(pieces).strip("\n"), position
 
 
-def _read_json_lines(path: Path, text_field: str) -> Documents:
-    """Yield the field `text_field` of every line of a JSON lines file; blank lines are skipped."""
+def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Yield `(place, object, bytes read)` for every line of a JSON lines file (.gz too) that is not blank.
+
+    Raises `UserError`, which names the line, for a line that is no JSON object.
+    """
     for number, line, position in _read_lines(path):
         place = f"{path}: line {number}"
         line = line.removeprefix("\ufeff")  # of a file appended to another one
@@ -232,7 +235,7 @@ def _read_json_lines(path: Path, text_field: str) -> Documents:
             raise UserError(f"{place}: not JSON ({error}): every line must be one whole JSON object") from error
         if not isinstance(record, dict):
             raise UserError(f"{place}: a JSON {type(record).__name__}: every line must be one JSON object")
-        yield _text_of(place, record, text_field), position
+        yield place, record, position
 
 
 def _text_of(place: str, record: dict[str, Any], text_field: str) -> str:

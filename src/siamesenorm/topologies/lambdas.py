@@ -10,7 +10,7 @@ from torch import Tensor
 
 from siamesenorm.norms import Inexact, NormFunction, assign
 from siamesenorm.topologies.start_as_pre_norm import NormClosing, NormConnection
-from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, Place, ResidualSpec, Streams, Topology
+from siamesenorm.topologies.topology import BoundaryCost, Place, ResidualSpec, Streams, Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +46,11 @@ class Lambdas(Topology):
         """Return the cost of the plain operations; the embedding passes through every boundary."""
         return BoundaryCost(6, 8, 3) if place.slot == 0 else BoundaryCost(5, 5, 1)
 
-    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> LambdaConnection:
         """Return a Pre-Norm connection; the first of a block has the block's scalars."""
         return BlockStart(self, place, spec) if place.slot == 0 else LambdaConnection(place, spec)
 
-    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> LambdaClosing:
         """Return the final norm of the stream."""
         return LambdaClosing(spec)
 
