@@ -398,7 +398,7 @@ def test_a_choice_longer_than_the_context_is_refused(trained: Path) -> None:
         ([{"question": "1", "choices": ["a", 2], "label": 0}], "line 1: choices"),
         ([{"question": "1", "choices": ["a", "b"], "label": 2}], "line 1: label is 2"),
         ([{"question": "1", "choices": ["a", "b"], "label": "a"}], "line 1: label is 'a'"),
-        (["1"], "line 1: a JSON int"),
+        (["1"], "line 1: a JSON str"),
     ],
 )
 def test_a_file_that_holds_no_task_is_refused(lines: list[Any], message: str, tmp_path: Path) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Self
 from weakref import finalize
 
 import torch
@@ -21,7 +20,7 @@ from siamesenorm.training.verdict import DEFAULT_THRESHOLDS, Thresholds, Verdict
 Number = Tensor | float
 
 
-class StreamMonitor:
+class StreamMonitor(AbstractContextManager["StreamMonitor"]):
     """Record stream magnitudes, update ratios and the loss of a training run, and judge it.
 
         with StreamMonitor(model, optimizer, path="runs/mine/metrics.jsonl") as monitor:
@@ -93,9 +92,8 @@ class StreamMonitor:
         self.expect(steps_total=steps_total, warmup_steps=warmup_steps, floor=floor, scale=scale)
         parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
         first = not parallel or torch.distributed.get_rank() == 0
-        self._record = Record(
-            Path(path) if path is not None and first else None, resume=resume, write=write if first else None
-        )
+        file = Path(path) if path is not None and first else None
+        self._record = Record(file, resume=resume, write=write if first else None)
         lines = self._record.lines
         self._step = max((line["step"] for line in lines if "step" in line), default=0)
         self._history.restore(lines)
@@ -224,10 +222,6 @@ class StreamMonitor:
         self._detach()
         self._flush(Measurements())
         self._record.close()
-
-    def __enter__(self) -> Self:
-        """Return the monitor."""
-        return self
 
     def __exit__(self, *error: object) -> None:
         """Close the monitor."""

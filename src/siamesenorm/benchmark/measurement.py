@@ -154,9 +154,7 @@ def milliseconds(timings: Timings, name: str) -> Spread:
 
 def ratio(timings: Timings, names: str | Sequence[str], references: str | Sequence[str], factor: float = 1.0) -> Spread:
     """Return the ratio of the median times, each summed over several actions, with the quartiles of the rounds."""
-    sums = [
-        [timings[name] for name in ((group,) if isinstance(group, str) else group)] for group in (names, references)
-    ]
+    sums = [[timings[name] for name in ((each,) if isinstance(each, str) else each)] for each in (names, references)]
     above, below = (sum(statistics.median(seconds) for seconds in group) for group in sums)
     rounds = [sum(one) / sum(other) for one, other in zip(*(zip(*group, strict=True) for group in sums), strict=True)]
     return spread_of(rounds, above / below, factor)

@@ -45,9 +45,7 @@ def write_report(report: Report, out: Path) -> ReportPaths:
 
     The page, which holds everything, is written last. Raises `UserError` where `out` cannot be written.
     """
-    drawings = {
-        f"{figure.name}-{theme.name}": render(figure, theme, "svg") for figure in report.figures for theme in THEMES
-    }
+    drawings = {f"{each.name}-{theme.name}": render(each, theme, "svg") for each in report.figures for theme in THEMES}
     figures = {out / "figures" / f"{name}.svg": svg for name, svg in drawings.items()}
     figures |= {out / "figures" / f"{figure.name}.png": render(figure, LIGHT, "png") for figure in report.figures}
     records = {out / name: text.encode() for name, text in report.records.items()}
@@ -71,14 +69,12 @@ def table_on_terminal(table: Table, width: int = 120) -> Group:
     fitting = _columns_that_fit(table, width)
     parts: list[RichTable | Text] = [Text(table.title, style="bold")]
     for group in table.groups:
-        rendered = RichTable(
-            title=group.title or None, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold cyan"
-        )
+        shown = RichTable(title=group.title or None, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold cyan")
         for column in table.columns[:fitting]:
-            rendered.add_column(column.title, justify="right" if column.numeric else "left", no_wrap=True)
+            shown.add_column(column.title, justify="right" if column.numeric else "left", no_wrap=True)
         for row in group.rows:
-            rendered.add_row(*map(_terminal_text, row[:fitting]))
-        parts.append(rendered)
+            shown.add_row(*map(_terminal_text, row[:fitting]))
+        parts.append(shown)
     if left_out := [column.title for column in table.columns[fitting:]]:
         parts.append(Text(f"In the report besides: {', '.join(left_out)}.", style="dim"))
     return Group(*parts)

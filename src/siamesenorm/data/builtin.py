@@ -24,9 +24,7 @@ REVISION = 1
 DOCUMENT_CHARACTERS = 2_000
 EQUATIONS = 10_000
 EQUATIONS_PER_DOCUMENT = 50
-SKIPPED_DIRECTORIES = frozenset(
-    {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "__pycache__"}
-)
+SKIPPED_DIRECTORIES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "__pycache__"}
 
 Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -76,9 +76,7 @@ class LibraryModel(StoredModel):
         if not self.weights:
             raise UserError(self._remedy_for_weights())
         if self._arguments().get("siamesenorm") and not self.converted:
-            raise UserError(
-                f"{self.path} records conversions of an unconverted {self.name}: the configuration is damaged"
-            )
+            raise UserError(f"{self.path} records conversions of an unconverted {self.name}: config.json is damaged")
         library = self.import_library()
         with library_errors(self.path), _quiet(library):
             model: nn.Module = self._load(library, options)

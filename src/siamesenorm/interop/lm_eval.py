@@ -86,9 +86,7 @@ class SiameseNormLM(HFLM):  # type: ignore[misc]
     def _loglikelihood_tokens(self, requests: Sequence[Any], *args: Any, **options: Any) -> list[tuple[float, bool]]:
         longest = max((len(continuation) for _, _, continuation in requests), default=0)
         if longest > self.max_length:
-            raise UserError(
-                f"a choice has {longest} tokens, the model's context {self.max_length}: leave its question out"
-            )
+            raise UserError(f"a choice has {longest} tokens, the model's context {self.max_length}: drop its question")
         found: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, *args, **options)
         return found
 

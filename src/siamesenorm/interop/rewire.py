@@ -102,9 +102,7 @@ def _resolve(topology: Topology, stack: BlockStack, *, preserve: bool) -> Topolo
             f"{topology_name(topology)} exists; {FROM_SCRATCH}"
         )
     if any(parameter.is_meta for parameter in stack.backbone.parameters()):
-        raise UserError(
-            f"{stack.name} is on the meta device, without a function: load the weights first, or {FROM_SCRATCH}"
-        )
+        raise UserError(f"{stack.name} is on the meta device: load the weights first, or {FROM_SCRATCH}")
     return resolved
 
 

@@ -57,9 +57,7 @@ class TrainedModel(NativeModel):
     def run_config(self) -> RunConfig:
         """The configuration of the run."""
         if not self.run.config_file.is_file():
-            raise UserError(
-                f"{self.path} is a checkpoint without its run: name a run, a checkpoint in one, or an export"
-            )
+            raise UserError(f"{self.path} is a checkpoint without a run: name a run, a checkpoint in one, or an export")
         config = self.run.read_config()
         if not isinstance(config.task, LanguageTaskConfig):
             raise UserError(f"{self.path} is a run of the task {config.task.tag}: name one of a language model")

@@ -227,9 +227,7 @@ def check_shapes(tensors: Mapping[str, Tensor | None], shape: torch.Size) -> Non
 def check_recomputation(bounded: Tensor, parts: Parts) -> None:
     """Raise an error where Y' cannot be recomputed from the stream difference."""
     if bounded.dtype not in (torch.float32, torch.float64):
-        raise UserError(
-            f"kernels='lean' recomputes streams, which {bounded.dtype} is too coarse for: use residual_dtype float32"
-        )
+        raise UserError(f"kernels='lean' cannot recompute streams of {bounded.dtype}: use residual_dtype float32")
     constants = parts.constants
     if parts.gains.identity_gain is None or constants.skip is not None or constants.identity_scale is not None:
         raise ValueError("Y' is recomputed only where it is normalised and the write is X + s O, Y + O")

@@ -243,9 +243,7 @@ class DynamicHyperConnection(HyperConnection):
         """Return the static weights plus the dynamic ones, each [..., n] or [..., n, n]."""
         mix_in, mix_residual, mix_out = super().mixing_weights(streams)
         normalised = self.stream_norm(streams)
-        projections = torch.cat(
-            (self.project_in.unsqueeze(-1), self.project_residual, self.project_out.unsqueeze(-1)), dim=-1
-        )
+        projections = torch.cat((self.project_in[:, None], self.project_residual, self.project_out[:, None]), dim=-1)
         dynamic = self.squash(torch.matmul(normalised, projections.to(streams.dtype)))
         scale_in, scale_out = self.scale_in.to(streams.dtype), self.scale_out.to(streams.dtype)
         return (

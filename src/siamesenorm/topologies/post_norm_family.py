@@ -1,4 +1,4 @@
-"""Topologies that normalise the stream after additions: Post-Norm, DeepNorm, KEEL, Mix-LN, HybridNorm, ResiDual, SpanNorm."""
+"""Topologies that normalise the stream after additions: Post-Norm, DeepNorm, KEEL, Mix-LN, HybridNorm and others."""
 
 from __future__ import annotations
 
