@@ -333,7 +333,7 @@ def test_the_command_line_of_the_harness_scores_a_run_without_a_network(trained:
     [
         ({"dtype": "int32"}, "dtype is 'int32': choose float32"),
         ({"dtype": "float31"}, "dtype is 'float31': choose float32, bfloat16 or float16"),
-        ({"device": "tpux"}, "device is 'tpux': choose cpu"),
+        ({"device": "tpux"}, "device 'tpux' is not available: choose cpu"),
         ({"data": "nowhere"}, "name their place with --data"),
         ({"batch_size": 0}, "batch_size is 0: choose"),
         ({"batch_size": "auto:x"}, "batch_size is 'auto:x': choose"),

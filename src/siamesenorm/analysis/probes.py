@@ -309,14 +309,10 @@ def _plan_for_connections(model: nn.Module, connections: Mapping[str, Connection
         inside.setdefault(owner, {})[name.removesuffix("_connection")] = connection
     blocks = {name: modules[name] for name in inside}
     topology = _topology_of(model)
-    names = topology.name_streams if topology else _numbers
+    names = topology.name_streams if topology else lambda count: tuple(f"stream{number}" for number in range(count))
     closings = [ClosingProbe(module, names) for module in model.modules() if isinstance(module, Closing) and topology]
     probes = (*(ConnectionProbe(blocks[name], own, names) for name, own in inside.items()), *closings)
     return ProbePlan(blocks=blocks, streams=topology.stream_names if topology else (), probes=probes)
-
-
-def _numbers(count: int) -> tuple[str, ...]:
-    return tuple(f"stream{number}" for number in range(count))
 
 
 def _topology_of(model: nn.Module) -> Topology | None:

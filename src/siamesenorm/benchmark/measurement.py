@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
 from siamesenorm.errors import UserError
+from siamesenorm.training.execution import find_device
 
 Action = Callable[[], object]
 Timings = dict[str, list[float]]
@@ -224,14 +225,9 @@ def describe_passes(timings: Timings, name: str, traffic: Mapping[str, float]) -
 
 def resolve_device(name: str) -> torch.device:
     """Return the device of a name, "auto" being CUDA if available; raises UserError for one that is not available."""
-    available = torch.cuda.is_available()
-    if name == "auto":
-        return torch.device("cuda" if available else "cpu")
-    if name.partition(":")[0] not in ("cpu", "cuda"):
+    if name.partition(":")[0] not in ("auto", "cpu", "cuda"):
         raise UserError(f"device {name!r}: choose cpu, cuda or auto")
-    if name.startswith("cuda") and not available:
-        raise UserError(f"device {name!r}: torch finds no CUDA device; choose cpu")
-    return torch.device(name)
+    return find_device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
 
 # --- memory

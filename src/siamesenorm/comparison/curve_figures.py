@@ -279,7 +279,8 @@ def smoothed(curve: Curve) -> Curve:
     length = len(curve.values)
     reach = max(1, round(SMOOTHING_FRACTION * length / 2))
     places = np.unique(np.linspace(0, length - 1, min(length, MOST_POINTS)).round().astype(int))
-    values = [_midmean(curve.values[max(0, place - reach) : place + reach + 1]) for place in places]
+    windows = [np.sort(curve.values[max(0, place - reach) : place + reach + 1]) for place in places]
+    values = [np.mean(window[len(window) // 4 : len(window) - len(window) // 4]) for window in windows]
     return Curve(steps=curve.steps[places], values=np.array(values))
 
 
@@ -300,8 +301,3 @@ def difference(curve: Curve, reference: Curve) -> Curve:
     """Return `curve - reference` at the steps that both have."""
     steps, own, other = np.intersect1d(curve.steps, reference.steps, assume_unique=True, return_indices=True)
     return Curve(steps=steps, values=curve.values[own] - reference.values[other])
-
-
-def _midmean(window: FloatArray) -> float:
-    trimmed = len(window) // 4
-    return float(np.mean(np.sort(window)[trimmed : len(window) - trimmed]))

@@ -212,7 +212,7 @@ def _check_vit(backbone: nn.Module) -> None:
     """Raise UserError for a model that has no norm of each last token."""
     if isinstance(backbone.norm, nn.Identity):
         raise UserError(
-            "a VisionTransformer without norm: create it with final_norm=True, fc_norm=False, no features_only"
+            "VisionTransformer without norm: create it with final_norm=True, fc_norm=False, no features_only"
         )
 
 

@@ -29,6 +29,7 @@ from siamesenorm.files import disk_errors
 from siamesenorm.interop.huggingface import SiameseNormForCausalLM
 from siamesenorm.interop.native_models import tokenizer_for
 from siamesenorm.interop.stored import open_native
+from siamesenorm.training.execution import find_device
 
 PROMPT = "Question: {{question}}\nAnswer:"
 FIELDS = "question, choices and label"
@@ -178,7 +179,5 @@ def _place(device: str | None, dtype: str | torch.dtype | None) -> tuple[torch.d
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or torch.float32
     if not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise UserError(f"dtype is {dtype!r}: choose float32, bfloat16 or float16")
-    try:
-        return torch.empty(0, device=device or ("cuda" if torch.cuda.is_available() else "cpu")).device, found
-    except (RuntimeError, AssertionError) as error:  # the latter is what a torch without CUDA raises
-        raise UserError(f"device is {device!r}: choose cpu, or cuda where there is a GPU") from error
+    place = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return torch.empty(0, device=place).device, found  # with its index

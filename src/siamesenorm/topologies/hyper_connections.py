@@ -155,11 +155,6 @@ def mix_streams(weights: Tensor, streams: Tensor) -> Tensor:
     return torch.matmul(weights.unsqueeze(-2), streams).squeeze(-2)
 
 
-def mix_residuals(weights: Tensor | None, streams: Tensor) -> Tensor:
-    """Return sum_i weights_ij H_i for weights [..., n, n] (from, to), and the streams [..., n, dim] for None."""
-    return streams if weights is None else torch.matmul(weights.mT, streams)
-
-
 class MixingConnection(NormConnection):
     """Around one sublayer: h = norm(A_m^T H), H~ = A_r^T H; H <- H~ + B O, with weights from `mixing_weights`.
 
@@ -185,7 +180,8 @@ class MixingConnection(NormConnection):
         with without_autocast(packed.device):
             mix_in, mix_residual, mix_out = self.mixing_weights(wide)
             h = mix_streams(mix_in if gates is None else gates.to(wide.dtype), wide)
-            mixed = mix_residuals(mix_residual, wide).to(packed.dtype)
+            mixed = wide if mix_residual is None else torch.matmul(mix_residual.mT, wide)
+            mixed = mixed.to(packed.dtype)
         return self.to_compute(self.norm(h).to(packed.dtype)), mixed, mix_out, mix_in
 
     def write(self, streams: Streams, output: Tensor) -> Streams:
