@@ -26,8 +26,8 @@ from siamesenorm.benchmark.measurement import (
     resolve_device,
 )
 from siamesenorm.benchmark.results import Results, Row
+from siamesenorm.models.block import Block, build_residual_path
 from siamesenorm.models.initialisation import initialise
-from siamesenorm.models.transformer import Block, build_residual_path
 from siamesenorm.norms import build_norm
 from siamesenorm.sublayers.attention import Attention, AttentionShape, rotation
 from siamesenorm.sublayers.mlp import build_mlp

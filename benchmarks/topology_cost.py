@@ -20,8 +20,8 @@ from torch import nn
 from pages import fill_tables
 from siamesenorm.benchmark.results import Results, Row, Session
 from siamesenorm.benchmark.step import REFERENCE, StepSettings, TrainingStep, compare
+from siamesenorm.models.cost import count_parameters
 from siamesenorm.models.language import build_language_model
-from siamesenorm.models.transformer import count_parameters
 from siamesenorm.topologies import available_topologies, build_topology
 
 HERE = Path(__file__).parent

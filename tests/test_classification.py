@@ -19,9 +19,10 @@ from siamesenorm.errors import UserError
 from siamesenorm.models.vision import build_vision_transformer
 from siamesenorm.tasks import available_tasks, task_from_json
 from siamesenorm.tasks.classification import HELD_OUT, ClassificationTask
-from siamesenorm.training.config import Execution, RunConfig, presets
+from siamesenorm.training.config import Execution, RunConfig
 from siamesenorm.training.loop import Instrument, train
 from siamesenorm.training.optimizer import OptimizerConfig
+from siamesenorm.training.presets import presets
 from siamesenorm.training.run_directory import RunDirectory
 from training_runs import losses, records, with_model
 

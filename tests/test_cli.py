@@ -19,13 +19,13 @@ import siamesenorm
 from refusals import REFUSED, TINY, complete
 from siamesenorm import Topology, available_norms, available_topologies, build_language_model, build_norm
 from siamesenorm.cli import COMMANDS, explain, main, sizes
-from siamesenorm.cli.parsing import PRESETS
 from siamesenorm.data import PreparedData
 from siamesenorm.files import decode_json
+from siamesenorm.models.cost import count_parameters
 from siamesenorm.models.language import SIZES
-from siamesenorm.models.transformer import count_parameters
 from siamesenorm.topologies import topology_name
 from siamesenorm.training.loop import TrainingLoop
+from siamesenorm.training.presets import PRESETS
 from training_runs import edit_json, records, write_data
 
 

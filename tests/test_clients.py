@@ -25,7 +25,7 @@ from siamesenorm import (
     build_topology,
 )
 from siamesenorm.errors import UserError
-from siamesenorm.models.transformer import Block
+from siamesenorm.models.block import Block
 from siamesenorm.norms import NormSpec
 from siamesenorm.sublayers.mlp import GatedMLP
 from siamesenorm.sublayers.sublayer import Context, Modulated, Rotation

@@ -105,10 +105,13 @@ def test_the_order_has_no_cycle() -> None:
 
 @pytest.mark.parametrize("file", [f for f in FILES if home(f) in {*CORE, *GROUND, "__init__"}], ids=short)
 def test_the_core_imports_torch_alone(file: Path) -> None:
-    """And Triton where kernels are launched, rich where progress is drawn; both are imported only when used."""
+    """And Triton where kernels are launched, rich where progress is drawn, timm where its blocks are taken.
+
+    These are imported only when used.
+    """
     launched = home(file) == "kernels" and file.stem.endswith(("_triton", "_launch"))
-    drawn = {"rich"} if home(file) == "progress" else set()
-    assert foreign(file) <= {"torch", *({"triton"} if launched else drawn)}
+    used = {"progress.py": {"rich"}, "models/convnext.py": {"timm"}}.get(short(file), set())
+    assert foreign(file) <= {"torch", *({"triton"} if launched else used)}
 
 
 def test_everything_imported_is_declared() -> None:
@@ -116,7 +119,11 @@ def test_everything_imported_is_declared() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
     declared = {canonical(requirement) for group in groups for requirement in group} | requirements("torch")
-    assert {name: short(file) for file in FILES for name in foreign(file) if canonical(name) not in declared} == {}
+    distributions = {"PIL": "pillow"}
+    imported = {name: short(file) for file in FILES for name in foreign(file)}
+    assert {
+        name: file for name, file in imported.items() if canonical(distributions.get(name, name)) not in declared
+    } == {}
 
 
 def test_names_say_what_is_inside() -> None:

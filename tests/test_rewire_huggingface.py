@@ -35,11 +35,11 @@ from huggingface_hosts import (  # noqa: E402
 from siamesenorm import available_topologies, rewire, swap_norms  # noqa: E402
 from siamesenorm.errors import UserError  # noqa: E402
 from siamesenorm.interop import block_families  # noqa: E402
-from siamesenorm.interop.foreign_norms import looks_like_norm  # noqa: E402
 from siamesenorm.interop.huggingface.converted import converted_class  # noqa: E402
 from siamesenorm.interop.rewire import record_streams  # noqa: E402
 from siamesenorm.interop.wiring import places_of, steps_of  # noqa: E402
 from siamesenorm.norms import InexactKind  # noqa: E402
+from siamesenorm.norms.foreign_norms import looks_like_norm  # noqa: E402
 
 EPS = {InexactKind.NORM_OF_NORM, InexactKind.NORM_OF_MULTIPLE}
 EXACT = ("pre", "siamese-post-pre:normalized_input=false")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from siamesenorm import LanguageModel, available_norms, available_topologies, build_language_model
-from siamesenorm.models.transformer import Block
+from siamesenorm.models.block import Block
 from siamesenorm.training.execution import checkpoint_blocks, compile_blocks
 
 DEEP = 12

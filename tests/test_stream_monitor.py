@@ -29,7 +29,7 @@ from siamesenorm import LanguageModel, StreamMonitor
 from siamesenorm.analysis import observe_streams
 from siamesenorm.analysis.probes import Measurements, plan_probes
 from siamesenorm.errors import UserError
-from siamesenorm.models.transformer import split_losses
+from siamesenorm.models.block import split_losses
 from siamesenorm.sublayers.attention import rotation
 from siamesenorm.sublayers.sublayer import Context
 from siamesenorm.topologies import ResidualSpec, available_topologies, build_topology, transformer_places

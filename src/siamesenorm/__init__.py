@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from siamesenorm.interop.rewire import rewire
     from siamesenorm.interop.stored import from_pretrained
     from siamesenorm.interop.swap_norms import swap_norms
+    from siamesenorm.models.block import Block, build_residual_path
     from siamesenorm.models.language import (
         LanguageModel,
         LanguageModelConfig,
         build_language_model,
         language_model_config,
     )
-    from siamesenorm.models.transformer import Block, build_residual_path
     from siamesenorm.models.vision import VisionTransformer, VisionTransformerConfig, build_vision_transformer
     from siamesenorm.norms import (
         AdaLN,
@@ -101,7 +101,7 @@ _MODULES = (
     "topologies",
     "norms",
     "models.language",
-    "models.transformer",
+    "models.block",
     "models.vision",
     "sublayers.attention",
     "sublayers.sublayer",

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from siamesenorm.benchmark.boundary import kernels_of, missing_kernels
 from siamesenorm.benchmark.measurement import kept_for_backward, measure, milliseconds, ratio
 from siamesenorm.benchmark.results import Results, Row, Session
+from siamesenorm.models.cost import count_parameters
 from siamesenorm.models.language import LanguageModel, build_language_model
-from siamesenorm.models.transformer import count_parameters
 from siamesenorm.topologies import build_topology
 from siamesenorm.training.execution import compile_blocks, require_compiler
 

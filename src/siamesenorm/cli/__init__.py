@@ -10,8 +10,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from siamesenorm.cli.parsing import HELP, PRESETS, check_preset, parse
+from siamesenorm.cli.parsing import HELP, check_preset, parse
 from siamesenorm.errors import UserError, unknown
+from siamesenorm.training.presets import PRESETS
 
 COMMANDS = {
     "demo": "compare Pre-Norm, Post-Norm, HybridNorm and SiameseNorm on the built-in corpus",
@@ -92,7 +93,7 @@ def preset_usage(command: str) -> str:
     what = COMMANDS[command]
     sentence = f"{what[0].upper()}{what[1:]}. Every field of the preset can be overridden."
     hint = f"siamesenorm {command} mini --help shows the options, with the values of that preset."
-    return _page(f"{command} PRESET", sentence, PRESETS, hint)
+    return _page(f"{command} PRESET", sentence, {name: preset.summary for name, preset in PRESETS.items()}, hint)
 
 
 def _page(words: str, sentence: str, rows: dict[str, str], hint: str) -> str:

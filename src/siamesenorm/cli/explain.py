@@ -15,8 +15,8 @@ import tyro
 from typing_extensions import Doc
 
 from siamesenorm.errors import UserError, unknown
+from siamesenorm.models.cost import count_parameters
 from siamesenorm.models.language import SIZES, build_language_model
-from siamesenorm.models.transformer import count_parameters
 from siamesenorm.norms import NORMS, NormSpec, available_norms
 from siamesenorm.topologies import Topology, available_topologies, build_topology, topology_name
 

@@ -11,14 +11,9 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_
 
 from siamesenorm.errors import UserError, unknown
 from siamesenorm.options import REMEDIES, alternatives
+from siamesenorm.training.presets import PRESETS
 
 HELP = ("-h", "--help")
-PRESETS = {
-    "mini": "a small language model on a CPU: minutes",
-    "digits": "a vision Transformer on scikit-learn's digits: a minute on a CPU",
-    "paper": "Table 4 of the SiameseNorm paper: 1.3 B parameters, 100 B tokens, on GPUs",
-}
-"""The runs that `train` and `sweep` start from."""
 
 
 def check_preset(arguments: Sequence[str]) -> None:

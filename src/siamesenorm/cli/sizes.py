@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import Doc
 
+from siamesenorm.models.cost import count_flops, count_parameters
 from siamesenorm.models.language import SIZES, build_language_model, language_model_config
-from siamesenorm.models.transformer import count_flops, count_parameters
 from siamesenorm.topologies import available_topologies
 
 

@@ -13,16 +13,16 @@ import tyro
 from typing_extensions import Doc
 
 from siamesenorm.analysis.monitor_instrument import MonitorOptions
-from siamesenorm.cli.parsing import PRESETS
 from siamesenorm.errors import UserError
 from siamesenorm.files import encode_json
 from siamesenorm.models.transformer import inherited_operator
 from siamesenorm.norms import NormSpec, available_norms
 from siamesenorm.tasks import TASKS
 from siamesenorm.topologies import Topology, available_topologies, build_topology, topology_name
-from siamesenorm.training.config import RunConfig, presets
+from siamesenorm.training.config import RunConfig
 from siamesenorm.training.console_and_trackers import Console, build_trackers
 from siamesenorm.training.loop import train
+from siamesenorm.training.presets import PRESETS, presets
 from siamesenorm.training.warm_start import continue_run, start_defaults
 from siamesenorm.world import is_first_process
 
@@ -57,7 +57,9 @@ class RunArguments:
         if named is not None:
             runs[named] = _with_defaults(runs[named], size, start)
         kind = tyro.extras.subcommand_type_from_defaults(
-            {name: self.command(run=run) for name, run in runs.items()}, PRESETS, prefix_names=False
+            {name: self.command(run=run) for name, run in runs.items()},
+            {name: preset.summary for name, preset in PRESETS.items()},
+            prefix_names=False,
         )
         return kind, list(words), text_constructors(runs[named].task.model.norm if named else NormSpec())
 

@@ -2,6 +2,7 @@
 
 from siamesenorm.data.preparation import PrepareConfig, PrepareProgress, prepare
 from siamesenorm.data.prepared import PreparedData, SampleOrder, TokenSamples, TokenSequence, document_ids
+from siamesenorm.data.randomness import generator_at
 from siamesenorm.data.storage import Manifest, Split, TokenizerEntry
 from siamesenorm.data.tokenizer import ByteTokenizer, LibraryTokenizer, Tokenizer, load_tokenizer
 from siamesenorm.files import StoppedError
@@ -21,6 +22,7 @@ __all__ = [
     "Tokenizer",
     "TokenizerEntry",
     "document_ids",
+    "generator_at",
     "load_tokenizer",
     "prepare",
 ]

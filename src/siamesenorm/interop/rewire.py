@@ -14,12 +14,12 @@ from siamesenorm.errors import UserError
 from siamesenorm.interop import wiring
 from siamesenorm.interop.converted_models import record_step, refuse_unsavable
 from siamesenorm.interop.find_blocks import find_blocks
-from siamesenorm.interop.foreign_norms import inheriting, looks_like_norm, norms_of
 from siamesenorm.interop.rewired_blocks import BlockStack, RewiredBlock
 from siamesenorm.interop.wiring import FROM_SCRATCH, HostNorms
 from siamesenorm.models.conversion import convert, converted_config
 from siamesenorm.models.language import LanguageModel
 from siamesenorm.norms import Inexact, Norm, NormFunction, NormSpec
+from siamesenorm.norms.foreign_norms import inheriting, looks_like_norm, norms_of
 from siamesenorm.topologies import Topology, build_topology, topology_name, topology_to_json
 from siamesenorm.topologies.pre_norm_family import PreNorm
 

@@ -12,11 +12,11 @@ from torch import nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.interop.converted_models import record_step, refuse_unsavable
-from siamesenorm.interop.foreign_norms import Unreadable, looks_like_norm, norms_of, read_norm, replacement
 from siamesenorm.models.conversion import path_of
 from siamesenorm.models.language import LanguageModel, LanguageModelConfig
 from siamesenorm.models.transformer import inherited_operator
 from siamesenorm.norms import NORMS, Inexact, Norm, NormSpec
+from siamesenorm.norms.foreign_norms import Unreadable, looks_like_norm, norms_of, read_norm, replacement
 from siamesenorm.topologies.boundary_family import BoundaryConnection
 
 

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.interop import foreign_norms
 from siamesenorm.interop.find_blocks import find_blocks
-from siamesenorm.interop.foreign_norms import Unreadable, inheriting, read_norm
 from siamesenorm.interop.rewired_blocks import (
     BlockSpec,
     BlockStack,
@@ -27,8 +25,9 @@ from siamesenorm.interop.rewired_blocks import (
     keep_recording,
 )
 from siamesenorm.interop.stored_model import Step
-from siamesenorm.models.transformer import ResidualPath, build_residual_path
-from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec
+from siamesenorm.models.block import ResidualPath, build_residual_path
+from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec, foreign_norms
+from siamesenorm.norms.foreign_norms import Unreadable, inheriting, read_norm
 from siamesenorm.topologies import Place, ResidualSpec, Topology, topology_from_json, topology_name
 
 FROM_SCRATCH = "start from scratch (preserve=False or --scratch)"

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from siamesenorm.errors import UserError
+from siamesenorm.models.block import Block, ResidualPath, build_drop_path, build_residual_path
 from siamesenorm.models.language import LanguageModel, LanguageModelConfig
-from siamesenorm.models.transformer import Block, ResidualPath, build_residual_path, inherited_operator
+from siamesenorm.models.transformer import inherited_operator
 from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec
 from siamesenorm.topologies import Topology, build_topology, topology_name, transformer_places
 from siamesenorm.topologies.pre_norm_family import PreNorm
 
-FREE = ("context", "dropout", "document_mask", "residual_dtype", "compute_dtype")
+FREE = ("context", "dropout", "drop_path", "document_mask", "residual_dtype", "compute_dtype")
 """Fields of a configuration that change neither the weights nor, up to rounding, the function of one document."""
 PATH = ("topology", "norm")
 """Fields of the residual path, which a conversion replaces."""
@@ -98,8 +99,9 @@ def convert(model: LanguageModel, target: LanguageModelConfig) -> tuple[Inexact,
     for part, replaced in zip(path.parts, old.parts, strict=True):
         part.train(replaced.training)
     model.opening, model.closing = path.opening, path.closing
-    for block, connections in zip(model.blocks, path.connections, strict=True):
+    for index, (block, connections) in enumerate(zip(model.blocks, path.connections, strict=True)):
         block.set_connections(connections)  # type: ignore[operator]
+        block.drop_path = build_drop_path(target.drop_path, index, target.depth).to(like.device)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = target.dropout

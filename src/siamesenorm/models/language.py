@@ -18,14 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from siamesenorm.errors import UserError, unknown
+from siamesenorm.models.block import TransformerOutput, add_losses
 from siamesenorm.models.initialisation import build_embedding, build_initialised, initialise
-from siamesenorm.models.transformer import (
-    TransformerConfig,
-    TransformerOutput,
-    add_losses,
-    inherited_operator,
-    require_positive,
-)
+from siamesenorm.models.transformer import TransformerConfig, inherited_operator, require_positive
 from siamesenorm.norms import NORMS, DeclaredModule, NormSpec
 from siamesenorm.sublayers.attention import AttentionCache, rotation
 from siamesenorm.sublayers.sublayer import Context, Losses, Projection, Rotation

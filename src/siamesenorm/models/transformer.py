@@ -1,31 +1,26 @@
-"""What all Transformers have in common: configuration, residual path, blocks of sublayers, and counts of their cost."""
+"""What all Transformers have in common: the configuration of a stack of blocks, and methods as text."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from siamesenorm.errors import UserError, unknown
+from siamesenorm.models.block import Block, build_drop_path, build_residual_path
 from siamesenorm.models.initialisation import Initialisation
 from siamesenorm.norms import NormSpec, available_norms, norm_options
 from siamesenorm.sublayers.attention import ATTENTION_NORMS, Attention, AttentionShape
 from siamesenorm.sublayers.mlp import Activation, build_mlp
-from siamesenorm.sublayers.sublayer import NO_CONTEXT, Context, Losses
 from siamesenorm.topologies import (
     AttentionNorm,
     Closing,
-    Connection,
     Kernels,
     Opening,
-    Place,
     ResidualSpec,
-    Streams,
     Topology,
     build_topology,
     topology_from_json,
@@ -80,6 +75,8 @@ class TransformerConfig:
     """Distribution of the initial weights."""
     dropout: float = 0.0
     """Dropout on the embedding and on the output of every sublayer."""
+    drop_path: float = 0.0
+    """Stochastic depth: the rate of the last block, linear from 0 at the first."""
     residual_dtype: StreamDtype = "inherit"
     """Dtype of the residual streams; inherit is float32 in a run."""
     compute_dtype: StreamDtype = "inherit"
@@ -92,8 +89,9 @@ class TransformerConfig:
         for name, hint in get_type_hints(type(self)).items():
             if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
                 raise unknown(name, str(getattr(self, name)), get_args(hint))
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"dropout is {self.dropout}: choose a number from 0 to below 1")
+        for name in ("dropout", "drop_path"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}: choose a number from 0 to below 1")
         self.attention_shape  # noqa: B018 - refuses widths and attention norms
 
     @property
@@ -174,8 +172,9 @@ class TransformerConfig:
                 },
                 connections,
                 self.dropout,
+                build_drop_path(self.drop_path, index, self.depth),
             )
-            for connections in path.connections
+            for index, connections in enumerate(path.connections)
         )
         return path.opening, blocks, path.closing
 
@@ -254,126 +253,3 @@ def require_positive(config: object, name: str) -> None:
     """Raise UserError unless a field is at least 1."""
     if getattr(config, name) < 1:
         raise UserError(f"{name} is {getattr(config, name)}: choose at least 1")
-
-
-# --- residual path and blocks
-
-
-class ResidualPath(NamedTuple):
-    """The modules of a topology for a stack of blocks; `connections` holds those of each block, in order."""
-
-    opening: Opening
-    connections: tuple[tuple[Connection, ...], ...]
-    closing: Closing
-
-    @property
-    def parts(self) -> tuple[nn.Module, ...]:
-        """All modules in the order of the forward pass."""
-        return (self.opening, *(each for block in self.connections for each in block), self.closing)
-
-
-def build_residual_path(topology: Topology, spec: ResidualSpec, places: Sequence[Sequence[Place]]) -> ResidualPath:
-    """Return opening, connections and closing of a stack whose blocks have sublayers at `places`."""
-    return ResidualPath(
-        opening=topology.opening(spec),
-        connections=tuple(tuple(topology.connection(place, spec) for place in block) for block in places),
-        closing=topology.closing(places[-1][-1], spec),
-    )
-
-
-class Block(nn.Module):
-    """A list of sublayers with their connections: the unit of sharding, compilation and checkpointing.
-
-    A sublayer `sublayer(h, context)` returns a tensor, or a tensor and its scalar losses by name. Its attribute has its
-    name, that of its connection ends in `_connection`. Dropout acts on the output before the write, so that every
-    stream drops the same elements.
-    """
-
-    def __init__(
-        self, sublayers: Mapping[str, nn.Module], connections: Sequence[Connection], dropout: float = 0.0
-    ) -> None:
-        super().__init__()
-        self.names = tuple(sublayers)
-        for name, sublayer in sublayers.items():
-            self.add_module(name, sublayer)
-        self.set_connections(connections)
-        self.dropout = nn.Dropout(dropout)
-
-    @property
-    def connections(self) -> tuple[Connection, ...]:
-        """The connections of the sublayers, in order."""
-        return tuple(getattr(self, f"{name}_connection") for name in self.names)
-
-    def set_connections(self, connections: Sequence[Connection]) -> None:
-        """Set the connections of the sublayers, in order."""
-        for name, connection in zip(self.names, connections, strict=True):
-            self.add_module(f"{name}_connection", connection)
-
-    def forward(self, streams: Streams, context: Context = NO_CONTEXT) -> tuple[Streams, Losses]:
-        """Return the streams after all sublayers, and the sums of their losses by name."""
-        losses: Losses = {}
-        for name, connection in zip(self.names, self.connections, strict=True):
-            h, streams = connection.read(streams)
-            output, found = split_losses(getattr(self, name)(h, context))
-            streams = connection.write(streams, self.dropout(output))
-            losses = add_losses(losses, found)
-        return streams, losses
-
-
-class TransformerOutput(NamedTuple):
-    """Logits [batch, ..., classes] and the auxiliary losses of the sublayers, summed over blocks, by name."""
-
-    logits: Tensor
-    losses: Losses
-
-
-def split_losses(result: Tensor | tuple[Tensor, Losses]) -> tuple[Tensor, Losses]:
-    """Return (output, losses) of a sublayer that returns a tensor, or a tensor and its losses."""
-    return (result, {}) if isinstance(result, Tensor) else result
-
-
-def add_losses(total: Losses, more: Losses) -> Losses:
-    """Return the sums by name."""
-    return {**total, **{name: total[name] + loss if name in total else loss for name, loss in more.items()}}
-
-
-# --- cost
-
-
-def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Return (all parameters, those of embeddings and of a head that is tied to one), each counted once."""
-    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    return sum(p.numel() for p in model.parameters()), sum(weight.numel() for weight in embeddings)
-
-
-@torch.no_grad()
-def count_flops(model: nn.Module, *inputs: Tensor) -> int:
-    """Return the floating-point operations of a training step of a model with `.blocks`, on the meta device.
-
-    Three times those of the forward pass on `inputs`: matrix products and attention, 2 for a multiply-add, as PyTorch
-    counts them; causal attention counts in full, element-wise work not at all. Blocks made of the same modules are
-    counted once and multiplied.
-    """
-    from torch.utils.flop_counter import FlopCounterMode
-
-    blocks = model.get_submodule("blocks")
-    copies = Counter(map(_structure, blocks.children()))
-    first = {_structure(block): block for block in reversed(list(blocks.children()))}
-    model.blocks = nn.ModuleList(first.values())
-    try:
-        with FlopCounterMode(display=False) as counter:
-            model(*inputs)
-    finally:
-        model.blocks = blocks
-    counts = counter.get_flop_counts()
-    forward: int = counter.get_total_flops()
-    for index, structure in enumerate(first):
-        block = sum(counts.get(f"{type(model).__name__}.blocks.{index}", {}).values())
-        forward += (copies[structure] - 1) * block
-    return 3 * forward
-
-
-def _structure(block: nn.Module) -> tuple[object, ...]:
-    """Return the modules and the shapes of the parameters of a block, which its matrix products follow from."""
-    modules = ((name, type(module)) for name, module in block.named_modules())
-    return (*modules, *((name, parameter.shape) for name, parameter in block.named_parameters()))

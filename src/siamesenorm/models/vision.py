@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from siamesenorm.errors import UserError
+from siamesenorm.models.block import TransformerOutput, add_losses
 from siamesenorm.models.initialisation import build_embedding, build_initialised, initialise
-from siamesenorm.models.transformer import TransformerConfig, TransformerOutput, add_losses, require_positive
+from siamesenorm.models.transformer import TransformerConfig, require_positive
 from siamesenorm.sublayers.sublayer import Losses, Projection
 from siamesenorm.topologies import Kernels
 

@@ -107,6 +107,10 @@ class ClassificationTask:
         """Return the model with its initial weights."""
         return build_vision_transformer(self.config.model, seed=self.seed, device=device, kernels=kernels)
 
+    def rate_factors(self, model: nn.Module) -> Mapping[str, float]:
+        """Return no factors: all parameters have one learning rate."""
+        return {}
+
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """Return the entries of a run's first record on data and model, which is on the meta device."""
         norm = self.config.model.attention_shape.attention_norm

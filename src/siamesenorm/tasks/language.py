@@ -128,6 +128,10 @@ class LanguageTask:
         """Return the model with its initial weights."""
         return build_language_model(self.config.model, seed=self.seed, device=device, kernels=kernels)
 
+    def rate_factors(self, model: nn.Module) -> Mapping[str, float]:
+        """Return no factors: all parameters have one learning rate."""
+        return {}
+
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """Return the entries of a run's first record on data and model, which is on the meta device."""
         tokens = torch.zeros(1, self.config.model.context, dtype=torch.int64, device="meta")

@@ -16,7 +16,7 @@ import tyro
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.models.transformer import count_flops, count_parameters
+from siamesenorm.models.cost import count_flops, count_parameters
 from siamesenorm.topologies import Kernels
 from siamesenorm.world import World
 
@@ -85,6 +85,9 @@ class Task(Protocol):
 
     def build_model(self, device: torch.device, kernels: Kernels = "plain") -> nn.Module:
         """Return the model with its initial weights; on the meta device nothing is allocated."""
+
+    def rate_factors(self, model: nn.Module) -> Mapping[str, float]:
+        """Return factors on the learning rate by parameter name; a missing one is 1."""
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """Return the entries of a run's first record on data and model, which may be on the meta device."""

@@ -232,7 +232,7 @@ def _fault(path: Path, step: int) -> str | None:
 
 
 def keep_last_weights(root: Path) -> None:
-    """Remove what a finished run does not need any more: older checkpoints, and all but the model of the last one.
+    """Remove what a finished run does not need: older checkpoints, and optimizer and random states of the last.
 
     The manifest is exchanged before the files are removed, so that a crash leaves a whole checkpoint.
     """

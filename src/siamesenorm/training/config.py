@@ -1,4 +1,4 @@
-"""The configuration of a run, its identity, and named runs to begin from.
+"""The configuration of a run, and its identity.
 
 The identity is a hash of the settings that differ from the schema's defaults:
 
@@ -25,11 +25,8 @@ from typing import Annotated, Any, Literal, Self, get_args
 import tyro
 
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.models.language import language_model_config
 from siamesenorm.norms import NORMS, NormSpec
 from siamesenorm.tasks import task_from_json
-from siamesenorm.tasks.classification import ClassificationTaskConfig
-from siamesenorm.tasks.language import LanguageTaskConfig
 from siamesenorm.tasks.task import TaskConfig
 from siamesenorm.topologies import Kernels, Topology
 from siamesenorm.training.optimizer import OptimizerConfig
@@ -120,6 +117,8 @@ class RunConfig:
     """Precision of the sublayers; bfloat16 keeps fp32 weights."""
     checkpoint_activations: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
+    ema: float = 0.0
+    """Decay of the average of the weights that is evaluated beside them and kept in checkpoints; 0 keeps none."""
     validation_every: int = 100
     """Steps between evaluations on held-out data."""
     stop_early: bool = True
@@ -140,6 +139,8 @@ class RunConfig:
             raise unknown("precision", self.precision, get_args(Precision))
         if self.micro_batch < 0 or self.batch % (self.micro_batch or self.batch):
             raise UserError(f"micro_batch {self.micro_batch} does not divide batch {self.batch}: choose one that does")
+        if not 0 <= self.ema < 1:
+            raise UserError(f"ema is {self.ema}: choose a decay from 0 to below 1, such as 0.999")
         self.optimizer.schedule(self.steps)
 
     @property
@@ -264,38 +265,3 @@ def _spelled(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_spelled(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-# --- named runs
-
-
-def presets(data: Any) -> dict[str, RunConfig]:
-    """Return named runs: `mini` and `digits` for a CPU, `paper` is the SiameseNorm paper's Table 4.
-
-    Those on text are of the prepared data in `data`.
-    """
-    return {
-        "mini": RunConfig(
-            task=LanguageTaskConfig(data=data, model=language_model_config("mini", vocabulary=0)),
-            optimizer=OptimizerConfig(warmup_steps=40),
-            steps=400,
-            batch=16,
-        ),
-        "digits": RunConfig(
-            task=ClassificationTaskConfig(),
-            optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=20),
-            steps=300,
-            batch=64,
-            validation_every=50,
-        ),
-        "paper": RunConfig(
-            task=LanguageTaskConfig(data=data, model=language_model_config("olmo-1.3b"), validation_tokens=2**21),
-            optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2000, decay="all-but-embeddings"),
-            steps=95_367,
-            batch=512,
-            micro_batch=16,
-            precision="bfloat16",
-            validation_every=1000,
-            execution=Execution(device="cuda", compile="on", checkpoint_every=1000),
-        ),
-    }

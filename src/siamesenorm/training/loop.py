@@ -36,6 +36,7 @@ from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.run_record import MetricsLog, read_metrics
 from siamesenorm.training.verdict import StabilityMonitor, Verdict
 from siamesenorm.training.warm_start import load_start, require_start
+from siamesenorm.training.weight_average import WeightAverage
 from siamesenorm.world import World, shard_like, whole
 
 Record = dict[str, Any]
@@ -128,7 +129,10 @@ class TrainingLoop:
         if self.choices.compiled:
             execution.compile_blocks(self.model)
         self.replica = execution.parallelise(self.model, world, config.execution.parallel)
-        self.optimizer: torch.optim.Optimizer = build_optimizer(self.model, config.optimizer)
+        self.optimizer: torch.optim.Optimizer = build_optimizer(
+            self.model, config.optimizer, self.task.rate_factors(self.model)
+        )
+        self.average = WeightAverage(self.model, config.ema) if config.ema else None
         self.schedule = config.optimizer.schedule(config.steps)
         self.monitor = StabilityMonitor(
             steps_total=config.steps,
@@ -191,6 +195,8 @@ class TrainingLoop:
             return self.record(record)
         weights, start = load_start(config.warm_start, task)
         self._load_weights(weights)
+        if self.average:
+            self.average = WeightAverage(self.model, config.ema)
         self.record({**record, "start": start})
         self._validate(0)
 
@@ -204,6 +210,8 @@ class TrainingLoop:
         norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.average:
+            self.average.update()
         record: Record = {
             "kind": "train",
             "step": step,
@@ -235,12 +243,22 @@ class TrainingLoop:
 
     @torch.no_grad()
     def _validate(self, step: int) -> None:
+        result = self._evaluate()
+        if self.average:
+            with self.average.applied():
+                averaged = self._evaluate()
+            result |= {
+                f"ema_{metric.name}": averaged[metric.name] for metric in self.task.metrics if metric.name in averaged
+            }
+        self.monitor.observe_validation(result["loss"])
+        self.record({"kind": "validation", "step": step, **result})
+
+    def _evaluate(self) -> dict[str, float]:
         self.model.eval()
         with self._precision():
             result = self.task.evaluate(self.model, self.at_once, self.world)
         self.model.train()
-        self.monitor.observe_validation(result["loss"])
-        self.record({"kind": "validation", "step": step, **result})
+        return result
 
     def _precision(self) -> torch.autocast:
         enabled = self.config.precision == "bfloat16"
@@ -252,6 +270,8 @@ class TrainingLoop:
             "optimizer": {name: whole(tensor) for name, tensor in optimizer_tensors(self.optimizer).items()},
             "random": {name: state for each in self.world.gather(self._random_state()) for name, state in each.items()},
         }
+        if self.average:
+            tensors["ema"] = {name: whole(tensor) for name, tensor in self.average.averages.items()}
 
         def save() -> None:
             save_checkpoint(
@@ -281,6 +301,8 @@ class TrainingLoop:
         if checkpoint is None:
             return None
         self._load_weights(checkpoint.tensors["model"])
+        if self.average:
+            self.average.load(checkpoint.tensors["ema"])
         if "optimizer" in checkpoint.tensors:
             restore_optimizer(self.optimizer, checkpoint.tensors["optimizer"])
             mine, random = self._random_state(), checkpoint.tensors["random"]

@@ -148,13 +148,26 @@ def decayed_parameters(model: nn.Module, rule: str) -> dict[str, bool]:
     return decisions
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Return AdamW with one group that is decayed and one that is not, in the order of the model's parameters."""
-    decisions = decayed_parameters(model, config.decay)
-    named = dict(model.named_parameters())
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, rate_factors: Mapping[str, float] | None = None
+) -> torch.optim.AdamW:
+    """Return AdamW with a group for each weight decay and learning rate, in the order of the model's parameters.
+
+    `rate_factors` multiply the learning rate of parameters by name; a missing one is 1.
+    """
+    decisions, named, factors = (
+        decayed_parameters(model, config.decay),
+        dict(model.named_parameters()),
+        rate_factors or {},
+    )
     groups: list[dict[str, Any]] = [
-        {"params": [(name, named[name]) for name in decisions if decisions[name] is decayed], "weight_decay": rate}
-        for decayed, rate in ((True, config.weight_decay), (False, 0.0))
+        {
+            "params": [(n, named[n]) for n in decisions if (decisions[n], factors.get(n, 1.0)) == (decayed, factor)],
+            "weight_decay": config.weight_decay if decayed else 0.0,
+            "rate_factor": factor,
+        }
+        for factor in dict.fromkeys(factors.get(name, 1.0) for name in decisions)
+        for decayed in (True, False)
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
@@ -166,9 +179,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of every group."""
+    """Set the learning rate of every group: `rate` times the group's factor."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group["rate_factor"]
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -20,8 +20,8 @@ from transformers.utils.generic import can_return_tuple
 from siamesenorm.errors import UserError
 from siamesenorm.interop.huggingface.configuration import SiameseNormConfig
 from siamesenorm.interop.native_models import compute_in
+from siamesenorm.models.block import add_losses
 from siamesenorm.models.language import LanguageModel
-from siamesenorm.models.transformer import add_losses
 from siamesenorm.norms import DeclaredModule
 from siamesenorm.sublayers.sublayer import Context, Losses
 from siamesenorm.topologies import Streams

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from siamesenorm.errors import UserError
-from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec
+from siamesenorm.norms.function import Inexact, NormFunction
+from siamesenorm.norms.norm import Norm, Role
+from siamesenorm.norms.registry import NORMS, NormSpec
 
 _PER_TOKEN = re.compile(r"(rms|layer)_?norm", re.IGNORECASE)
 _CHANNELS_FIRST = re.compile(r"2d", re.IGNORECASE)
@@ -157,18 +159,28 @@ def inheriting(spec: NormSpec, function: NormFunction, *, bias: bool = False) ->
 
 
 def replacement(
-    module: nn.Module, function: NormFunction, spec: NormSpec, model: nn.Module
+    module: nn.Module, function: NormFunction, spec: NormSpec, model: nn.Module, role: Role | None = None
 ) -> tuple[Norm, list[Inexact]]:
-    """Return the new norm with the parameters of the old one, and the differences between the two."""
+    """Return the new norm with the parameters of the old one, set up for its role, and the differences of the two."""
     old = next(module.parameters(), None)
     affine = module.affine if isinstance(module, Norm) else function.affine
     like = old if old is not None else next(filter(torch.is_floating_point, model.parameters()), torch.empty(0))
-    new = inheriting(spec, function).build(function.dim, affine=affine, axis=function.axis)
+    new = inheriting(spec, function).build(function.dim, role=role, affine=affine, axis=function.axis)
     new = new.to(device=like.device, dtype=like.dtype).train(module.training)
     differences = new.copy_from(function)
     if old is not None:
         new.requires_grad_(any(parameter.requires_grad for parameter in module.parameters()))
     return new, differences
+
+
+def replace_norm(model: nn.Module, name: str, spec: NormSpec, role: Role | None = None) -> None:
+    """Replace one norm of a model in place; raises UserError where it cannot be replaced."""
+    module = model.get_submodule(name)
+    try:
+        new, _ = replacement(module, read_norm(module), spec, model, role)
+    except Unreadable as reason:
+        raise UserError(f"{name} is no norm that can be replaced: {reason}") from reason
+    model.set_submodule(name, new)
 
 
 def replay(model: nn.Module, record: Mapping[str, Any]) -> None:
@@ -182,8 +194,4 @@ def replay(model: nn.Module, record: Mapping[str, Any]) -> None:
             if recorded != bare:
                 raise UserError(f"{type(model).__name__} has no {recorded}, whose norm was replaced in what was saved")
             continue
-        try:
-            new, _ = replacement(modules[name], read_norm(modules[name]), spec, model)
-        except Unreadable as reason:
-            raise UserError(f"{name} is no norm that can be replaced: {reason}") from reason
-        model.set_submodule(name, new)
+        replace_norm(model, name, spec)

@@ -1,0 +1,81 @@
+"""Named runs that `siamesenorm train` and `siamesenorm sweep` begin from; every field can be overridden.
+
+What a run needs is imported where it is built: the list of names costs no import of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from siamesenorm.training.config import RunConfig
+
+
+class Preset(NamedTuple):
+    """A sentence for people, and a function that returns the run for a path of data, which it may not need."""
+
+    summary: str
+    build: Callable[[Any], RunConfig]
+
+
+def mini(data: Any) -> RunConfig:
+    """Return a run of a small language model on the prepared data in `data`."""
+    from siamesenorm.models.language import language_model_config
+    from siamesenorm.tasks.language import LanguageTaskConfig
+    from siamesenorm.training.config import RunConfig
+    from siamesenorm.training.optimizer import OptimizerConfig
+
+    return RunConfig(
+        task=LanguageTaskConfig(data=data, model=language_model_config("mini", vocabulary=0)),
+        optimizer=OptimizerConfig(warmup_steps=40),
+        steps=400,
+        batch=16,
+    )
+
+
+def digits(data: Any) -> RunConfig:
+    """Return a run of a vision Transformer on scikit-learn's digits."""
+    from siamesenorm.tasks.classification import ClassificationTaskConfig
+    from siamesenorm.training.config import RunConfig
+    from siamesenorm.training.optimizer import OptimizerConfig
+
+    return RunConfig(
+        task=ClassificationTaskConfig(),
+        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=20),
+        steps=300,
+        batch=64,
+        validation_every=50,
+    )
+
+
+def paper(data: Any) -> RunConfig:
+    """Return the run of the SiameseNorm paper's Table 4 on the prepared data in `data`."""
+    from siamesenorm.models.language import language_model_config
+    from siamesenorm.tasks.language import LanguageTaskConfig
+    from siamesenorm.training.config import Execution, RunConfig
+    from siamesenorm.training.optimizer import OptimizerConfig
+
+    return RunConfig(
+        task=LanguageTaskConfig(data=data, model=language_model_config("olmo-1.3b"), validation_tokens=2**21),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2000, decay="all-but-embeddings"),
+        steps=95_367,
+        batch=512,
+        micro_batch=16,
+        precision="bfloat16",
+        validation_every=1000,
+        execution=Execution(device="cuda", compile="on", checkpoint_every=1000),
+    )
+
+
+PRESETS: dict[str, Preset] = {
+    "mini": Preset("a small language model on a CPU: minutes", mini),
+    "digits": Preset("a vision Transformer on scikit-learn's digits: a minute on a CPU", digits),
+    "paper": Preset("Table 4 of the SiameseNorm paper: 1.3 B parameters, 100 B tokens, on GPUs", paper),
+}
+"""The runs by name."""
+
+
+def presets(data: Any) -> dict[str, RunConfig]:
+    """Return all named runs; those on text or images of the user's are of the data in `data`."""
+    return {name: preset.build(data) for name, preset in PRESETS.items()}

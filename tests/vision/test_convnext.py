@@ -1,0 +1,145 @@
+"""ConvNeXt of timm with norms of this library: its function, its initial weights, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+from timm.models.convnext import ConvNeXt
+from torch import nn
+
+from siamesenorm.errors import UserError
+from siamesenorm.models.convnext import SIZES, ConvNext, ConvNextConfig, build_convnext
+from siamesenorm.models.cost import count_flops, count_parameters
+from siamesenorm.norms import Norm, NormSpec, declared_parameters
+
+TINY = ConvNextConfig(depths=(1, 2, 1, 1), dims=(8, 16, 16, 24), image_size=8, patch_size=1, channels=1, classes=5)
+IMAGES = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def tiny(norm: str = "layernorm", **changes: Any) -> ConvNext:
+    return build_convnext(dataclasses.replace(TINY, norm=NormSpec.parse(norm), **changes))
+
+
+def moved(model: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def timm_names(model: ConvNext, host: ConvNeXt) -> dict[str, str]:
+    """Return timm's name of each parameter, from the order of its stages."""
+    places = []
+    for number, stage in enumerate(host.stages):
+        if not isinstance(stage.downsample, nn.Identity):
+            places.append(f"stages.{number}.downsample")
+        places += [f"stages.{number}.blocks.{block}" for block in range(len(stage.blocks))]
+    named = {}
+    for name, _ in model.named_parameters():
+        first, *rest = name.split(".")
+        theirs = [places[int(rest[0])], *rest[1:]] if first == "blocks" else [first, *rest]
+        named[name] = ".".join(theirs).replace("norm.gain", "norm.weight")
+        if first in ("stem", "blocks") and named[name].endswith("gain"):
+            named[name] = f"{named[name].removesuffix('gain')}weight"
+    return named
+
+
+def test_with_layernorm_it_is_the_model_of_timm() -> None:
+    model = moved(tiny())
+    assert isinstance(model, ConvNext)
+    host = ConvNeXt(in_chans=1, num_classes=5, depths=TINY.depths, dims=TINY.dims, patch_size=1)
+    names = timm_names(model, host)
+    host.load_state_dict({names[name]: value for name, value in model.state_dict().items()})
+    torch.testing.assert_close(model(IMAGES).logits, host(IMAGES), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm", "dyt", "seednorm", "seednorm:heads=2"])
+def test_every_norm_is_replaced_and_learns(norm: str) -> None:
+    model = tiny(norm, layer_scale=0.1)
+    kinds = {type(module) for module in model.modules() if isinstance(module, Norm)}
+    assert len(kinds) == 1 and not any(isinstance(module, nn.LayerNorm) for module in model.modules())
+    axes = [module.axis for module in model.modules() if isinstance(module, Norm)]
+    assert len(axes) == 1 + 3 + 5 + 1 and axes.count(1) == 5, "stem, downsampling and head: channels first"
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    labels, losses = torch.tensor([0, 1, 2]), []
+    for _ in range(12):
+        loss = nn.functional.cross_entropy(model(IMAGES).logits, labels)
+        loss.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    moved_norms = [
+        name for name, p, declared in declared_parameters(model) if (p != torch.tensor(declared.initial)).any()
+    ]
+    assert len(moved_norms) == len(list(declared_parameters(model))), "every parameter of a norm was trained"
+
+
+def test_seednorm_has_its_settings_for_vision_and_the_eps_of_timm() -> None:
+    norms = [module for module in tiny("seednorm").modules() if isinstance(module, Norm)]
+    assert {(norm.dim, norm.settings()["heads"], norm.settings()["scale"]) for norm in norms} == {
+        (8, 8, "1/d"), (16, 16, "1/d"), (24, 8, "1/d")
+    }  # fmt: skip
+    assert {norm.settings()["eps"] for norm in norms} == {1e-6}
+
+
+def test_initial_weights_follow_from_the_seed_alone() -> None:
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    first = tiny()
+    assert torch.equal(torch.get_rng_state(), state), "the global generator is not touched"
+    torch.manual_seed(1)
+    second, third = tiny(), build_convnext(TINY, seed=1)
+    for name, weight in first.state_dict().items():
+        assert torch.equal(weight, second.get_parameter(name))
+        if weight.ndim > 1:
+            assert not torch.equal(weight, third.get_parameter(name))
+            assert weight.abs().max() <= 0.06
+            assert weight.numel() < 200 or float(weight.std()) == pytest.approx(0.02, rel=0.2)
+    seed_norm = tiny("seednorm")
+    assert torch.equal(seed_norm.blocks[0].mlp.fc1.weight, first.blocks[0].mlp.fc1.weight)
+    assert float(first.state_dict()["blocks.0.gamma"][0]) == pytest.approx(1e-6)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_sizes_have_the_published_numbers_of_parameters_and_operations(size: str) -> None:
+    """28, 50, 89 and 198 M parameters, 4.5, 8.7, 15.4 and 34.4 G multiply-adds (arXiv 2201.03545, Table 1)."""
+    published = {"convnext-t": (28, 4.5), "convnext-s": (50, 8.7), "convnext-b": (89, 15.4), "convnext-l": (198, 34.4)}
+    model = build_convnext(ConvNextConfig(**SIZES[size]), device="meta")
+    millions, multiply_adds = published[size]
+    assert count_parameters(model)[0] / 1e6 == pytest.approx(millions, rel=0.03)
+    operations = count_flops(model, torch.zeros(1, 3, 224, 224, device="meta"))
+    assert operations / 6e9 == pytest.approx(multiply_adds, rel=0.03)
+
+
+def test_a_configuration_survives_json_and_takes_norms_as_methods() -> None:
+    config = dataclasses.replace(TINY, drop_path=0.1).with_method("pre + seednorm:heads=4")
+    assert config.norm == NormSpec.parse("seednorm:heads=4") and config.label == "convnext + seednorm:heads=4"
+    assert ConvNextConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    assert config.with_method("pre") == config
+    with pytest.raises(UserError):
+        ConvNextConfig.from_json({"depth": 3})
+
+
+@pytest.mark.parametrize("method", ["siamese", "pre + qkv", "pre + seednorm + qkv"])
+def test_methods_that_need_a_transformer_are_refused(method: str) -> None:
+    with pytest.raises(UserError, match="pre \\+ NORM"):
+        TINY.with_method(method)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"depths": (1, 1, 1)}, {"dims": (8, 0, 8, 8)}, {"patch_size": 2}, {"image_size": 0}, {"classes": 0},
+        {"drop_path": 1.0}, {"layer_scale": float("inf")},
+    ],
+)  # fmt: skip
+def test_what_cannot_be_built_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(UserError):
+        dataclasses.replace(TINY, **changes)
