@@ -262,10 +262,8 @@ class StreamMonitor(AbstractContextManager["StreamMonitor"]):
         values = self._flush(measured.finish(), step)
         self._has_measured = self._has_measured or any(key[0] == "sublayers" for key in values)
         if not self._has_measured:
-            raise UserError(
-                f"no block of {type(self.model).__name__} ran in step {step}: monitor the model that is trained, not "
-                "a copy of it"
-            )
+            kind = type(self.model).__name__
+            raise UserError(f"no block of {kind} ran in step {step}: monitor the model that is trained, not a copy")
         line = streams_line(step, values)
         if self._learning_rate is not None:
             line["learning_rate"] = float(self._learning_rate)

@@ -65,8 +65,7 @@ def run(arguments: Arguments) -> None:
         print(f"siamesenorm: note: {note}", file=sys.stderr)
     generate = partial(prompt, temperature=arguments.temperature, seed=arguments.seed)
     if arguments.json:
-        result = generate(lambda text: None)
-        print(encode_json({"prompt": arguments.prompt, **dataclasses.asdict(result)}))
+        print(encode_json({"prompt": arguments.prompt, **dataclasses.asdict(generate(lambda text: None))}))
         return
     print(arguments.prompt, end="", flush=True)
     generate(lambda text: print(text, end="", flush=True))

@@ -263,9 +263,7 @@ def _confirmed(findings: Findings) -> list[Statement]:
 
 def _pair(comparison: Comparison, unit: str) -> str:
     pair = f"{comparison.method} against {comparison.baseline}"
-    if comparison.interval is None:
-        return pair
-    return f"{pair} {formatting.signed(comparison.interval.mean)} {unit}"
+    return pair if comparison.interval is None else f"{pair} {formatting.signed(comparison.interval.mean)} {unit}"
 
 
 def _rates_with(results: ExperimentResults, method: str, verdict: str) -> str:

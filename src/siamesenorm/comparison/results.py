@@ -272,10 +272,8 @@ def require_same_kernels(path: Path, environments: Sequence[Record]) -> None:
     for name in KERNEL_SETTINGS:
         values = {str(each[name]) for each in environments if each.get(name) is not None}
         if len(values) > 1:
-            raise UserError(
-                f"the runs of {path} differ in {name} ({', '.join(sorted(values))}), and their numbers with it: train "
-                f"them alike, or add --mixed"
-            )
+            found = ", ".join(sorted(values))
+            raise UserError(f"the runs of {path} differ in {name} ({found}): train them alike, or add --mixed")
 
 
 def undisturbed_step_seconds(seconds: Sequence[float]) -> float | None:

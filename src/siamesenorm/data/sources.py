@@ -269,13 +269,9 @@ def _read_lines(path: Path, limit: int = -1) -> Iterator[tuple[int, str, int]]:
                 yield number, decoder.decode(piece), file.tell()
             decoder.decode(b"", final=True)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise UserError(
-                f"{path}: line {number + starts_line}: truncated or damaged gzip ({error}): fetch the file again"
-            ) from error
+            raise UserError(f"{path}: line {number + starts_line}: damaged gzip ({error}): fetch it again") from error
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"{path}: line {number}: not UTF-8 ({error.reason}): a binary file or another encoding, give UTF-8 text"
-            ) from error
+            raise UserError(f"{path}: line {number}: not UTF-8 ({error.reason}): give a file of UTF-8 text") from error
 
 
 def _read_parquet(path: Path, text_field: str) -> Documents:
@@ -298,6 +294,4 @@ def _read_parquet(path: Path, text_field: str) -> Documents:
                     document = _text_of(f"{path}: row {row}", {text_field: text}, text_field)
                     yield document, size * row // file.metadata.num_rows
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{path}: truncated or damaged parquet after row {row} ({reason(error)}): fetch or write the file again"
-        ) from error
+        raise UserError(f"{path}: damaged parquet after row {row} ({reason(error)}): fetch it again") from error

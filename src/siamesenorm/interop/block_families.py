@@ -211,9 +211,7 @@ class ClosedIntermediates(nn.Module):
 def _check_vit(backbone: nn.Module) -> None:
     """Raise UserError for a model that has no norm of each last token."""
     if isinstance(backbone.norm, nn.Identity):
-        raise UserError(
-            "VisionTransformer without norm: create it with final_norm=True, fc_norm=False, no features_only"
-        )
+        raise UserError("no norm: create the VisionTransformer with final_norm=True, fc_norm=False, no features_only")
 
 
 VIT = BlockSpec(

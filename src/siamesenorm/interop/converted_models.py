@@ -41,9 +41,7 @@ def refuse_unsavable(model: nn.Module, verb: str) -> None:
         if name and not adopt and _adopter(module):
             raise UserError(f"{name} is a {kind} inside a {whole}, and saves by itself: {verb} it before it is wrapped")
         if type(module).__module__.startswith("peft.tuners."):
-            raise UserError(
-                f"{name} is an adapter of PEFT ({kind}): merge and unload it, {verb} the model, and attach it again"
-            )
+            raise UserError(f"{name} is a {kind} of PEFT: merge and unload it, {verb} the model, and attach it again")
 
 
 BASES = {

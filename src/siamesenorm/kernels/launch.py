@@ -54,10 +54,7 @@ def suits_operator(x: Tensor) -> bool:
 def refuse_transformations(operator: str) -> None:
     """Raise UserError under a transformation that an operator does not support."""
     if is_transformed():
-        raise UserError(
-            f"torch.func and forward-mode differentiation cannot see through the fused {operator}: use plain kernels, "
-            "or auto"
-        )
+        raise UserError(f"torch.func and forward-mode AD cannot see through the fused {operator}: use plain kernels")
 
 
 def power_of_two(number: int) -> int:

@@ -119,9 +119,7 @@ class ResidualSpec:
 
     def build_input_norm(self, place: Place) -> nn.Module:
         """Return the last norm before a sublayer: without gain if it is conditioned, none if it has its own."""
-        if place.normalises_input:
-            return nn.Identity()
-        return self.build_norm(place.kind, affine=not place.conditioned)
+        return nn.Identity() if place.normalises_input else self.build_norm(place.kind, affine=not place.conditioned)
 
     def build_post_norm(self, place: Place) -> nn.Module | None:
         """Return the norm after the predecessor's addition, in the role of its reader; None where nothing was added."""
@@ -389,9 +387,7 @@ class Topology:
 
     def pack(self, streams: Streams) -> Tensor:
         """Return the streams as one tensor [..., streams, dim], for loops that pass one tensor from block to block."""
-        if len(streams) == 1:
-            return streams[0].unsqueeze(-2)
-        return torch.stack(streams, dim=-2)
+        return streams[0].unsqueeze(-2) if len(streams) == 1 else torch.stack(streams, dim=-2)
 
     def unpack(self, packed: Tensor) -> Streams:
         """Return the streams of a packed tensor."""
