@@ -48,7 +48,7 @@ class Arguments:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise UserError(f"--temperature {self.temperature}: choose 0 or a positive number, such as 0.8")
         if 0 < self.temperature < COLDEST:  # logits divided by it would overflow
-            raise UserError(f"--temperature {self.temperature}: choose 0, or at least {COLDEST}")
+            raise UserError(f"--temperature {self.temperature}: choose at least {COLDEST}, or 0")
         try:
             self.prompt.encode()
         except UnicodeEncodeError as error:  # bytes that are no UTF-8 arrive as lone surrogates

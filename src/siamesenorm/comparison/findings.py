@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 
 from siamesenorm.comparison import formatting
-from siamesenorm.comparison.experiment_plan import ComparisonKind, Part, PlannedComparison
+from siamesenorm.comparison.experiment_plan import Part, PlannedComparison
 from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, STABLE, ExperimentResults, RunResult
 from siamesenorm.comparison.statistics import (
     Estimate,
@@ -129,16 +129,13 @@ class Choice(Outcome):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class Comparison(PlannedComparison):
     """The difference in held-out loss between a method and its baseline, paired by seed.
 
     `diverged` says that a seed of one of them did: the others alone prove nothing. `interval` is the t interval at
     95 %, `corrected` the one widened by Holm's procedure, which decides whether a difference is confirmed.
     """
 
-    method: str
-    baseline: str
-    kind: ComparisonKind
     learning_rate: float
     difference: PairedDifference
     diverged: bool
@@ -259,9 +256,7 @@ def choose_learning_rate(results: ExperimentResults, method: str) -> Choice | No
 def compare(planned: PlannedComparison, method: Outcome, baseline: Outcome) -> Comparison:
     """Pair the seeds of a method and of its baseline; `corrected_together` adds the decision."""
     return Comparison(
-        method=planned.method,
-        baseline=planned.baseline,
-        kind=planned.kind,
+        **asdict(planned),
         learning_rate=method.learning_rate,
         difference=paired_difference(method.losses, baseline.losses),
         diverged=method.diverged or baseline.diverged,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -30,18 +29,8 @@ NO_BREAK = "\N{NON-BREAKING HYPHEN}"
 NUMBER = {True: ' class="number"', False: ""}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportPaths:
-    """The files of a report."""
-
-    page: Path
-    markdown: Path
-    records: tuple[Path, ...]
-    figures: tuple[Path, ...]
-
-
-def write_report(report: Report, out: Path) -> ReportPaths:
-    """Write a report into the directory `out`, each file whole or not at all.
+def write_report(report: Report, out: Path) -> Path:
+    """Write a report into the directory `out`, each file whole or not at all; return the path of its page.
 
     The page, which holds everything, is written last. Raises `UserError` where `out` cannot be written.
     """
@@ -49,13 +38,13 @@ def write_report(report: Report, out: Path) -> ReportPaths:
     figures = {out / "figures" / f"{name}.svg": svg for name, svg in drawings.items()}
     figures |= {out / "figures" / f"{figure.name}.png": render(figure, LIGHT, "png") for figure in report.figures}
     records = {out / name: text.encode() for name, text in report.records.items()}
-    markdown, page = out / "report.md", out / "report.html"
-    texts = {markdown: report_in_markdown(report).encode(), page: report_in_html(report, drawings).encode()}
+    page = out / "report.html"
+    texts = {out / "report.md": report_in_markdown(report).encode(), page: report_in_html(report, drawings).encode()}
     with disk_errors(out):
         (out / "figures" if figures else out).mkdir(parents=True, exist_ok=True)
         for path, content in {**figures, **records, **texts}.items():
             write_atomically(path, content)
-    return ReportPaths(page=page, markdown=markdown, records=tuple(records), figures=tuple(figures))
+    return page
 
 
 # --- terminal

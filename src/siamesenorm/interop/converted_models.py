@@ -60,5 +60,5 @@ def _adopter(model: nn.Module) -> str | None:
 def _adopt(model: nn.Module) -> Adopt | None:
     """Return the function that gives a model of its library a class of ours, None where there is none."""
     ours = _adopter(model)
-    adopt: Adopt | None = ours and importlib.import_module(ours).adopt
+    adopt: Adopt | None = importlib.import_module(ours).adopt if ours else None
     return adopt

@@ -23,7 +23,7 @@ def find_blocks(model: nn.Module) -> BlockStack:
         if isinstance(module, RewiredBlock):
             raise UserError(f"{where}: the model has been rewired already; rewire the original")
         if isinstance(module, Connection):
-            raise UserError(f"{where}: the blocks have connections already; build them with another topology")
+            raise UserError(f"{where}: the blocks have connections of this library; build them with another topology")
     rows = {
         name: module
         for name, module in model.named_modules()
