@@ -36,10 +36,17 @@ from siamesenorm.topologies import (
 )
 from siamesenorm.topologies.attention_residuals import AttentionResiduals
 from siamesenorm.topologies.hyper_connections import HyperConnections
-from siamesenorm.topologies.lambdas import Lambdas
 from siamesenorm.topologies.manifold_hyper_connections import ManifoldHyperConnections
 from siamesenorm.topologies.post_norm_family import DeepNorm, HybridNorm, Keel, MixLN, PostNorm, ResiDual, SpanNorm
-from siamesenorm.topologies.pre_norm_family import LayerNormScaling, LayerScale, OutputNorm, PeriNorm, PreNorm, ReZero
+from siamesenorm.topologies.pre_norm_family import (
+    Lambdas,
+    LayerNormScaling,
+    LayerScale,
+    OutputNorm,
+    PeriNorm,
+    PreNorm,
+    ReZero,
+)
 from siamesenorm.topologies.siamese import SiameseHybridPre, SiamesePostPre
 
 DIM, TOKENS, BATCH, DEPTH = 8, 4, 2, 3

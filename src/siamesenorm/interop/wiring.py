@@ -28,7 +28,7 @@ from siamesenorm.interop.stored_model import Step
 from siamesenorm.models.block import ResidualPath, build_residual_path
 from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec, foreign_norms
 from siamesenorm.norms.foreign_norms import Unreadable, inheriting, read_norm
-from siamesenorm.topologies import Place, ResidualSpec, Topology, topology_from_json, topology_name
+from siamesenorm.topologies import Place, ResidualSpec, Topology, topology_from_json, topology_name, transformer_places
 
 FROM_SCRATCH = "start from scratch (preserve=False or --scratch)"
 
@@ -115,15 +115,7 @@ def init_as_pre_norm(path: ResidualPath, stack: BlockStack, old: HostNorms) -> d
 
 def places_of(spec: BlockSpec, depth: int) -> list[tuple[Place, ...]]:
     """Return the places of every block's sublayers, numbered through the whole stack."""
-    places: list[Place] = []
-    count = len(spec.sublayers)
-    for index in range(depth * count):
-        sublayer = spec.sublayers[index % count]
-        places.append(Place(
-            index=index, block=index // count, slot=index % count, kind=sublayer.kind, depth=depth,
-            previous=places[-1] if places else None, normalises_input=bool(sublayer.kept),
-        ))  # fmt: skip
-    return [tuple(places[first : first + count]) for first in range(0, len(places), count)]
+    return transformer_places(depth, sublayers=[(each.kind, bool(each.kept)) for each in spec.sublayers])
 
 
 def like(module: nn.Module, norm: NormFunction | None = None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from siamesenorm.errors import UserError
@@ -150,19 +150,6 @@ class SourceMix(DeclaredModule):
         assign(self.query, torch.zeros_like(self.query))
 
 
-class OnlySource(nn.Module):
-    """The read of the first sublayer: over one source a query would have no effect and no gradient."""
-
-    multiple = 1.0
-
-    def forward(self, sources: Streams) -> Tensor:
-        """Return the source."""
-        return sources[0]
-
-    def init_as_pre_norm(self) -> None:
-        """Do nothing: there are no parameters."""
-
-
 def mix_sources(direction: Tensor, eps: float, factor: float, *sources: Tensor) -> Tensor:
     """Return factor sum_i softmax_i(direction . v_i / sqrt(mean v_i^2 + eps)) v_i in the dtype of `direction`.
 
@@ -183,13 +170,15 @@ class AttentionResidual(NormConnection):
     def __init__(self, topology: AttentionResiduals, place: Place, spec: ResidualSpec) -> None:
         super().__init__(spec)
         count = topology.count_sources(place.previous)
-        self.mix = SourceMix(topology, spec, count) if place.previous else OnlySource()
-        self.multiple = self.mix.multiple
+        # At the first sublayer, over one source, a query would have no effect and no gradient.
+        self.mix = None if place.previous is None else SourceMix(topology, spec, count)
+        self.multiple = 1.0 if self.mix is None else self.mix.multiple
         self.norm = spec.build_input_norm(place)
 
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
         """Return the norm of the mixed sources."""
-        return self.to_compute(self.norm(self.mix(streams)).to(streams[0].dtype)), streams
+        mixed = streams[0] if self.mix is None else self.mix(streams)
+        return self.to_compute(self.norm(mixed).to(streams[0].dtype)), streams
 
     def write(self, streams: Streams, output: Tensor) -> Streams:
         """Return the sources with the output added to the last."""
@@ -197,7 +186,8 @@ class AttentionResidual(NormConnection):
 
     def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
         """Set the query to 0 and give the input norm the function of `norm`."""
-        self.mix.init_as_pre_norm()
+        if self.mix is not None:
+            self.mix.init_as_pre_norm()
         return super().init_as_pre_norm(norm)
 
 

@@ -13,10 +13,17 @@ from siamesenorm.errors import unknown
 from siamesenorm.options import EntryPointGroup, Scalar, parse_specification
 from siamesenorm.topologies.attention_residuals import AttentionResiduals
 from siamesenorm.topologies.hyper_connections import HyperConnections
-from siamesenorm.topologies.lambdas import Lambdas
 from siamesenorm.topologies.manifold_hyper_connections import ManifoldHyperConnections
 from siamesenorm.topologies.post_norm_family import DeepNorm, HybridNorm, Keel, MixLN, PostNorm, ResiDual, SpanNorm
-from siamesenorm.topologies.pre_norm_family import LayerNormScaling, LayerScale, OutputNorm, PeriNorm, PreNorm, ReZero
+from siamesenorm.topologies.pre_norm_family import (
+    Lambdas,
+    LayerNormScaling,
+    LayerScale,
+    OutputNorm,
+    PeriNorm,
+    PreNorm,
+    ReZero,
+)
 from siamesenorm.topologies.siamese import SiameseHybridPre, SiamesePostPre
 from siamesenorm.topologies.topology import Topology
 

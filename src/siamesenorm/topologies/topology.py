@@ -13,10 +13,10 @@ stay pending until the next read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, fields, replace
-from itertools import chain
+from itertools import chain, product
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 import torch
@@ -28,6 +28,7 @@ from siamesenorm.options import Scalar, check_option
 
 Streams = tuple[Tensor, ...]
 AttentionNorm = Literal["auto", "none", "qk", "qk-head", "qkv-head"]
+Kind = Literal["attention", "mlp"]
 Kernels = Literal["plain", "fused", "lean", "auto"]
 
 
@@ -38,7 +39,7 @@ class Place:
     index: int
     block: int
     slot: int
-    kind: Literal["attention", "mlp"]
+    kind: Kind
     depth: int
     previous: Place | None = field(default=None, repr=False)
     conditioned: bool = False
@@ -51,18 +52,20 @@ BLOCKS_OF_COST = 8
 """Number of blocks over whose boundaries `Topology.cost` is the mean."""
 
 
-def transformer_places(depth: int, *, conditioned: bool = False) -> list[tuple[Place, Place]]:
-    """Return the (attention, mlp) places of `depth` blocks."""
-    blocks: list[tuple[Place, Place]] = []
-    previous: Place | None = None
-    for block in range(depth):
-        attention = Place(
-            index=2 * block, block=block, slot=0, kind="attention", depth=depth, previous=previous,
-            conditioned=conditioned,
-        )  # fmt: skip
-        previous = replace(attention, index=2 * block + 1, slot=1, kind="mlp", previous=attention)
-        blocks.append((attention, previous))
-    return blocks
+def transformer_places(
+    depth: int,
+    *,
+    conditioned: bool = False,
+    sublayers: Sequence[tuple[Kind, bool]] = (("attention", False), ("mlp", False)),
+) -> list[tuple[Place, ...]]:
+    """Return the places of `depth` blocks; of each sublayer, its kind and whether it has its own input norm."""
+    places, count = list[Place](), len(sublayers)
+    for block, (slot, (kind, normalises_input)) in product(range(depth), enumerate(sublayers)):
+        places.append(Place(
+            index=len(places), block=block, slot=slot, kind=kind, depth=depth, previous=places[-1] if places else None,
+            conditioned=conditioned, normalises_input=normalises_input,
+        ))  # fmt: skip
+    return [tuple(places[first : first + count]) for first in range(0, len(places), count)]
 
 
 @dataclass(frozen=True, kw_only=True)
