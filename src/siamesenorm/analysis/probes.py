@@ -203,8 +203,7 @@ class ClosingProbe(Probe):
 class BlockProbe(Probe):
     """Measures the residual stream of a block of any model: its first floating tensor, as argument and as result.
 
-    The output is what the block adds, O = result - argument; it is not measured where the block changes its argument in
-    place.
+    The output is what the block adds, O = result - argument, unless the block changes its argument in place.
     """
 
     def __init__(self, name: str, block: nn.Module, *, last: bool) -> None:

@@ -167,8 +167,7 @@ class StreamMonitor(AbstractContextManager["StreamMonitor"]):
     def should_stop(self) -> bool:
         """Whether the run has been lost for longer than the patience: ending it then cannot change its verdict.
 
-        Losses that are still on a device count from the next measured step on. Raises UserError without
-        `steps_total`.
+        Losses still on a device count from the next measured step on. Raises UserError without `steps_total`.
         """
         if not any(isinstance(value, Tensor) for numbers in self._losses.values() for value in numbers.values()):
             self._flush(Measurements())

@@ -2,8 +2,7 @@
 
 A boundary is the write of one connection and the read of the next. Candidates are the plain formulas, the same
 compiled, the fused operators where a topology has them, and others that the caller adds. Each is timed only if it
-computes what the formulas do in fp64, gradients included; the reference of its speed is a copy of the bytes that it
-must move.
+computes what the formulas do in fp64, gradients included; its speed is relative to a copy of as many bytes.
 """
 
 from __future__ import annotations
@@ -163,8 +162,7 @@ class Boundary:
     def describe(self, name: str, timings: Timings) -> Row:
         """Return times, the share of the copy rate at the least traffic, and what the backward pass keeps.
 
-        That is whole tensors of the streams' size, and scalars a token. Beside a compiled candidate, there is the ratio
-        to its times.
+        Those are whole tensors of a stream's size, and scalars a token. Beside a compiled candidate: the ratio to it.
         """
         rows, parameters = [*self.streams, self.output], [*self.before.parameters(), *self.after.parameters()]
         traffic = measurement.traffic_of(self.forward, rows, besides=parameters)

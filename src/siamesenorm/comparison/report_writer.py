@@ -1,7 +1,6 @@
 """Write a report as one HTML page, as Markdown, as figures and CSV; write its tables on a terminal.
 
-The page needs nothing outside the file. Every figure is in it twice, as inline data, and the reader's colour scheme
-chooses (`prefers-color-scheme`).
+The page needs no other file. Every figure is in it twice; the reader's colour scheme chooses (`prefers-color-scheme`).
 """
 
 from __future__ import annotations

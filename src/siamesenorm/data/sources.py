@@ -1,8 +1,7 @@
 """Where documents come from: files, directories and globs, a Hugging Face dataset, or the built-in corpus.
 
 A source is named by one string (`open_source`) and yields its documents in a fixed order. Its fingerprint tells whether
-an interrupted preparation can resume from the same input. Bad content raises a `UserError` that names the file, the
-line and the remedy.
+an interrupted preparation can resume from the same input. Bad content raises a `UserError` with file, line and remedy.
 """
 
 from __future__ import annotations

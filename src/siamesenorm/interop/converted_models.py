@@ -1,7 +1,6 @@
 """Record a conversion on a model, and give it the class of its library that saves it as what it is now.
 
-A converted model must never load as the model it was: models of libraries that save and load by class get a class and a
-configuration of their own.
+A converted model must never load as what it was: where libraries save by class, it gets a class and configuration.
 """
 
 from __future__ import annotations

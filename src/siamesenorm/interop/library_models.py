@@ -1,7 +1,6 @@
 """Models of transformers, diffusers and timm in a local directory, converted or not: loaded, built and saved again.
 
-Nothing is downloaded, no code of the directory runs, and weights are safetensors. A library is imported when a model of
-its own is loaded.
+Nothing is downloaded, no code of the directory runs, and weights are safetensors. A library is imported when used.
 """
 
 from __future__ import annotations

@@ -42,8 +42,7 @@ def rewire(
 
     New parameters are made: build the optimizer afterwards. A Hugging Face or diffusers model gets a class and a copy
     of its configuration that save it as what it is. Raises UserError, with the model unchanged, for a structure that is
-    not understood, a model that was rewired before, a norm shared between sublayers, and a topology that cannot keep
-    the function.
+    not understood, a model that was rewired before, a shared norm, and a topology that cannot keep the function.
     """
     wanted = build_topology(topology) if isinstance(topology, str) else topology
     if isinstance(model, LanguageModel):
@@ -136,8 +135,7 @@ def _rewire_native(
 def record_streams(model: nn.Module) -> Iterator[list[dict[str, Tensor]]]:
     """Collect, for every block that runs inside the context, its streams by name, [batch, tokens, dim] each.
 
-    Hyper-Connections have one entry, "streams", [batch, tokens, streams, dim]. Raises UserError for a model that
-    was not rewired.
+    Hyper-Connections have one, "streams", [batch, tokens, streams, dim]. Raises UserError for a model not rewired.
     """
     blocks = [module for module in model.modules() if isinstance(module, RewiredBlock)]
     if not blocks:

@@ -146,8 +146,7 @@ class Walk:
     ) -> Walk:  # fmt: skip
         """Return the walk over so many tiles, each of which reads `tile_bytes`, in one wave of programs.
 
-        `threads` are those for which a multiprocessor has the registers that the kernel takes, and `parts` the programs
-        that share a row.
+        `threads` are those for which a multiprocessor has registers, and `parts` the programs that share a row.
         """
         resident = max(1, threads // (32 * warps))
         programs = max(1, min(processor.count * resident // parts, tiles))

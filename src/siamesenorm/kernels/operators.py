@@ -19,9 +19,8 @@ boundary, which recomputes its own X' from U, which is kept:
 The difference is the gradient of the *recompute handle*, a result of the operator without memory that is an argument of
 the next boundary: autograd runs boundaries in reverse order, and nothing else receives that gradient. The closing
 starts the chain (`start_recomputation`); a loss that does not depend on the closing is an error. A row whose recomputed
-Y' does not have the norm of the forward pass (streams were changed, cut or used twice between two boundaries) becomes
-NaN, and so do the gradients below it. fp32 streams recompute Y' to about 1e-6 of its largest values; 16-bit streams
-are refused.
+Y' has another norm than in the forward pass (streams changed, cut or used twice between two boundaries) becomes NaN,
+with the gradients below it. fp32 streams recompute Y' to about 1e-6 of its largest values; 16-bit ones are refused.
 """
 
 from __future__ import annotations

@@ -59,9 +59,8 @@ class DeepNorm(PostNorm):
     """DeepNorm (arXiv 2203.00555): x <- N(alpha x + F(x)), alpha = (2L)^(1/4), initial weights times (8L)^(-1/4).
 
     L counts blocks (decoder-only and encoder-only). The factor applies to the value and output projections of attention
-    and to the MLP's up and down matrices; a gate matrix, which the paper's MLP has not, is left unscaled. How the
-    factor combines with an initialisation that itself depends on depth is not published: `initial_scaling=False` leaves
-    it out.
+    and to the MLP's up and down matrices; a gate matrix, which the paper's MLP has not, is left unscaled. How it
+    combines with an initialisation that depends on depth is not published: `initial_scaling=False` leaves it out.
     """
 
     title: ClassVar[str] = "DeepNorm"

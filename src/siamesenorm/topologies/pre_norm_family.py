@@ -84,8 +84,7 @@ class LayerNormScaling(PreNorm):
 class LayerScale(BoundaryTopology):
     """LayerScale (CaiT, arXiv 2103.17239): Pre-Norm whose outputs are multiplied by a learned vector lambda.
 
-    `initial` is lambda's initial value; "auto" takes the paper's by depth: 0.1 up to 18 blocks, 1e-5 up to 24, else
-    1e-6.
+    `initial` is lambda's initial value; "auto" takes the paper's by depth: 0.1 up to 18 blocks, 1e-5 to 24, else 1e-6.
     """
 
     title: ClassVar[str] = "LayerScale"

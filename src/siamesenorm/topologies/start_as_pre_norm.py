@@ -32,8 +32,7 @@ def copy_function(
     """Set the gain of the last norm so that scale outer(inner(multiple x)) is the function of `source`.
 
     Without an outer norm it is scale inner(multiple x); the inner norm of two has unit gain. `source` is None where the
-    sublayer has a norm of its own, after `inner`. Returns the differences: none where the function is the same up to
-    rounding.
+    sublayer has a norm of its own, after `inner`. Returns the differences but for rounding.
     """
     if source is None:
         only = getattr(inner, "eps", None)

@@ -7,8 +7,8 @@
     hidden = closing(streams)                             # with every final norm
 
 The streams are a tuple of tensors; their number may change along the depth. A norm after an addition belongs to the
-next connection, as its `post_norm`, or to the closing: no parameter is shared across a block's edge, and a write may
-stay pending until the next read.
+next connection, as its `post_norm`, or to the closing: no parameter crosses a block's edge, and a write may stay
+pending until the next read.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class ResidualSpec:
     """The arguments from which a topology builds its modules.
 
     `norm` is an operator, or its name. `residual_dtype` is the dtype of the streams, `compute_dtype` that of the input
-    of sublayers; None leaves it as it is. `final_norm=False` leaves the last norm of the closing to the model (a DiT
-    head has a conditioned one).
+    of sublayers; None leaves it as it is. `final_norm=False` leaves the last norm to the model (a DiT head has its
+    own).
 
     `kernels` applies to boundaries and norms. "plain": no custom operator. "fused": a write stays pending, and one
     operator completes it together with the next read. "auto": the same where it is faster (a GPU with Triton, norms
@@ -287,8 +287,7 @@ class BoundaryCost:
 class Topology:
     """The wiring of the residual path: a frozen set of options that makes openings, connections and closings.
 
-    Fields are scalars, so that a topology is JSON-serialisable, comparable and hashable. `explain` prints the class
-    variables.
+    Fields are scalars: a topology is JSON-serialisable, comparable and hashable. `explain` prints the class variables.
     """
 
     revision: ClassVar[int] = 0
