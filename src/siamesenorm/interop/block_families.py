@@ -87,21 +87,13 @@ class GPT2Block(SequentialBlock):
     mlp_modules = ("mlp",)
 
     def _attend(
-        self,
-        h: Tensor,
-        past_key_values: Any = None,
-        attention_mask: Tensor | None = None,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Tensor | None = None,
-        use_cache: bool | None = False,
-        **kwargs: Any,
+        self, h: Tensor, past_key_values: Any = None, attention_mask: Any = None, encoder: Any = None, **kwargs: Any
     ) -> Tensor:
         """Return the output of the attention sublayer; raises UserError for encoder states."""
-        if encoder_hidden_states is not None:
+        if encoder is not None or kwargs.pop("encoder_hidden_states", None) is not None:
             raise UserError("encoder_hidden_states in a rewired GPT-2: it has no cross-attention, leave them out")
-        return super()._attend(
-            h, past_key_values=past_key_values, attention_mask=attention_mask, use_cache=use_cache, **kwargs
-        )
+        kwargs.pop("encoder_attention_mask", None)
+        return super()._attend(h, past_key_values=past_key_values, attention_mask=attention_mask, **kwargs)
 
 
 GPT2 = BlockSpec(
@@ -184,12 +176,7 @@ class ClosedIntermediates(nn.Module):
     """Mixed in before a Vision Transformer's class: its features have the channels of one stream."""
 
     def forward_intermediates(
-        self,
-        x: Tensor,
-        indices: int | list[int] | None = None,
-        return_prefix_tokens: bool = False,
-        norm: bool = False,
-        **options: Any,
+        self, x: Tensor, indices: Any = None, return_prefix_tokens: bool = False, norm: bool = False, **options: Any
     ) -> Any:
         """Return timm's intermediates closed, `norm` or not: the sum of streams before their norms has no meaning."""
         return super().forward_intermediates(x, indices, return_prefix_tokens, True, **options)  # type: ignore[misc]
