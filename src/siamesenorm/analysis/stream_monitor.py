@@ -204,16 +204,8 @@ class StreamMonitor(AbstractContextManager["StreamMonitor"]):
         if self._is_due(self._step + 1):
             self._measure_next()
 
-    def expect(
-        self,
-        *,
-        steps_total: int | None = None,
-        warmup_steps: int | None = None,
-        floor: float | None = None,
-        scale: float | None = None,
-    ) -> None:
-        """Add facts about the run that are not known yet."""
-        facts = {"steps_total": steps_total, "warmup_steps": warmup_steps, "floor": floor, "scale": scale}
+    def expect(self, **facts: float | None) -> None:
+        """Add facts about the run that are not known yet: steps_total, warmup_steps, floor, scale."""
         self._history.expect(facts)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from siamesenorm.benchmark import measurement
 from siamesenorm.benchmark.measurement import Passes, Timings, random_like, ratio
@@ -22,7 +22,6 @@ from siamesenorm.benchmark.results import Results, Row, Session
 from siamesenorm.errors import UserError
 from siamesenorm.norms import NormSpec
 from siamesenorm.topologies import (
-    Closing,
     Connection,
     Kernels,
     ResidualSpec,
@@ -70,7 +69,7 @@ class Boundary:
 
     before: Connection
     after: Connection
-    closing: Closing
+    closing: nn.Module
     streams: Streams
     output: Tensor
     next_output: Tensor

@@ -46,14 +46,10 @@ def _package(module: str) -> str:
 
 
 PROJECTIONS = {
-    "query": "self_attn.q_proj",
-    "key": "self_attn.k_proj",
-    "value": "self_attn.v_proj",
+    "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj",
     "attention_output": "self_attn.o_proj",
-    "mlp_gate": "mlp.gate_proj",
-    "mlp_up": "mlp.up_proj",
-    "mlp_output": "mlp.down_proj",
-}
+    "mlp_gate": "mlp.gate_proj", "mlp_up": "mlp.up_proj", "mlp_output": "mlp.down_proj",
+}  # fmt: skip
 LLAMA = BlockSpec(
     rewired=DecoderBlock,
     sublayers=two_sublayers("input_layernorm", "post_attention_layernorm"),
