@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -163,16 +163,13 @@ def ratio(timings: Timings, names: str | Sequence[str], references: str | Sequen
 
 def allow_many_graphs() -> AbstractContextManager[object]:
     """Let the compiler keep one graph per topology: they share the code of the block, by which it counts graphs."""
-    context: AbstractContextManager[object] = torch._dynamo.config.patch(
-        recompile_limit=256, accumulated_recompile_limit=1024
-    )
-    return context
+    limits = {"recompile_limit": 256, "accumulated_recompile_limit": 1024}
+    return cast(AbstractContextManager[object], torch._dynamo.config.patch(**limits))
 
 
 def allow_kept_graphs() -> AbstractContextManager[object]:
     """Let a compiled backward pass run many times on one graph: it must not overwrite what the graph keeps."""
-    context: AbstractContextManager[object] = functorch_config.patch(donated_buffer=False)
-    return context
+    return cast(AbstractContextManager[object], functorch_config.patch(donated_buffer=False))
 
 
 def run_passes(

@@ -261,16 +261,12 @@ DIT = BlockSpec(
     domain="vision",
     attention="attn1",
     projections={
-        "query": "attn1.to_q",
-        "key": "attn1.to_k",
-        "value": "attn1.to_v",
-        "attention_output": "attn1.to_out.0",
-        "mlp_up": "ff.net.0.proj",
-        "mlp_output": "ff.net.2",
+        "query": "attn1.to_q", "key": "attn1.to_k", "value": "attn1.to_v", "attention_output": "attn1.to_out.0",
+        "mlp_up": "ff.net.0.proj", "mlp_output": "ff.net.2",
     },
     head_dim=lambda attention: attention.inner_dim // attention.heads,
     backbones=("diffusers.models.transformers.dit_transformer_2d.DiTTransformer2DModel",),
-)
+)  # fmt: skip
 
 
 def _read_dit(block: nn.Module) -> BlockSpec:

@@ -30,11 +30,7 @@ DepthScale = Literal["code", "paper_block", "paper_sublayer", "none"]
 
 
 def depth_scale_at(place: Place, reading: DepthScale) -> float:
-    """Return the factor on a sublayer's output that shrinks with depth (arXiv 2602.08064), in one of its readings.
-
-    "code" = 1/sqrt(2(l+1)) with l the 0-based block, as in all released code; "paper_block" = 1/sqrt(l+1);
-    "paper_sublayer" = 1/sqrt(k+1) with k the 0-based sublayer; "none" = 1.
-    """
+    """Return the factor on a sublayer's output that shrinks with depth, in one of its readings: see `Siamese`."""
     divisor = {"code": 2 * (place.block + 1), "paper_block": place.block + 1, "paper_sublayer": place.index + 1}
     return 1 / math.sqrt(divisor.get(reading, 1))
 
