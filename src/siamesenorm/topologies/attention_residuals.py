@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from siamesenorm.errors import UserError
-from siamesenorm.norms import DeclaredModule, Inexact, NormFunction, assign
+from siamesenorm.norms import DeclaredModule
 from siamesenorm.topologies.start_as_pre_norm import NormClosing, NormConnection
 from siamesenorm.topologies.topology import BoundaryCost, Opening, Place, ResidualSpec, Streams, Topology
 
@@ -128,7 +128,7 @@ class SourceMix(DeclaredModule):
         self.eps = topology.eps
         self.factor = float(count) if topology.rescale else 1.0
         self.multiple = self.factor / count
-        """The sum's multiple of Pre-Norm's stream at the start."""
+        """The sum's multiple of Pre-Norm's stream at the start, where q is 0."""
         self.declare("query", (spec.dim,), initial=0.0, decay=True)
         self.declare("gain", (spec.dim,), initial=1.0)
 
@@ -144,10 +144,6 @@ class SourceMix(DeclaredModule):
                 mix_sources, direction, self.eps, self.factor, *sources, use_reentrant=False, preserve_rng_state=False
             )
         return mixed.movedim(-1, self.axis)
-
-    def init_as_pre_norm(self) -> None:
-        """Set q to 0."""
-        assign(self.query, torch.zeros_like(self.query))
 
 
 def mix_sources(direction: Tensor, eps: float, factor: float, *sources: Tensor) -> Tensor:
@@ -184,12 +180,6 @@ class AttentionResidual(NormConnection):
         """Return the sources with the output added to the last."""
         return (*streams[:-1], streams[-1] + output.to(streams[-1].dtype))
 
-    def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
-        """Set the query to 0 and give the input norm the function of `norm`."""
-        if self.mix is not None:
-            self.mix.init_as_pre_norm()
-        return super().init_as_pre_norm(norm)
-
 
 class SourceStart(AttentionResidual):
     """The same with a write that starts a source: V <- V, O."""
@@ -211,8 +201,3 @@ class AttentionResidualClosing(NormClosing):
     def forward(self, streams: Streams) -> Tensor:
         """Return N_f(mix(V))."""
         return self.to_compute(self.norm(self.mix(streams)).to(streams[0].dtype))
-
-    def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
-        """Set the query to 0 and give the final norm the function of `norm`."""
-        self.mix.init_as_pre_norm()
-        return super().init_as_pre_norm(norm)

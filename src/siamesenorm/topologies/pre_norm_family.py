@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from siamesenorm.errors import UserError
-from siamesenorm.norms import Inexact, NormFunction, RMSNorm, assign
+from siamesenorm.norms import RMSNorm
 from siamesenorm.topologies.boundary_family import BoundaryClosing, BoundaryConnection, BoundaryTopology, ScalarGate
 from siamesenorm.topologies.start_as_pre_norm import NormClosing, NormConnection
 from siamesenorm.topologies.topology import BoundaryCost, Gate, Opening, Place, ResidualSpec, Streams, Topology
@@ -302,12 +302,6 @@ class BlockStart(LambdaConnection):
         x, embedding = streams
         x = self.residual_scale.to(x.dtype) * x + self.embedding_scale.to(x.dtype) * embedding
         return super().read((x, embedding))
-
-    def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
-        """Set r = 1 and z = 0, and give the norm the function of `norm`."""
-        assign(self.residual_scale, self.residual_scale.new_ones(()))
-        assign(self.embedding_scale, self.embedding_scale.new_zeros(()))
-        return super().init_as_pre_norm(norm)
 
 
 class LambdaClosing(NormClosing):

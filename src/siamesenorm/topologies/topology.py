@@ -250,7 +250,7 @@ class Connection(Reader):
             del vars(self)["write"]
 
     def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
-        """Set initial parameters so that the connection equals a Pre-Norm's with the input norm `norm`.
+        """Set norms and gates of a new connection so that it equals a Pre-Norm's with the input norm `norm`.
 
         `norm` is None for a sublayer that normalises its own input. Returns the differences: none where the function
         is the same up to rounding. Called only for topologies that `Topology.preserving` returns.
