@@ -28,15 +28,7 @@ from siamesenorm.data.holdout import choose_holdout
 from siamesenorm.data.prepared import PreparedData
 from siamesenorm.data.sources import BuiltinSource, Cut, Source, open_source
 from siamesenorm.data.storage import EncodedSplit, Manifest
-from siamesenorm.data.tokenizer import (
-    ByteTokenizer,
-    LibraryTokenizer,
-    Tokenizer,
-    bpe_size,
-    load_tokenizer,
-    tokenizer_entry,
-    train_bpe,
-)
+from siamesenorm.data.tokenizer import LibraryTokenizer, Tokenizer, bpe_size, entry_of, load_tokenizer, train_bpe
 from siamesenorm.errors import UserError
 from siamesenorm.files import StoppedError, disk_errors, write_atomically
 
@@ -161,7 +153,7 @@ class _Preparation:
         config = self.config
         tokenizer: object = config.tokenizer
         if self.tokenizer is not None and config.tokenizer != "bytes":
-            entry = asdict(tokenizer_entry(self.tokenizer))
+            entry = asdict(entry_of(self.tokenizer))
             tokenizer = {name: value for name, value in entry.items() if value is not None} | {"name": None}
         return {
             "procedure": PROCEDURE,
@@ -179,7 +171,7 @@ class _Preparation:
             if self.holdout.note:
                 self.report(PrepareProgress(stage=self.holdout.note))
         tokenizer = self._tokenizer(partial)
-        writer = storage.ShardWriter(partial, tokenizer_entry(tokenizer))
+        writer = storage.ShardWriter(partial, entry_of(tokenizer))
         sources = [source for source in (self.validation, self.source) if source is not None]
         size = None if any(source.size is None for source in sources) else sum(source.size or 0 for source in sources)
 
@@ -274,7 +266,7 @@ class _Preparation:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         # On few cores the threads of the tokenizers library keep them all busy; its encodings of many cores wait
         # for the one process that turns them into arrays.
-        return 1 if small or cores < 4 or isinstance(tokenizer, ByteTokenizer) else cores
+        return 1 if small or cores < 4 or tokenizer.content is None else cores
 
 
 # --- encoding in worker processes

@@ -167,7 +167,7 @@ def _from_hub(name: str) -> bytes:
     return text.encode("utf-8")
 
 
-def tokenizer_entry(tokenizer: Tokenizer) -> TokenizerEntry:
+def entry_of(tokenizer: Tokenizer) -> TokenizerEntry:
     """Return the tokenizer's entry in the manifest of prepared data."""
     content = tokenizer.content
     return TokenizerEntry(

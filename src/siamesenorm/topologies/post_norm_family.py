@@ -10,15 +10,16 @@ from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.norms import norm_options
-from siamesenorm.topologies.boundary_family import (
-    BoundaryClosing,
-    BoundaryConnection,
-    BoundaryTopology,
+from siamesenorm.topologies.boundary_family import BoundaryClosing, BoundaryConnection, BoundaryTopology, WriteFactors
+from siamesenorm.topologies.topology import (
+    AttentionNorm,
+    BoundaryCost,
     DepthScale,
-    WriteFactors,
-    depth_scale_at,
+    Opening,
+    Place,
+    ResidualSpec,
+    Streams,
 )
-from siamesenorm.topologies.topology import AttentionNorm, BoundaryCost, Opening, Place, ResidualSpec, Streams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +209,7 @@ class HybridNorm(BoundaryTopology):
 
     def write_factors(self, place: Place) -> WriteFactors:
         """Return the depth scale on the output."""
-        return WriteFactors(scale=None if self.depth_scale == "none" else depth_scale_at(place, self.depth_scale))
+        return WriteFactors() if self.depth_scale == "none" else WriteFactors.shrinking(place, self.depth_scale)
 
     def connection(self, place: Place, spec: ResidualSpec) -> BoundaryConnection:
         """Return the connection of a Pre-Norm first block, of attention, or of the MLP with the attention's norm."""

@@ -11,16 +11,9 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from siamesenorm.topologies.boundary_family import (
-    BoundaryClosing,
-    BoundaryConnection,
-    BoundaryTopology,
-    DepthScale,
-    WriteFactors,
-    depth_scale_at,
-)
+from siamesenorm.topologies.boundary_family import BoundaryClosing, BoundaryConnection, BoundaryTopology, WriteFactors
 from siamesenorm.topologies.start_as_pre_norm import double_norm_eps
-from siamesenorm.topologies.topology import AttentionNorm, Gate, Opening, Place, ResidualSpec, Topology
+from siamesenorm.topologies.topology import AttentionNorm, DepthScale, Gate, Opening, Place, ResidualSpec, Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +43,7 @@ class Siamese(BoundaryTopology):
 
     def write_factors(self, place: Place) -> WriteFactors:
         """Return s on what the bounded stream adds."""
-        return WriteFactors(scale=depth_scale_at(place, self.depth_scale))
+        return WriteFactors.shrinking(place, self.depth_scale)
 
     def build_sum_read(self, place: Place, spec: ResidualSpec, *, post_norm: bool) -> BoundaryConnection:
         """Return the connection that reads N^in(X + N^Y(Y)), or the sum itself without `normalized_input`.

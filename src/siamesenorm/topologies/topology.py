@@ -29,6 +29,7 @@ from siamesenorm.options import Scalar, check_option
 Streams = tuple[Tensor, ...]
 AttentionNorm = Literal["auto", "none", "qk", "qk-head", "qkv-head"]
 Kind = Literal["attention", "mlp"]
+DepthScale = Literal["code", "paper_block", "paper_sublayer", "none"]
 Kernels = Literal["plain", "fused", "lean", "auto"]
 
 
