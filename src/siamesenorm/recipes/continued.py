@@ -285,11 +285,8 @@ def _statement(comparison: Comparison, unit: str) -> Statement:
     topic, corrected = f"{comparison.method}, {formatting.rate(comparison.learning_rate)}", comparison.corrected
     if corrected is None:
         return Statement(topic, f"No conclusion: {comparison.conclusion}.")
-    words = {
-        Conclusion.CONFIRMED_LOWER: "Ends lower than unchanged, confirmed",
-        Conclusion.CONFIRMED_HIGHER: "Ends higher than unchanged, confirmed",
-    }
-    word = words.get(comparison.conclusion, "No difference from unchanged is confirmed")
+    end = {Conclusion.CONFIRMED_LOWER: "lower", Conclusion.CONFIRMED_HIGHER: "higher"}.get(comparison.conclusion)
+    word = f"Ends {end} than unchanged, confirmed" if end else "No difference from unchanged is confirmed"
     numbers = f"{formatting.signed(corrected.mean)} {unit}, Holm {formatting.interval(corrected)}"
     return Statement(topic, f"{word}: {numbers}, {formatting.plural(corrected.count, 'seed')}.")
 
