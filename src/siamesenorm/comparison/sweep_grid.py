@@ -87,6 +87,11 @@ class SweepGrid:
         due = [CONTROL if norm is None else f"{CONTROL} + {norm}" for norm in norms]
         return tuple(control for control in due if read_method(control) not in fields)
 
+    @property
+    def reported_methods(self) -> tuple[str, ...]:
+        """The methods that run with the other seeds."""
+        return tuple(map(normalised, self.reported)) or self.all_methods
+
     def selection_runs(self, template: RunConfig) -> list[Planned]:
         """Return the runs that choose the learning rates, the lowest learning rate first."""
         rates = sorted(set(self.learning_rates))
@@ -102,7 +107,7 @@ class SweepGrid:
             return
         results = read_experiment(experiment.directory, mixed=experiment.mixed)
         further: list[Planned] = []
-        for method in tuple(map(normalised, self.reported)) or self.all_methods:
+        for method in self.reported_methods:
             first = configured(template, method, min(self.learning_rates), template.seed)
             choice = choose_learning_rate(results, experiment.plan.runs[experiment.run_directory(first).name].method)
             if choice is None:
