@@ -17,6 +17,7 @@ import pytest
 from siamesenorm.data.augmentation import Augmentation
 from siamesenorm.models.diffusion import DiffusionTransformerConfig
 from siamesenorm.models.language import LanguageModelConfig
+from siamesenorm.models.masked_autoencoder import MaskedAutoencoderConfig
 from siamesenorm.models.vision import VisionTransformerConfig
 from siamesenorm.norms import NORMS, NormSpec
 from siamesenorm.tasks import TASKS
@@ -46,6 +47,7 @@ CLASSES = (
     LanguageModelConfig,
     VisionTransformerConfig,
     DiffusionTransformerConfig,
+    MaskedAutoencoderConfig,
     Augmentation,
     *TASKS.values(),
 )

@@ -169,6 +169,18 @@ class TaskConfig:
         """Return what draws images from a model of this configuration; raises UserError for a task that has none."""
         raise UserError(f"a run of the task {self.tag} generates no images: name a run of a task that does")
 
+    def starting_from(self, source: TaskConfig) -> Self:
+        """Return the configuration with the model that a run starting from one of `source` has by default.
+
+        Its attention norm and dtypes are open. Raises UserError where no model can have the source's weights.
+        """
+        if not isinstance(source, type(self)):
+            raise UserError(f"the run to start from trained the task {source.tag}: choose one of the task {self.tag}")
+        model = dataclasses.replace(
+            source.model, attention_norm="auto", residual_dtype="inherit", compute_dtype="inherit"
+        )
+        return dataclasses.replace(self, model=model)
+
     def continued(self, source: TaskConfig) -> Self:
         """Return the configuration with the options that its model needs to start from weights of `source`.
 
