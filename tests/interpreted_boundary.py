@@ -14,7 +14,8 @@ from siamesenorm.kernels import boundary_launch, boundary_plain
 from siamesenorm.kernels import operators as operator
 from siamesenorm.kernels.boundary_plain import Grads, Kept
 from siamesenorm.kernels.launch import Launch
-from siamesenorm.models.diffusion import OFFICIAL, DiffusionTransformerConfig, build_diffusion_transformer
+from siamesenorm.models.diffusion import DiffusionTransformerConfig, build_diffusion_transformer
+from siamesenorm.models.vision import OFFICIAL
 
 EACH = pytest.mark.parametrize("case", CASES, ids=str)
 

@@ -18,7 +18,7 @@ from siamesenorm.data import latents as latents_module  # noqa: E402
 from siamesenorm.data.images import open_images  # noqa: E402
 from siamesenorm.data.latents import Autoencoder, scaled_pixels  # noqa: E402
 from siamesenorm.errors import UserError  # noqa: E402
-from siamesenorm.models.diffusion import OFFICIAL  # noqa: E402
+from siamesenorm.models.vision import OFFICIAL  # noqa: E402
 from siamesenorm.tasks import available_tasks, diffusion, task_from_json  # noqa: E402
 from siamesenorm.tasks.diffusion import DiffusionTask, DiffusionTaskConfig  # noqa: E402
 from siamesenorm.tasks.diffusion_process import DiffusionProcess, level_log_likelihood  # noqa: E402

@@ -15,15 +15,14 @@ from siamesenorm import available_topologies, build_topology
 from siamesenorm.errors import UserError
 from siamesenorm.models.cost import count_flops, count_parameters
 from siamesenorm.models.diffusion import (
-    OFFICIAL,
     SIZES,
     DiffusionTransformer,
     DiffusionTransformerConfig,
     build_diffusion_transformer,
     diffusion_transformer_config,
-    sine_cosine_positions,
     timestep_sinusoids,
 )
+from siamesenorm.models.vision import OFFICIAL, sine_cosine_positions
 from siamesenorm.norms import NormSpec, SeeDNorm
 from siamesenorm.sublayers.sublayer import Context
 from siamesenorm.training.execution import checkpoint_blocks, compile_blocks

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from siamesenorm.errors import UserError, unknown
+from siamesenorm.errors import UserError
 from siamesenorm.models.block import add_losses
 from siamesenorm.models.initialisation import build_embedding, build_initialised, initialise
-from siamesenorm.models.transformer import TransformerConfig, inherited_operator, require_positive
+from siamesenorm.models.transformer import TransformerConfig, config_of_size, require_positive
+from siamesenorm.models.vision import OFFICIAL, cut, sine_cosine_positions
 from siamesenorm.norms import AdaLN, NormSpec
 from siamesenorm.sublayers.mlp import Activation
 from siamesenorm.sublayers.sublayer import Context, Losses, Modulated, Projection
@@ -34,8 +35,7 @@ from siamesenorm.topologies import (
     transformer_places,
 )
 
-OFFICIAL = "siamese-post-pre:post_norm=lazy,readout=code"
-"""SiameseNorm in the form of the released code for DiT (arXiv 2602.08064): the head's norm is the third one."""
+NORM = NormSpec.parse("layernorm:eps=1e-6")
 WIDTHS: dict[str, dict[str, int]] = {
     "s": {"depth": 12, "dim": 384, "heads": 6, "hidden": 1536},
     "b": {"depth": 12, "dim": 768, "heads": 12, "hidden": 3072},
@@ -43,7 +43,7 @@ WIDTHS: dict[str, dict[str, int]] = {
     "xl": {"depth": 28, "dim": 1152, "heads": 16, "hidden": 4608},
 }
 SIZES: dict[str, dict[str, Any]] = {
-    f"dit-{name}-{patch}": {**width, "patch_size": patch, "learned_sigma": True}
+    f"dit-{name}-{patch}": {**width, "norm": NORM, "patch_size": patch, "learned_sigma": True}
     for name, width in WIDTHS.items()
     for patch in (2, 4, 8)
 }
@@ -64,7 +64,7 @@ class DiffusionTransformerConfig(TransformerConfig):
 
     topology: Topology = dataclasses.field(default_factory=lambda: build_topology(OFFICIAL))
     """Residual topology, with options as in dhc-2:streams=4; `siamesenorm explain` lists them."""
-    norm: NormSpec = NormSpec.parse("layernorm:eps=1e-6")
+    norm: NormSpec = NORM
     """Norm operator, with options as in seednorm:heads=4; `siamesenorm explain` lists them."""
     activation: Activation = "gelu-tanh"
     """Kind of MLP."""
@@ -138,17 +138,7 @@ def diffusion_transformer_config(
 
     Raises UserError for an unknown size, topology, norm, option or field.
     """
-    if size not in SIZES:
-        raise unknown("size", size, SIZES)
-    fields = {**SIZES[size], **overrides}
-    known = {field.name for field in dataclasses.fields(DiffusionTransformerConfig)}
-    for name in fields:
-        if name not in known:
-            raise unknown("field of a diffusion Transformer", name, known)
-    usual = DiffusionTransformerConfig.norm
-    fields["norm"] = inherited_operator(usual, norm) if isinstance(norm, str) else norm or usual
-    fields["topology"] = build_topology(topology) if isinstance(topology, str) else topology
-    return DiffusionTransformerConfig(**fields)
+    return config_of_size(DiffusionTransformerConfig, SIZES, size, topology=topology, norm=norm, **overrides)
 
 
 class DiffusionOutput(NamedTuple):
@@ -218,8 +208,7 @@ class DiffusionTransformer(nn.Module):
         """
         config = self.config
         conditions = [embedding(timesteps, labels) for embedding in self.conditions]
-        patches = F.unfold(images, kernel_size=config.patch_size, stride=config.patch_size).transpose(1, 2)
-        embedded = self.patch(patches)
+        embedded = self.patch(cut(images, config.patch_size))
         streams = self.opening(self.dropout(embedded + self.position.to(embedded.dtype)))
         losses: Losses = {}
         for index, block in enumerate(self.blocks):
@@ -254,14 +243,3 @@ def timestep_sinusoids(timesteps: Tensor, frequency_span: int = FREQUENCIES) -> 
     exponents = -math.log(10_000) * torch.arange(FREQUENCIES, device=timesteps.device, dtype=torch.float32)
     angles = timesteps.to(torch.float32)[:, None] * torch.exp(exponents / frequency_span)
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
-
-
-def sine_cosine_positions(side: int, dim: int) -> Tensor:
-    """Return the fixed positions of side x side patches, row by row, [side^2, dim] in fp64 (arXiv 2111.06377).
-
-    Of a patch in row y and column x they are [sin(x w), cos(x w), sin(y w), cos(y w)], w_i = 10000^(-4 i / dim).
-    """
-    frequencies = 10_000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
-    angles = torch.outer(torch.arange(side, dtype=torch.float64), frequencies)
-    axis = torch.cat((angles.sin(), angles.cos()), dim=-1)
-    return torch.cat((axis.repeat(side, 1), axis.repeat_interleave(side, dim=0)), dim=-1)
