@@ -322,13 +322,6 @@ class Topology:
             value = check_option(f"{option.name} of {self.title}", getattr(self, option.name), hints[option.name])
             object.__setattr__(self, option.name, value)
 
-    def refuse_conditioned(self, place: Place) -> None:
-        """Raise UserError if the sublayer is conditioned; for topologies with a `modulation_refusal`."""
-        if place.conditioned:
-            raise UserError(
-                f"{self.title} takes no conditioned sublayer: {self.modulation_refusal}; use pre or siamese"
-            )
-
     @property
     def heading(self) -> str:
         """The title, with the options in which a variant differs from its family's defaults."""
