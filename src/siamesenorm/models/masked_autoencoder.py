@@ -61,8 +61,8 @@ class MaskedAutoencoderConfig(ImageEncoderConfig):
             raise UserError(f"mask_ratio is {self.mask_ratio}: choose a number between 0 and 1, such as 0.75")
         if not 0 < self.masked < self.patches:
             raise UserError(
-                f"mask_ratio {self.mask_ratio} hides {self.masked} of {self.patches} patches: choose one that hides some "
-                "and leaves some, or smaller patches"
+                f"mask_ratio {self.mask_ratio} hides {self.masked} of {self.patches} patches: choose one that hides "
+                "some and leaves some, or smaller patches"
             )
         try:
             self.decoder  # noqa: B018 - refuses widths and heads
