@@ -86,7 +86,9 @@ def test_seednorm_has_its_settings_for_vision_and_the_eps_of_timm() -> None:
     assert {(norm.dim, norm.settings()["heads"], norm.settings()["scale"]) for norm in norms} == {
         (8, 8, "1/d"), (16, 16, "1/d"), (24, 8, "1/d")
     }  # fmt: skip
-    assert {norm.settings()["eps"] for norm in norms} == {1e-6}
+    assert {(norm.settings()["eps"], norm.settings()["dropout"]) for norm in norms} == {(1e-6, 0.0)}
+    dropped = [each for each in tiny("seednorm", drop_path=0.2).modules() if isinstance(each, Norm)]
+    assert {norm.settings()["dropout"] for norm in dropped} == {0.2}
 
 
 def test_initial_weights_follow_from_the_seed_alone() -> None:

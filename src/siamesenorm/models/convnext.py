@@ -3,7 +3,7 @@
 * timm builds the modules (extra `vision`); `blocks` lists its blocks and the downsampling between its stages, so that
   they are recomputed, compiled and sharded as those of a Transformer are
 * every LayerNorm, channels first in stem and downsampling, channels last in the blocks, becomes the operator `norm` in
-  its setting for vision, with the eps of timm's
+  its setting for vision, with the eps of timm's; SeeDNorm's dropout is the rate of stochastic depth
 * every weight is drawn from the seed and its own name, N(0, 0.02^2) truncated at three standard deviations; biases
   are 0
 """
@@ -22,7 +22,7 @@ from siamesenorm.errors import UserError, unknown
 from siamesenorm.models.block import TransformerOutput
 from siamesenorm.models.initialisation import build_initialised, fill_normal
 from siamesenorm.models.transformer import inherited_operator, read_method, require_positive
-from siamesenorm.norms import DeclaredModule, Norm, NormSpec, Role
+from siamesenorm.norms import DeclaredModule, Norm, NormSpec, Role, norm_options
 from siamesenorm.norms.foreign_norms import looks_like_norm, replace_norm
 from siamesenorm.topologies import Kernels, build_topology
 
@@ -86,6 +86,12 @@ class ConvNextConfig:
         return int(self.patch_size * 2 ** (STAGES if self.patch_size == 2 else STAGES - 1))
 
     @property
+    def operator(self) -> NormSpec:
+        """The norm; a dropout of it (SeeDNorm's) is the rate of stochastic depth, unless it sets its own."""
+        takes_rate = "dropout" in norm_options(self.norm.name) and "dropout" not in dict(self.norm.options)
+        return self.norm.with_options(dropout=self.drop_path) if takes_rate else self.norm
+
+    @property
     def label(self) -> str:
         """A short name for tables."""
         return f"convnext + {self.norm}"
@@ -137,7 +143,7 @@ class ConvNext(nn.Module):
             self.blocks.extend([*downsampling, *stage.blocks])
         role = Role(kind="mlp", domain="vision")
         for name in [name for name, module in self.named_modules() if looks_like_norm(module)]:
-            replace_norm(self, name, config.norm, role)
+            replace_norm(self, name, config.operator, role)
         for module in self.modules():
             if isinstance(module, Norm):
                 module.select_kernels(kernels)
@@ -157,10 +163,10 @@ class ConvNext(nn.Module):
 
     def forward(self, images: Tensor) -> TransformerOutput:
         """Return the logits, in at least fp32, of images [batch, channels, height, width]."""
-        logits = self.head.fc(self.encode(images))
+        logits = self.head.fc(self.features(images))
         return TransformerOutput(logits.to(torch.promote_types(logits.dtype, torch.float32)), {})
 
-    def encode(self, images: Tensor) -> Tensor:
+    def features(self, images: Tensor) -> Tensor:
         """Return [batch, dims[-1]]: what the head's projection reads."""
         x = self.stem(images)
         for block in self.blocks:
