@@ -115,8 +115,11 @@ def averaged(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         found = [row[name] for row in rows if (row["heads"], row["weights"]) == (heads, when)]
         return sum(found) / len(found)
 
-    relative: Callable[[int, str, str], float] = lambda heads, when, name: value(heads, when, name) / value(  # noqa: E731
-        1, when, name
+    relative: Callable[[int, str, str], float] = lambda heads, when, name: (
+        value(heads, when, name)
+        / value(  # noqa: E731
+            1, when, name
+        )
     )
     return [
         {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,12 +38,7 @@ def top_accuracies(scores: Tensor, labels: Tensor) -> dict[str, float]:
 
 
 def knn_accuracies(train: LabelledFeatures, held_out: LabelledFeatures, neighbours: int) -> dict[str, float]:
-    """Return the accuracies of a vote of the nearest training images by cosine, weighted by exp(cosine / 0.07).
-
-    Raises UserError for a number of neighbours that the training images do not have.
-    """
-    if not 1 <= neighbours <= len(train.labels):
-        raise UserError(f"--knn {neighbours}: choose from 1 to {len(train.labels)}, the number of training images")
+    """Return the accuracies of a vote of the nearest training images by cosine, weighted by exp(cosine / 0.07)."""
     from sklearn.neighbors import KNeighborsClassifier
 
     def votes(distances: np.ndarray) -> np.ndarray:
@@ -52,10 +46,12 @@ def knn_accuracies(train: LabelledFeatures, held_out: LabelledFeatures, neighbou
 
     classifier = KNeighborsClassifier(neighbours, metric="cosine", algorithm="brute", weights=votes)
     classifier.fit(_array(train.features), train.labels.numpy())
-    return top_accuracies(_scores(classifier, classifier.predict_proba(_array(held_out.features)), train), held_out.labels)
+    return top_accuracies(
+        _scores(classifier, classifier.predict_proba(_array(held_out.features)), train), held_out.labels
+    )
 
 
-def linear_probe(train: LabelledFeatures, held_out: LabelledFeatures, *, strength: float = 1.0) -> dict[str, float]:
+def probe_accuracies(train: LabelledFeatures, held_out: LabelledFeatures, *, strength: float = 1.0) -> dict[str, float]:
     """Return the accuracies of logistic regression on standardised features, and whether it converged.
 
     `strength` is the factor C on the data's term beside half the squared norm of the weights.
@@ -69,7 +65,7 @@ def linear_probe(train: LabelledFeatures, held_out: LabelledFeatures, *, strengt
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # the number of steps says so
         probe.fit(_array(train.features), train.labels.numpy())
-    found = top_accuracies(_scores(probe, probe.predict_proba(_array(held_out.features)), train), held_out.labels)
+    found = top_accuracies(_scores(probe, held_out, train), held_out.labels)
     return {**found, "steps": int(probe[-1].n_iter_.max()), "converged": bool(probe[-1].n_iter_.max() < STEPS)}
 
 
@@ -80,8 +76,10 @@ def _array(features: Tensor) -> np.ndarray:
     return features.detach().cpu().double().numpy()
 
 
-def _scores(classifier: Any, probabilities: np.ndarray, train: LabelledFeatures) -> Tensor:
+def _scores(classifier: Any, held_out: LabelledFeatures, train: LabelledFeatures) -> Tensor:
     """Return the probabilities of all classes up to the largest label; one without a training image has 0."""
-    scores = torch.zeros(len(probabilities), int(train.labels.max()) + 1, dtype=torch.float64)
-    scores[:, torch.as_tensor(classifier.classes_)] = torch.from_numpy(probabilities)
+    scores = torch.zeros(len(held_out.labels), int(train.labels.max()) + 1, dtype=torch.float64)
+    scores[:, torch.as_tensor(classifier.classes_)] = torch.from_numpy(
+        classifier.predict_proba(_array(held_out.features))
+    )
     return scores
