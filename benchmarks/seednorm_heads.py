@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,12 +115,9 @@ def averaged(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         found = [row[name] for row in rows if (row["heads"], row["weights"]) == (heads, when)]
         return sum(found) / len(found)
 
-    relative: Callable[[int, str, str], float] = lambda heads, when, name: (
-        value(heads, when, name)
-        / value(  # noqa: E731
-            1, when, name
-        )
-    )
+    def relative(heads: int, when: str, name: str) -> float:
+        return value(heads, when, name) / value(1, when, name)
+
     return [
         {
             "heads": heads,
