@@ -1,6 +1,7 @@
 """Evaluations of models of images: nearest neighbours and a linear probe on features, Frechet distance of samples.
 
-A task whose models give features has `data` and `encode`; one whose models generate images has `sample`.
+A model gives features if it has a method `features` of normalised images, and its task holds labelled images as `data`.
+A task whose models generate images has a method `sample`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.data import SampleOrder
+from siamesenorm.data.augmentation import fitted
 from siamesenorm.data.images import ImageData, ImageSplit, open_images
-from siamesenorm.data.latents import scaled_pixels
 from siamesenorm.errors import UserError, reason
 from siamesenorm.evaluation.evaluation import Subject, TrainedRun
 from siamesenorm.evaluation.frechet import (
@@ -40,16 +41,6 @@ NPZ_ARRAY = "arr_0"
 
 
 @runtime_checkable
-class EncodesImages(Protocol):
-    """A task whose models give features of images."""
-
-    data: ImageData
-
-    def encode(self, model: nn.Module, images: Tensor) -> Tensor:
-        """Return features [count, dim] of images [count, channels, height, width], of which 255 is white."""
-
-
-@runtime_checkable
 class GeneratesImages(Protocol):
     """A task whose models generate images of classes."""
 
@@ -60,14 +51,45 @@ class GeneratesImages(Protocol):
 # --- features of labelled images
 
 
-def labelled_features(task: EncodesImages, model: nn.Module, split: ImageSplit) -> LabelledFeatures:
-    """Return the features of all images of a split."""
-    white = WHITE / task.data.largest
-    parts = [
-        task.encode(model, torch.stack([split.image(index) for index in numbers]).to(torch.float32) * white)
-        for numbers in batches(len(split))
-    ]
-    return LabelledFeatures(torch.cat(parts).float().cpu(), split.labels)
+@dataclass(frozen=True, slots=True)
+class ImageEncoding:
+    """The features of images by a model: what its head reads, or what it would read."""
+
+    data: ImageData
+    model: nn.Module
+    size: int
+    crop_fraction: float
+
+    @classmethod
+    def of(cls, task: Any, model: nn.Module | None = None, *, option: str) -> ImageEncoding:
+        """Return those of a task's model, by default one without weights; raises UserError where there are none."""
+        data, found = getattr(task, "data", None), model or task.build_model(torch.device("meta"))
+        if not isinstance(data, ImageData) or not hasattr(found, "features"):
+            raise UserError(
+                f"{option}: the model gives no features of images: name a run of a classifier or an encoder"
+            )
+        return cls(data, found, task.config.model.image_size, getattr(task.config, "crop_fraction", 1.0))
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Return features [count, dim] of images [count, channels, height, width] whose white is 255."""
+        if images.shape[1] != self.data.channels:
+            raise UserError(f"the images have {images.shape[1]} channels, the model reads {self.data.channels}")
+        pixels = torch.stack([fitted(image, self.size) for image in images])
+        return self.encode_pixels(pixels.to(torch.float32) * (self.data.largest / WHITE))
+
+    def encode_pixels(self, pixels: Tensor) -> Tensor:
+        """Return features [count, dim] of images of the model's size in the units of its data."""
+        device = next(self.model.parameters()).device
+        features: Tensor = self.model.features(self.data.normalised(pixels).to(device))  # type: ignore[operator]
+        return features.float().cpu()
+
+    def labelled(self, split: ImageSplit) -> LabelledFeatures:
+        """Return the features of all images of a split, scaled and cut as in the task's evaluation."""
+        parts = []
+        for numbers in batches(len(split)):
+            images = (fitted(split.image(number), self.size, self.crop_fraction) for number in numbers)
+            parts.append(self.encode_pixels(torch.stack(list(images))))
+        return LabelledFeatures(torch.cat(parts), split.labels)
 
 
 def batches(count: int) -> Iterator[range]:
@@ -90,16 +112,14 @@ class NearestNeighbours:
 
     def require(self, task: Task) -> None:
         """Raise UserError for a task without features of images, and for a number of neighbours there are not."""
-        known = len(encoding(task, "--knn").data.train)
+        known = len(ImageEncoding.of(task, option="--knn").data.train)
         if not 1 <= self.neighbours <= known:
             raise UserError(f"--knn {self.neighbours}: choose from 1 to {known:,}, the number of training images")
 
     def run(self, subject: Subject) -> Mapping[str, Any]:
         """Return the accuracies on the held-out images."""
-        task = encoding(subject.task, "--knn")
-        train, held_out = (
-            labelled_features(task, subject.model, each) for each in (task.data.train, task.data.held_out)
-        )
+        encoding = ImageEncoding.of(subject.task, subject.model, option="--knn")
+        train, held_out = map(encoding.labelled, (encoding.data.train, encoding.data.held_out))
         return knn_accuracies(train, held_out, self.neighbours)
 
 
@@ -117,22 +137,13 @@ class LinearProbe:
 
     def require(self, task: Task) -> None:
         """Raise UserError for a task without features of images."""
-        encoding(task, "--linear-probe")
+        ImageEncoding.of(task, option="--linear-probe")
 
     def run(self, subject: Subject) -> Mapping[str, Any]:
         """Return the accuracies on the held-out images."""
-        task = encoding(subject.task, "--linear-probe")
-        train, held_out = (
-            labelled_features(task, subject.model, each) for each in (task.data.train, task.data.held_out)
-        )
+        encoding = ImageEncoding.of(subject.task, subject.model, option="--linear-probe")
+        train, held_out = map(encoding.labelled, (encoding.data.train, encoding.data.held_out))
         return probe_accuracies(train, held_out, strength=self.strength)
-
-
-def encoding(task: Any, option: str) -> EncodesImages:
-    """Return the task; raises UserError if its models give no features of images."""
-    if not isinstance(task, EncodesImages):
-        raise UserError(f"{option}: models of this run give no features of images: evaluate a classifier or an encoder")
-    return task
 
 
 # --- Frechet distance
@@ -143,27 +154,23 @@ class RunFeatures:
     """The features of another run's model."""
 
     run: TrainedRun
-    task: EncodesImages
-    model: nn.Module
+    encoding: ImageEncoding
 
     @classmethod
     def of(cls, path: Path, device: str) -> RunFeatures:
         """Return the features of a run's model; raises UserError where it gives none."""
         run = TrainedRun(path, device=device)
-        return cls(run, encoding(run.task, f"--features {path}"), run.build_model())
+        return cls(run, ImageEncoding.of(run.task, run.build_model(), option=f"--features {path}"))
 
     @property
     def name(self) -> str:
         """What the features are: those of a run by its identity."""
-        return f"{self.run.config.label} of run {self.run.config.identity[:12]}, step {self.run.checkpoint.step}"
+        return f"{self.run.config.label}, run {self.run.config.identity[:12]}, step {self.run.checkpoint.step}"
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return the features; raises UserError for images of other channels."""
-        channels = self.task.data.channels
-        if images.shape[1] != channels:
-            raise UserError(f"the images have {images.shape[1]} channels, those of {self.name} {channels}")
         with self.run.computing():
-            return self.task.encode(self.model, images)
+            return self.encoding.encode(images)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,12 +223,12 @@ class FrechetEvaluation:
 
 
 def real_images(data: ImageData, size: int) -> Iterator[Tensor]:
-    """Yield training images, uint8 [count, channels, size, size], scaled and cut as those a model is trained on."""
+    """Yield training images, uint8 [count, channels, size, size], whose white is 255."""
     count = min(REAL, len(data.train))
     order = SampleOrder(len(data.train), 0).indices(0, count).tolist()
     for numbers in batches(count):
-        images = [scaled_pixels(data.train.image(order[number]), size, data.largest) for number in numbers]
-        yield ((torch.stack(images) + 1) * (WHITE / 2)).round().to(torch.uint8)
+        images = torch.stack([fitted(data.train.image(order[number]), size) for number in numbers])
+        yield (images.to(torch.float32) * (WHITE / data.largest)).round().to(torch.uint8)
 
 
 def read_samples(file: Path, count: int) -> list[Tensor]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ class ConvNextConfig:
     Raises UserError for values from which no model can be built.
     """
 
-    domain: ClassVar[Literal["language", "vision"]] = "vision"
+    tag: ClassVar[str] = "convnext"
 
     depths: tuple[int, ...] = SIZES["convnext-b"]["depths"]
     """Blocks of the four stages."""
@@ -109,10 +109,20 @@ class ConvNextConfig:
         """Return the configuration: nothing of it is chosen automatically."""
         return self
 
+    def build(self, *, seed: int, device: torch.device, kernels: Kernels = "plain") -> ConvNext:
+        """Return the model with its initial weights, as `build_convnext` does."""
+        return build_convnext(self, seed=seed, device=device, kernels=kernels)
+
     def to_json(self) -> dict[str, Any]:
-        """Return every field as JSON values."""
+        """Return every field as JSON values, with the tag."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**fields, "depths": list(self.depths), "dims": list(self.dims), "norm": self.norm.to_json()}
+        return {
+            **fields,
+            "tag": self.tag,
+            "depths": list(self.depths),
+            "dims": list(self.dims),
+            "norm": self.norm.to_json(),
+        }
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Self:
