@@ -65,9 +65,7 @@ class ImageEncoding:
         """Return those of a task's model, by default one without weights; raises UserError where there are none."""
         data, found = getattr(task, "data", None), model or task.build_model(torch.device("meta"))
         if not isinstance(data, ImageData) or not hasattr(found, "features"):
-            raise UserError(
-                f"{option}: the model gives no features of images: name a run of a classifier or an encoder"
-            )
+            raise UserError(f"{option}: the model gives no features of images: name a run of a model that does")
         return cls(data, found, task.config.model.image_size, getattr(task.config, "crop_fraction", 1.0))
 
     def encode(self, images: Tensor) -> Tensor:
