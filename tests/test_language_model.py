@@ -417,7 +417,7 @@ class RoutedMLP(nn.Module):
         return self.mlp(h), {"balance": h.new_tensor(self.balance), "z": h.square().mean()}
 
 
-def test_losses_of_sublayers_are_summed_over_blocks() -> None:
+def test_losses_of_sublayers_are_means_over_the_blocks_that_have_them() -> None:
     model = tiny_model()
     assert model(tokens()).losses == {}
     seen: list[Tensor] = []
@@ -425,8 +425,8 @@ def test_losses_of_sublayers_are_summed_over_blocks() -> None:
         block.mlp.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].square().mean()))
         block.mlp = RoutedMLP(block.mlp, balance=10.0**index)
     losses = model(tokens()).losses
-    assert losses["balance"].item() == 11.0
-    torch.testing.assert_close(losses["z"], torch.stack(seen).sum())
+    assert losses["balance"].item() == 5.5
+    torch.testing.assert_close(losses["z"], torch.stack(seen).mean())
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

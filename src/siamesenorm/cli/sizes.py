@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import Doc
 
-from siamesenorm.models.cost import count_flops, count_parameters
-from siamesenorm.models.language import SIZES, build_language_model, language_model_config
+from siamesenorm.models.cost import count_active_parameters, count_flops, count_parameters
+from siamesenorm.models.language import GUESSED_SIZES, SIZES, build_language_model, language_model_config
 from siamesenorm.topologies import available_topologies
 
 
@@ -35,19 +35,23 @@ def run(arguments: Arguments) -> None:
         print(json.dumps(rows, indent=1))
         return
     table = Table(header_style="bold")
-    for column in ("size", "depth x width", "topology", "parameters", "beyond the first", "GFLOPs a token"):
+    for column in ("size", "depth x width", "topology", "parameters", "active", "beyond the first", "GFLOPs a token"):
         table.add_column(column, justify="left" if column in ("size", "topology") else "right")
     for row in rows:
         first = row["topology"] == arguments.topologies[0]
+        name = f"{row['size']} *" if row["shape_guessed"] else row["size"]
         table.add_row(
-            *((row["size"], f"{row['depth']} x {row['dim']}") if first else ("", "")),
+            *((name, f"{row['depth']} x {row['dim']}") if first else ("", "")),
             row["topology"],
             f"{row['parameters']:,}",
+            f"{row['active_parameters']:,}" if row["active_parameters"] != row["parameters"] else "",
             "" if first else f"{row['extra_percent']:+.4f} %",
             f"{row['flops_per_token'] / 1e9:.3g}",
             end_section=row["topology"] == arguments.topologies[-1],
         )
-    Console(width=None if Console().is_terminal else 110).print(table)
+    table.caption = "* a shape that fits the published number of parameters; the paper does not state it"
+    table.caption_justify = "left"
+    Console(width=None if Console().is_terminal else 120).print(table)
 
 
 def count(size: str, topologies: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -63,10 +67,12 @@ def count(size: str, topologies: tuple[str, ...]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "size": size,
+                "shape_guessed": size in GUESSED_SIZES,
                 "depth": config.depth,
                 "dim": config.dim,
                 "topology": name,
                 "parameters": parameters,
+                "active_parameters": count_active_parameters(model),
                 "non_embedding_parameters": parameters - embedding,
                 "extra_percent": 100 * (parameters - reference) / reference,
                 "flops_per_token": round(count_flops(model, tokens) / config.context),

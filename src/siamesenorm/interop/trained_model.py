@@ -128,10 +128,9 @@ def model_card(run: RunDirectory, config: RunConfig, step: int, manifest: Manife
         "Model": {
             "Topology": f"`{name}`, streams: {', '.join(model.topology.stream_names)}",
             "Norm": f"`{model.norm}`; attention norm `{introduction['attention_norm']}`",
-            "Shape": f"{model.depth} blocks of width {model.dim}, {model.heads} heads, MLP {model.hidden} "
-            f"({model.activation})",
+            "Shape": f"{model.depth} blocks of width {model.dim}, {model.heads} heads, {_mlp(model)}",
             "Parameters": f"{parameters:,}, of which {introduction['non_embedding_parameters']:,} outside the "
-            "embedding",
+            "embedding" + (f", and {introduction['active_parameters']:,} active for a token" if model.experts else ""),
             "Context": f"{model.context} tokens",
             "Vocabulary": f"{model.vocabulary:,}, {'tied' if model.tied else 'untied'} head",
         },
@@ -162,6 +161,12 @@ def model_card(run: RunDirectory, config: RunConfig, step: int, manifest: Manife
         "\n".join(f"* {limit}" for limit in _limits(config, manifest)),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _mlp(model: LanguageModelConfig) -> str:
+    if model.experts:
+        return f"{model.experts} experts of {model.hidden}, {model.active_experts} for a token ({model.activation})"
+    return f"MLP {model.hidden} ({model.activation})"
 
 
 def _results(run: RunDirectory, step: int, records: list[dict[str, Any]]) -> dict[str, str]:

@@ -105,7 +105,7 @@ def build_drop_path(rate: float, block: int, depth: int) -> nn.Module:
 
 
 class TransformerOutput(NamedTuple):
-    """Logits [batch, ..., classes] and the auxiliary losses of the sublayers, summed over blocks, by name."""
+    """Logits [batch, ..., classes] and the auxiliary losses of the sublayers, means over blocks, by name."""
 
     logits: Tensor
     losses: Losses
@@ -119,3 +119,11 @@ def split_losses(result: Tensor | tuple[Tensor, Losses]) -> tuple[Tensor, Losses
 def add_losses(total: Losses, more: Losses) -> Losses:
     """Return the sums by name."""
     return {**total, **{name: total[name] + loss if name in total else loss for name, loss in more.items()}}
+
+
+def mean_losses(blocks: Sequence[Losses]) -> Losses:
+    """Return the means by name over the blocks that have a loss of that name."""
+    total: Losses = {}
+    for losses in blocks:
+        total = add_losses(total, losses)
+    return {name: loss / sum(name in losses for losses in blocks) for name, loss in total.items()}

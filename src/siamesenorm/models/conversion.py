@@ -21,7 +21,10 @@ from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec
 from siamesenorm.topologies import Topology, build_topology, topology_name, transformer_places
 from siamesenorm.topologies.pre_norm_family import PreNorm
 
-FREE = ("context", "dropout", "drop_path", "document_mask", "residual_dtype", "compute_dtype")
+FREE = (
+    "context", "dropout", "drop_path", "document_mask", "residual_dtype", "compute_dtype", "load_balancing_weight",
+    "router_z_weight",
+)  # fmt: skip
 """Fields of a configuration that change neither the weights nor, up to rounding, the function of one document."""
 PATH = ("topology", "norm")
 """Fields of the residual path, which a conversion replaces."""

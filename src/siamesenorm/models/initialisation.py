@@ -4,13 +4,15 @@ The key is made of the block and the role, and stays when modules are renamed or
 sublayer weights whatever the topology, the world size and the order of construction, up to the factors that a topology
 declares. Every weight is a normal truncated at three standard deviations:
 
-    scheme    embedding, query, key, value, up, gate, head    attention output            MLP output
+    scheme    embedding, query, key, value, up, gate,         attention output            MLP output
+              router, head
     mitchell  1/sqrt(fan in)                                  1/sqrt(2 fan_in (l+1))      1/sqrt(2 fan_in (l+1))
     normal    0.02                                            0.02                        0.02
     megatron  sqrt(2/(5 d))                                   sqrt(2/(5 d)) / sqrt(2 L)   sqrt(2/(5 d)) / sqrt(2 L)
 
-with d the model's width, l the 0-based block, L the number of blocks; the embedding's fan in counts as d. Biases start
-at 0, declared parameters (norms, gates, mixing weights) at their declared values.
+with d the model's width, l the 0-based block, L the number of blocks; the embedding's fan in counts as d. Experts are
+drawn as MLPs are, all of a block together. Biases start at 0, declared parameters (norms, gates, mixing weights) at
+their declared values.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.norms import DeclaredModule, assign
+from siamesenorm.sublayers.moe import ExpertProjection
 from siamesenorm.sublayers.sublayer import Projection
 from siamesenorm.topologies import Topology
 
@@ -37,6 +40,7 @@ _KEYS = {
     "mlp_up": "mlp.up",
     "mlp_gate": "mlp.gate",
     "mlp_output": "mlp.output",
+    "router": "mlp.router",
 }
 """The part of a weight's key that names the projection in its block: frozen, independent of modules' names."""
 
@@ -64,14 +68,14 @@ def initialise(
         elif isinstance(module, nn.Embedding):
             std = weight_std(scheme, "embedding", fan_in=dim, dim=dim, block=0, depth=depth)
             fill_normal(module.weight, std, seed, f"{name}.weight")
-        elif isinstance(module, Projection):
+        elif isinstance(module, (Projection, ExpertProjection)):
             block = block_of.get(module, 0)
             std = weight_std(scheme, module.role, fan_in=module.in_features, dim=dim, block=block, depth=depth)
             factor = topology.initial_factor(module.role, depth)
             inside = module.role in _KEYS and module in block_of
             key = f"blocks.{block}.{_KEYS[module.role]}" if inside else name
             fill_normal(module.weight, std * factor, seed, f"{key}.weight")
-            if module.bias is not None:
+            if isinstance(module, Projection) and module.bias is not None:
                 module.bias.zero_()
 
 

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.models.block import TransformerOutput, add_losses
+from siamesenorm.models.block import TransformerOutput, mean_losses
 from siamesenorm.models.initialisation import build_embedding, build_initialised, initialise
 from siamesenorm.models.transformer import TransformerConfig, inherited_operator, require_positive
 from siamesenorm.norms import NORMS, DeclaredModule, NormSpec
 from siamesenorm.sublayers.attention import AttentionCache, rotation
+from siamesenorm.sublayers.moe import STATISTICS, MixtureOfExperts, MixtureShape
 from siamesenorm.sublayers.sublayer import Context, Losses, Projection, Rotation
 from siamesenorm.topologies import Kernels, Streams, Topology, build_topology
 
@@ -47,10 +48,56 @@ SIZES: dict[str, dict[str, Any]] = {
         "initialisation": "normal",
         "norm": NormSpec.parse("rmsnorm:eps=1e-6"),
     },
+    "mini-moe": {
+        "depth": 4,
+        "dim": 192,
+        "heads": 4,
+        "hidden": 224,
+        "context": 128,
+        "experts": 16,
+        "active_experts": 2,
+    },
+    "olmoe-1b-7b": {
+        "depth": 16,
+        "dim": 2048,
+        "heads": 16,
+        "hidden": 1024,
+        "vocabulary": 50304,
+        "context": 4096,
+        "initialisation": "normal",
+        "experts": 64,
+        "active_experts": 8,
+    },
+    "olmoe-1.3b": {
+        "depth": 12,
+        "dim": 1024,
+        "heads": 16,
+        "hidden": 512,
+        "vocabulary": 50304,
+        "context": 4096,
+        "initialisation": "normal",
+        "experts": 64,
+        "active_experts": 8,
+    },
+    "moe-15b-a2b": {
+        "depth": 28,
+        "dim": 2048,
+        "heads": 16,
+        "hidden": 1024,
+        "vocabulary": 50304,
+        "context": 4096,
+        "initialisation": "normal",
+        "experts": 80,
+        "active_experts": 8,
+    },
 }
-"""Fields of named sizes: `olmo-1.3b` is the SiameseNorm paper's (arXiv 2602.08064, Table 4); the four `390m` depths fit
-the published number of parameters with an MLP of 4 d and heads of 128, which the paper does not state; `olmo2-1b` is
-OLMo 2's published shape. The others are for a CPU; their vocabulary is that of the data."""
+"""Fields of named sizes: `olmo-1.3b` is the SiameseNorm paper's (arXiv 2602.08064, Table 4); `olmo2-1b` and
+`olmoe-1b-7b` are the published shapes of OLMo 2 and OLMoE (arXiv 2409.02060). `mini`, `small`, `nano` and `mini-moe`
+are for a CPU; their vocabulary is that of the data."""
+GUESSED_SIZES = ("390m-l10", "390m-l17", "390m-l33", "390m-l80", "olmoe-1.3b", "moe-15b-a2b")
+"""Sizes whose shapes are not published and fit the published numbers of parameters: the `390m` depths with an MLP of
+4 d and heads of 128 (SiameseNorm), `olmoe-1.3b` (SeeDNorm, arXiv 2510.22777) and `moe-15b-a2b` (SiameseNorm) after
+OLMoE."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +119,16 @@ class LanguageModelConfig(TransformerConfig):
     """Base of the rotary angles."""
     document_mask: bool = False
     """Keep attention inside a document of a packed sequence."""
+    experts: int = 0
+    """Experts in place of each MLP, each of the MLP's width (mixture of experts); 0 is a dense MLP."""
+    active_experts: int = 2
+    """Experts that a token passes through, if there are experts."""
+    renormalise_experts: bool = False
+    """Divide the weights of a token's experts by their sum: a softmax after the choice in place of one before."""
+    load_balancing_weight: float = 0.01
+    """Weight of the load-balancing loss of the experts in the objective, a mean over blocks."""
+    router_z_weight: float = 0.001
+    """Weight of the z loss of the routers in the objective, a mean over blocks."""
 
     def __post_init__(self) -> None:
         """Raise UserError for values from which no model can be built."""
@@ -83,6 +140,39 @@ class LanguageModelConfig(TransformerConfig):
             raise UserError(f"rope_theta is {self.rope_theta}: choose a positive number, such as 10000")
         if self.positions == "rotary" and self.attention_shape.head_dim % 2:
             raise UserError(f"a head is {self.attention_shape.head_dim} wide: rotary positions need an even width")
+        if self.experts:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        self.mixture_shape  # noqa: B018 - refuses numbers of experts
+        if self.activation != "swiglu" or self.bias:
+            chosen = "bias" if self.bias else f"activation {self.activation}"
+            raise UserError(f"{chosen} with experts: they are SwiGLU without biases, leave it out")
+        for name in ("load_balancing_weight", "router_z_weight"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise UserError(f"{name} is {value}: choose a number of at least 0")
+
+    @property
+    def mixture_shape(self) -> MixtureShape:
+        """Return the shape of the experts; raises UserError where nothing can be chosen from them."""
+        return MixtureShape(
+            dim=self.dim,
+            hidden=self.hidden,
+            experts=self.experts,
+            active=self.active_experts,
+            renormalise=self.renormalise_experts,
+        )
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Weights of the scalars of the experts in the objective; losses of other sublayers count as they are."""
+        weights = {"load_balancing_loss": self.load_balancing_weight, "router_z_loss": self.router_z_weight}
+        return {**weights, **dict.fromkeys(STATISTICS, 0.0)}
+
+    def build_mlp(self) -> nn.Module:
+        """Return the MLP of a block, or its experts."""
+        return MixtureOfExperts(self.mixture_shape) if self.experts else super().build_mlp()
 
 
 def language_model_config(
@@ -146,14 +236,14 @@ class LanguageModel(nn.Module):
             raise UserError("document_mask with a cache: generate one document at a time, without documents")
         streams = self.open(self.embedding(tokens))
         rotary = self.rotary(torch.arange(past, past + tokens.shape[1], device=self.embedding.weight.device))
-        losses: Losses = {}
+        losses: list[Losses] = []
         for index, block in enumerate(self.blocks):
             context = Context(rotary, mask, caches[index] if caches else None)
             streams, block_losses = block(streams, context)
-            losses = add_losses(losses, block_losses)
+            losses.append(block_losses)
         if last_only:
             streams = tuple(stream[:, -1:] for stream in streams)
-        return TransformerOutput(self.logits(self.closing(streams)), losses)
+        return TransformerOutput(self.logits(self.closing(streams)), mean_losses(losses))
 
     def open(self, embedding: Tensor) -> Streams:
         """Return the streams of an embedding [batch, tokens, dim], which a learned scale and dropout act on first."""

@@ -168,7 +168,7 @@ class TransformerConfig:
             Block(
                 {
                     "attention": Attention(self.attention_shape, kernels),
-                    "mlp": build_mlp(self.activation, self.dim, self.hidden, bias=self.bias),
+                    "mlp": self.build_mlp(),
                 },
                 connections,
                 self.dropout,
@@ -177,6 +177,10 @@ class TransformerConfig:
             for index, connections in enumerate(path.connections)
         )
         return path.opening, blocks, path.closing
+
+    def build_mlp(self) -> nn.Module:
+        """Return the MLP of a block."""
+        return build_mlp(self.activation, self.dim, self.hidden, bias=self.bias)
 
     def residual_spec(self, kernels: Kernels = "plain") -> ResidualSpec:
         """Return the specification of the residual path; raises UserError for unknown kernels."""

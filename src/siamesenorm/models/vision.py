@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from siamesenorm.errors import UserError
-from siamesenorm.models.block import TransformerOutput, add_losses
+from siamesenorm.models.block import TransformerOutput, mean_losses
 from siamesenorm.models.initialisation import build_embedding, build_initialised, initialise
 from siamesenorm.models.transformer import TransformerConfig, require_positive
 from siamesenorm.sublayers.sublayer import Losses, Projection
@@ -77,16 +77,16 @@ class VisionTransformer(nn.Module):
     def forward(self, images: Tensor) -> TransformerOutput:
         """Return the logits, in at least fp32, of images [batch, channels, height, width]."""
         streams = self.opening(self.dropout(self.embed(images)))
-        losses: Losses = {}
+        losses: list[Losses] = []
         for block in self.blocks:
             streams, found = block(streams)
-            losses = add_losses(losses, found)
+            losses.append(found)
         if self.token is not None:
             pooled = self.closing(tuple(stream[:, 0] for stream in streams))
         else:
             pooled = self.closing(streams).mean(dim=1)
         logits = self.head(pooled)
-        return TransformerOutput(logits.to(torch.promote_types(logits.dtype, torch.float32)), losses)
+        return TransformerOutput(logits.to(torch.promote_types(logits.dtype, torch.float32)), mean_losses(losses))
 
     def embed(self, images: Tensor) -> Tensor:
         """Return [batch, tokens, dim]: the class token, if there is one, and the patches with their positions."""

@@ -14,7 +14,7 @@ Losses = dict[str, Tensor]
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of the rotary angles; see `attention.rotation`."""
 ProjectionRole = Literal[
-    "query", "key", "value", "attention_output", "mlp_up", "mlp_gate", "mlp_output", "head", "other"
+    "query", "key", "value", "attention_output", "mlp_up", "mlp_gate", "mlp_output", "router", "head", "other"
 ]
 
 

@@ -142,10 +142,11 @@ class LanguageTask:
         """Return the cross-entropy of `count` windows of tokens, and the auxiliary losses of the sublayers."""
         batch = torch.from_numpy(self.train.batch(position, count))
         logits, losses = self._forward(model, batch)
+        weights = self.config.model.loss_weights
         return Losses(
             total=_cross_entropy(logits, batch),
             count=batch[:, 1:].numel(),
-            auxiliary={name: (loss, 1.0) for name, loss in losses.items()},
+            auxiliary={name: (loss, weights.get(name, 1.0)) for name, loss in losses.items()},
         )
 
     def evaluate(self, model: nn.Module, count: int, world: World) -> dict[str, float]:

@@ -16,7 +16,7 @@ import tyro
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.models.cost import count_flops, count_parameters
+from siamesenorm.models.cost import count_active_parameters, count_flops, count_parameters
 from siamesenorm.topologies import Kernels
 from siamesenorm.world import World
 
@@ -184,10 +184,12 @@ class TaskConfig:
 def describe_model(model: nn.Module, attention_norm: str, *inputs: Tensor) -> dict[str, Any]:
     """Return the entries of a run's first record on a model; model and inputs, one sample, are on the meta device."""
     parameters, embedding = count_parameters(model)
+    active = count_active_parameters(model)
     return {
         "attention_norm": attention_norm,
         "parameters": parameters,
         "non_embedding_parameters": parameters - embedding,
+        **({"active_parameters": active} if active != parameters else {}),
         "flops_per_sample": count_flops(model, *inputs),
         "notes": sorted({module.note for module in model.modules() if getattr(module, "note", "")}),
     }

@@ -34,6 +34,21 @@ def mini(data: Any) -> RunConfig:
     )
 
 
+def mini_moe(data: Any) -> RunConfig:
+    """Return a run of a small mixture of experts on the prepared data in `data`."""
+    from siamesenorm.models.language import language_model_config
+    from siamesenorm.tasks.language import LanguageTaskConfig
+    from siamesenorm.training.config import RunConfig
+    from siamesenorm.training.optimizer import OptimizerConfig
+
+    return RunConfig(
+        task=LanguageTaskConfig(data=data, model=language_model_config("mini-moe", vocabulary=0)),
+        optimizer=OptimizerConfig(warmup_steps=40),
+        steps=300,
+        batch=8,
+    )
+
+
 def digits(data: Any) -> RunConfig:
     """Return a run of a vision Transformer on scikit-learn's digits."""
     from siamesenorm.tasks.classification import ClassificationTaskConfig
@@ -70,6 +85,7 @@ def paper(data: Any) -> RunConfig:
 
 PRESETS: dict[str, Preset] = {
     "mini": Preset("a small language model on a CPU: minutes", mini),
+    "mini-moe": Preset("a small mixture of experts on a CPU: minutes", mini_moe),
     "digits": Preset("a vision Transformer on scikit-learn's digits: a minute on a CPU", digits),
     "paper": Preset("Table 4 of the SiameseNorm paper: 1.3 B parameters, 100 B tokens, on GPUs", paper),
 }

@@ -20,7 +20,7 @@ from transformers.utils.generic import can_return_tuple
 from siamesenorm.errors import UserError
 from siamesenorm.interop.huggingface.configuration import SiameseNormConfig
 from siamesenorm.interop.native_models import compute_in
-from siamesenorm.models.block import add_losses
+from siamesenorm.models.block import mean_losses
 from siamesenorm.models.language import LanguageModel
 from siamesenorm.norms import DeclaredModule
 from siamesenorm.sublayers.sublayer import Context, Losses
@@ -122,11 +122,11 @@ class SiameseNormPreTrainedModel(PreTrainedModel):
         hidden_states: tuple[Tensor, ...] | None = (embedding,) if wanted else None
         by_name: tuple[StreamsOfBlock, ...] | None = () if output_streams else None
         streams: Streams = self.model.open(embedding)
-        losses: Losses = {}
+        losses: list[Losses] = []
         for index, block in enumerate(self.model.blocks):
             layer = None if cache is None else LayerCache(cache, index)
             streams, more = self._run_block(block, streams, Context(rotary, mask, layer))
-            losses = add_losses(losses, more)
+            losses.append(more)
             if hidden_states is None and by_name is None:
                 continue
             names = self.model.config.topology.name_streams(len(streams))
@@ -136,7 +136,11 @@ class SiameseNormPreTrainedModel(PreTrainedModel):
                 hidden_states += (self.model.closing(streams),)
             if by_name is not None:
                 by_name += (dict(zip(names, streams, strict=True)),)
-        return streams, losses, {"past_key_values": cache, "hidden_states": hidden_states, "streams": by_name}
+        return (
+            streams,
+            mean_losses(losses),
+            {"past_key_values": cache, "hidden_states": hidden_states, "streams": by_name},
+        )
 
     @property
     def _recomputes(self) -> bool:
@@ -232,8 +236,8 @@ class SiameseNormForCausalLM(SiameseNormPreTrainedModel, GenerationMixin):
         """Return the logits [batch, tokens, vocabulary] of input_ids [batch, tokens], left or right padded.
 
         With `labels` (input_ids themselves: they are shifted here; -100 is left out), `loss` is their mean
-        cross-entropy plus the losses of the sublayers. `logits_to_keep` is the number of last tokens with logits, or
-        their places; `output_hidden_states` and `output_streams` are those of `SiameseNormModel`.
+        cross-entropy plus the weighted losses of the sublayers. `logits_to_keep` is the number of last tokens with
+        logits, or their places; `output_hidden_states` and `output_streams` are those of `SiameseNormModel`.
         """
         streams, losses, others = self.run_blocks(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_hidden_states,
@@ -244,7 +248,8 @@ class SiameseNormForCausalLM(SiameseNormPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
-            loss = loss + sum(losses.values())
+            weights = self.model.config.loss_weights
+            loss = loss + sum(weights.get(name, 1.0) * value for name, value in losses.items())
         return CausalLMOutput(loss=loss, logits=logits, **others)
 
 

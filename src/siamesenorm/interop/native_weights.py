@@ -1,0 +1,200 @@
+"""Weights of models of other libraries in this library's own models, and back: a table for each family.
+
+    config = LanguageModelConfig(**foreign_fields(olmoe))  # Pre-Norm, as the other model
+    model = build_language_model(config)
+    load_foreign_weights(model, olmoe)
+    olmoe.load_state_dict(foreign_state(model))
+
+`rewire` gives such a model another topology.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from siamesenorm.errors import UserError, unknown
+from siamesenorm.models.language import LanguageModel, LanguageModelConfig
+from siamesenorm.norms import NormSpec
+from siamesenorm.topologies.pre_norm_family import PreNorm
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A tensor of the other library that holds some of ours, one after the other along `dim`; `shape` is its own shape.
+
+    Without `shape` it is that of ours together.
+    """
+
+    foreign: str
+    own: tuple[str, ...]
+    dim: int = 0
+    shape: tuple[int, ...] | None = None
+
+    def join(self, weights: dict[str, Tensor]) -> Tensor:
+        """Return the tensor of the other library that holds our weights."""
+        joined = torch.cat([weights[name] for name in self.own], dim=self.dim)
+        return joined if self.shape is None else joined.reshape(self.shape)
+
+    def split(self, tensor: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return our weights, of the shapes of `like`, in a tensor of the other library."""
+        sizes = [like[name].shape[self.dim] for name in self.own]
+        shape = list(like[self.own[0]].shape)
+        shape[self.dim] = sum(sizes)
+        return dict(zip(self.own, torch.split(tensor.reshape(shape), sizes, dim=self.dim), strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A class of models of another library, and its weights in a class of ours.
+
+    `own` is our model's class; `fits` is whether a configuration has the family's form. `fields`
+    returns the fields of our configuration that the function of a foreign model needs, and raises UserError where ours
+    has not that function. `rows` are the weights of a model of a configuration, all of both.
+    """
+
+    own: type[nn.Module]
+    fits: Callable[[Any], bool]
+    fields: Callable[[Any], dict[str, Any]]
+    rows: Callable[[Any], Iterator[Row]]
+
+
+def foreign_fields(foreign: nn.Module) -> dict[str, Any]:
+    """Return the fields of our configuration with the function of a model of another library.
+
+    Raises UserError for a class without a table, and for options that our models do not have.
+    """
+    return _family_of(foreign).fields(foreign)
+
+
+@torch.no_grad()
+def load_foreign_weights(model: nn.Module, foreign: nn.Module) -> None:
+    """Copy the weights of a model of another library into one of ours, which keeps its dtype and device.
+
+    Raises UserError, with the model unchanged, for a class without a table, a configuration with another function, and
+    weights that are missing, left over or of another shape.
+    """
+    family = _family_of(foreign)
+    kind, config = type(foreign).__name__, getattr(model, "config", None)
+    if not isinstance(model, family.own):
+        raise UserError(f"a {type(model).__name__} cannot hold a {kind}: build a {family.own.__name__}")
+    _require_fields(config, family.fields(foreign), kind)
+    given, own = dict(foreign.state_dict()), dict(model.state_dict())
+    found: dict[str, Tensor] = {}
+    for row in family.rows(config):
+        tensor, expected = given.pop(row.foreign, None), tuple(row.join(own).shape)
+        if tensor is None or tuple(tensor.shape) != expected:
+            has = "missing" if tensor is None else f"of shape {tuple(tensor.shape)}"
+            raise UserError(f"{row.foreign} of the {kind} is {has}, and {expected} is needed: load another model")
+        found |= row.split(tensor, own)
+    if given:
+        raise UserError(f"{next(iter(given))} of the {kind} has no place in our model: load another model")
+    model.load_state_dict(found)
+
+
+@torch.no_grad()
+def foreign_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of one of our models as the state dict of the other library's; single tensors are not copied.
+
+    Raises UserError for a model whose form no other library has.
+    """
+    config = getattr(model, "config", None)
+    for family in FAMILIES.values():
+        if isinstance(model, family.own) and family.fits(config):
+            own = dict(model.state_dict())
+            return {row.foreign: row.join(own) for row in family.rows(config)}
+    raise UserError(f"no other library has a {type(model).__name__} of this form: write its weights with export")
+
+
+def _family_of(foreign: nn.Module) -> Family:
+    name = f"{type(foreign).__module__}.{type(foreign).__qualname__}"
+    if name not in FAMILIES:
+        raise unknown("model", name, FAMILIES)
+    return FAMILIES[name]
+
+
+def _require_fields(config: Any, fields: dict[str, Any], kind: str) -> None:
+    """Raise UserError unless a configuration of ours has the function that these fields have."""
+    has, needed = config.to_json(), dataclasses.replace(config, **fields).to_json()
+    for name in fields:
+        if has[name] != needed[name]:
+            raise UserError(
+                f"{name} of the {kind} is {needed[name]}, not {has[name]}: build the model of its foreign_fields"
+            )
+
+
+# --- OLMoE of transformers
+
+
+def _olmoe_fields(foreign: Any) -> dict[str, Any]:
+    config = foreign.config
+    rotary = config.rope_parameters
+    if config.hidden_act != "silu" or config.attention_bias or config.clip_qkv or rotary["rope_type"] != "default":
+        raise UserError("an OLMoE with clip_qkv, biases, another activation or rotary scaling: our models have none")
+    return {
+        "depth": config.num_hidden_layers,
+        "dim": config.hidden_size,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "hidden": config.intermediate_size,
+        "topology": PreNorm(),
+        "norm": NormSpec.parse(f"rmsnorm:eps={config.rms_norm_eps}"),
+        "attention_norm": "qk",
+        "vocabulary": config.vocab_size,
+        "tied": config.tie_word_embeddings,
+        "positions": "rotary",
+        "rope_theta": rotary["rope_theta"],
+        "experts": config.num_experts,
+        "active_experts": config.num_experts_per_tok,
+        "renormalise_experts": config.norm_topk_prob,
+    }
+
+
+def _is_olmoe(config: LanguageModelConfig) -> bool:
+    attention = config.attention_shape
+    return (
+        config.experts > 0
+        and config.topology == PreNorm()
+        and config.norm.name == "rmsnorm"
+        and not dict(config.norm.options).get("offset")
+        and (attention.attention_norm, attention.context_norm, config.positions) == ("qk", False, "rotary")
+    )
+
+
+def _olmoe_rows(config: LanguageModelConfig) -> Iterator[Row]:
+    yield Row("model.embed_tokens.weight", ("embedding.weight",))
+    yield Row("model.norm.weight", ("closing.norm.gain",))
+    yield Row("lm_head.weight", ("embedding.weight" if config.tied else "head.weight",))
+    for index in range(config.depth):
+        there, here = f"model.layers.{index}.", f"blocks.{index}."
+        for foreign, own in _OLMOE_BLOCK.items():
+            yield Row(f"{there}{foreign}.weight", (f"{here}{own}",))
+        yield Row(f"{there}mlp.experts.gate_up_proj", (f"{here}mlp.gate.weight", f"{here}mlp.up.weight"), dim=1)
+        yield Row(f"{there}mlp.experts.down_proj", (f"{here}mlp.output.weight",))
+
+
+_OLMOE_BLOCK = {
+    "input_layernorm": "attention_connection.norm.gain",
+    "self_attn.q_proj": "attention.query.weight",
+    "self_attn.k_proj": "attention.key.weight",
+    "self_attn.v_proj": "attention.value.weight",
+    "self_attn.o_proj": "attention.output.weight",
+    "self_attn.q_norm": "attention.query_norm.gain",
+    "self_attn.k_norm": "attention.key_norm.gain",
+    "post_attention_layernorm": "mlp_connection.norm.gain",
+    "mlp.gate": "mlp.router.weight",
+}
+
+# --- all families
+
+FAMILIES: dict[str, Family] = {
+    "transformers.models.olmoe.modeling_olmoe.OlmoeForCausalLM": Family(
+        own=LanguageModel, fits=_is_olmoe, fields=_olmoe_fields, rows=_olmoe_rows
+    ),
+}
+"""By the full name of the foreign class."""
