@@ -55,6 +55,10 @@ class VisionTransformerConfig(TransformerConfig):
         """Number of patches of an image."""
         return (self.image_size // self.patch_size) ** 2
 
+    def build(self, *, seed: int, device: torch.device, kernels: Kernels = "plain") -> VisionTransformer:
+        """Return the model with its initial weights, as `build_vision_transformer` does."""
+        return build_vision_transformer(self, seed=seed, device=device, kernels=kernels)
+
 
 class VisionTransformer(nn.Module):
     """A classifier of images with any topology."""

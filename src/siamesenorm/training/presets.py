@@ -64,6 +64,26 @@ def digits(data: Any) -> RunConfig:
     )
 
 
+def cifar(data: Any) -> RunConfig:
+    """Return a run of a small vision Transformer on 10,000 images of 32 x 32 pixels in `data`, eight epochs."""
+    from siamesenorm.data.augmentation import Augmentation
+    from siamesenorm.models.vision import VisionTransformerConfig
+    from siamesenorm.tasks.classification import ClassificationTaskConfig
+    from siamesenorm.training.config import RunConfig
+    from siamesenorm.training.optimizer import OptimizerConfig
+
+    model = VisionTransformerConfig(
+        depth=8, dim=64, heads=2, hidden=128, activation="gelu", bias=True, image_size=32, patch_size=4, classes=10
+    )
+    return RunConfig(
+        task=ClassificationTaskConfig(data=data, model=model, augmentation=Augmentation(crop="pad", flip=0.5)),
+        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=100),
+        steps=1250,
+        batch=64,
+        validation_every=625,
+    )
+
+
 def paper(data: Any) -> RunConfig:
     """Return the run of the SiameseNorm paper's Table 4 on the prepared data in `data`."""
     from siamesenorm.models.language import language_model_config
@@ -87,6 +107,7 @@ PRESETS: dict[str, Preset] = {
     "mini": Preset("a small language model on a CPU: minutes", mini),
     "mini-moe": Preset("a small mixture of experts on a CPU: minutes", mini_moe),
     "digits": Preset("a vision Transformer on scikit-learn's digits: a minute on a CPU", digits),
+    "cifar": Preset("a vision Transformer on images of 32 x 32 pixels in ten classes: minutes on a CPU", cifar),
     "paper": Preset("Table 4 of the SiameseNorm paper: 1.3 B parameters, 100 B tokens, on GPUs", paper),
 }
 """The runs by name."""
