@@ -38,7 +38,15 @@ from training_runs import tiny_plan, tiny_run, with_model, with_task, write_data
 ROOT = Path(__file__).parents[1]
 SCHEMA = Path(__file__).with_name("identity_schema.json")
 COMMITTED = sorted(path.parent for path in (ROOT / "benchmarks").glob("*/runs/*/config.json"))
-CLASSES = (RunConfig, OptimizerConfig, WarmStart, LanguageModelConfig, VisionTransformerConfig, Augmentation, *TASKS.values())
+CLASSES = (
+    RunConfig,
+    OptimizerConfig,
+    WarmStart,
+    LanguageModelConfig,
+    VisionTransformerConfig,
+    Augmentation,
+    *TASKS.values(),
+)
 
 
 def schema() -> dict[str, dict[str, Any]]:

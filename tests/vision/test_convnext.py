@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +13,18 @@ import torch
 from timm.models.convnext import ConvNeXt
 from torch import nn
 
+from siamesenorm.cli import main
 from siamesenorm.errors import UserError
 from siamesenorm.models.convnext import SIZES, ConvNext, ConvNextConfig, build_convnext
 from siamesenorm.models.cost import count_flops, count_parameters
 from siamesenorm.norms import Norm, NormSpec, declared_parameters
+from siamesenorm.training.config import Execution, RunConfig
+from siamesenorm.training.loop import Instrument, train
+from siamesenorm.training.presets import presets
+from training_runs import records
 
 TINY = ConvNextConfig(depths=(1, 2, 1, 1), dims=(8, 16, 16, 24), image_size=8, patch_size=1, channels=1, classes=5)
+DIGITS = dataclasses.replace(TINY, dims=(16, 16, 24, 32), classes=10, layer_scale=0.1)
 IMAGES = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -145,3 +153,58 @@ def test_methods_that_need_a_transformer_are_refused(method: str) -> None:
 def test_what_cannot_be_built_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(UserError):
         dataclasses.replace(TINY, **changes)
+
+
+# --- trained by the loop
+
+
+def run_of(norm: str = "seednorm", **changes: Any) -> RunConfig:
+    """Return a run of a small model on the digits."""
+    model = dataclasses.replace(DIGITS, norm=NormSpec.parse(norm), **changes.pop("model", {}))
+    config = presets(Path())["digits"]
+    optimizer = dataclasses.replace(config.optimizer, learning_rate=1e-2, warmup_steps=2)
+    fixed = {"batch": 16, "execution": Execution(threads=1, checkpoint_every=4, compile="off", keep_states=True)}
+    task = dataclasses.replace(config.task, model=model)
+    return dataclasses.replace(config, task=task, optimizer=optimizer, **fixed, **changes).resolved()
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "seednorm", "dyt"])
+def test_the_train_loop_trains_it_on_the_digits(norm: str, tmp_path: Path) -> None:
+    config = run_of(norm, steps=60, validation_every=60, checkpoint_activations=norm == "dyt")
+    assert RunConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    train(config, tmp_path / "run")
+    last = records(tmp_path / "run", "validation")[-1]
+    assert last["accuracy"] > 0.5 and records(tmp_path / "run", "model")[0]["attention_norm"] == "none"
+    assert records(tmp_path / "run", "model")[0]["label"].startswith(f"convnext + {norm}")
+
+
+def test_interrupted_it_ends_with_the_same_bits(tmp_path: Path) -> None:
+    class Interruption(Instrument):
+        def on_step(self, loop: Any, record: dict[str, Any]) -> None:
+            if record["step"] == 6:
+                raise KeyboardInterrupt
+
+    config = run_of(steps=8, validation_every=8, model={"drop_path": 0.2})
+    train(config, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path / "resumed", instruments=(Interruption(),))
+    train(config, tmp_path / "resumed")
+    assert records(tmp_path / "resumed") == records(tmp_path / "whole")
+    files = [tmp_path / run / "checkpoints/step-00000008/model.safetensors" for run in ("whole", "resumed")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_the_command_trains_and_evaluates_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--data digits --model.image-size 8 --model.patch-size 1 --model.channels 1 --model.classes 10 --ema 0"
+    small = "--model.depths 1 1 1 1 --model.dims 8 16 16 24 --model.norm seednorm:heads=4 --fit exact"
+    rest = "--steps 2 --batch 8 --micro-batch 8 --optimizer.warmup-steps 1 --precision float32 --execution.device cpu"
+    run = str(tmp_path / "run")
+    assert main(["train", "convnext-b", *words.split(), *small.split(), *rest.split(), "--out", run]) == 0
+    assert main(["evaluate", run, "--knn", "5"]) == 0
+    assert "top1" in capsys.readouterr().out
+
+
+def test_without_timm_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm.models.convnext", None)
+    with pytest.raises(UserError, match="siamesenorm\\[vision\\]"):
+        build_convnext(TINY)

@@ -16,6 +16,8 @@ from siamesenorm.data.augmentation import Augmentation, Fit
 from siamesenorm.data.image_loader import ImageBatch, ImageLoader
 from siamesenorm.data.images import open_images
 from siamesenorm.errors import UserError, unknown
+from siamesenorm.models.convnext import ConvNextConfig
+from siamesenorm.models.transformer import TransformerConfig
 from siamesenorm.models.vision import VisionTransformerConfig
 from siamesenorm.tasks.task import Losses, Metric, TaskConfig, describe_model
 from siamesenorm.topologies import Kernels
@@ -34,16 +36,31 @@ DIGITS = VisionTransformerConfig(
 )
 
 
+class ImageClassifier:
+    """Configurations of the models that classify images, by their tags; a vision Transformer's has none."""
+
+    kinds: ClassVar[Mapping[str, type[Any]]] = {"": VisionTransformerConfig, ConvNextConfig.tag: ConvNextConfig}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> VisionTransformerConfig | ConvNextConfig:
+        """Read what a configuration's `to_json` wrote; raises UserError for an unknown tag or field."""
+        tag = str(record.get("tag", ""))
+        if tag not in cls.kinds:
+            raise unknown("kind of model", tag, filter(None, cls.kinds))
+        config: VisionTransformerConfig | ConvNextConfig = cls.kinds[tag].from_json(record)
+        return config
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClassificationTaskConfig(TaskConfig):
     """A classifier and its images."""
 
     tag: ClassVar[str] = "classification"
-    model_type: ClassVar[type] = VisionTransformerConfig
+    model_type: ClassVar[type] = ImageClassifier
 
     data: str = field(default="digits", metadata={"hashed": False})
     """Images: digits, or the path of a folder, a zip, idx or parquet files, or a saved dataset."""
-    model: VisionTransformerConfig = DIGITS
+    model: Any = DIGITS
     """The model."""
     fit: Fit = "exact"
     """Images of another size than the model's: exact refuses them, resize resizes them and uses their centre."""
@@ -135,7 +152,8 @@ class ClassificationTask:
         """Return the entries of a run's first record on data and model, which is on the meta device."""
         config = self.config.model
         images = torch.zeros(1, config.channels, config.image_size, config.image_size, device="meta")
-        described = describe_model(model, config.attention_shape.attention_norm, images)
+        attention = config.attention_shape.attention_norm if isinstance(config, TransformerConfig) else "none"
+        described = describe_model(model, attention, images)
         return {**described, "train_items": len(self.data.train)}
 
     def loss(self, model: nn.Module, position: int, count: int) -> Losses:
