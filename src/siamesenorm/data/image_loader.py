@@ -41,7 +41,12 @@ class ImageBatch(NamedTuple):
 
     def to(self, device: torch.device) -> ImageBatch:
         """Return the batch on a device."""
-        return ImageBatch(*(None if each is None else each.to(device, non_blocking=True) for each in self))
+        return ImageBatch(
+            self.images.to(device),
+            self.labels.to(device),
+            None if self.others is None else self.others.to(device),
+            None if self.parts is None else self.parts.to(device),
+        )
 
 
 class ImageLoader:

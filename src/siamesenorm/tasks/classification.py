@@ -160,7 +160,7 @@ class ClassificationTask:
         """Return the cross-entropy of `count` images, and the auxiliary losses of the sublayers."""
         logits, batch, losses = _classify(model, self.loader.batch(position, count))
         smoothing = self.config.augmentation.label_smoothing
-        if batch.others is None:
+        if batch.others is None or batch.parts is None:
             total = F.cross_entropy(logits, batch.labels, reduction="sum", label_smoothing=smoothing)
         else:
             own, other = (
