@@ -46,9 +46,7 @@ def knn_accuracies(train: LabelledFeatures, held_out: LabelledFeatures, neighbou
 
     classifier = KNeighborsClassifier(neighbours, metric="cosine", algorithm="brute", weights=votes)
     classifier.fit(_array(train.features), train.labels.numpy())
-    return top_accuracies(
-        _scores(classifier, classifier.predict_proba(_array(held_out.features)), train), held_out.labels
-    )
+    return top_accuracies(_scores(classifier, held_out, train), held_out.labels)
 
 
 def probe_accuracies(train: LabelledFeatures, held_out: LabelledFeatures, *, strength: float = 1.0) -> dict[str, float]:

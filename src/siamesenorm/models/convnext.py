@@ -128,12 +128,12 @@ class ConvNextConfig:
     def from_json(cls, record: dict[str, Any]) -> Self:
         """Read a record of `to_json`; a missing field has its default. Raises UserError for an unknown field."""
         known = {field.name for field in dataclasses.fields(cls)}
-        for name in record:
-            if name not in known:
+        fields: dict[str, Any] = {}
+        for name, value in record.items():
+            if name not in (*known, "tag"):
                 raise unknown("field of a model", name, known)
-        fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
-        }
+            if name != "tag":
+                fields[name] = tuple(value) if isinstance(value, list) else value
         if "norm" in fields:
             fields["norm"] = NormSpec.from_json(fields["norm"])
         return cls(**fields)
