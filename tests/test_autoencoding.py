@@ -45,7 +45,7 @@ class Constant(nn.Module):
 
     def __init__(self, value: float) -> None:
         super().__init__()
-        self.value = nn.Parameter(torch.tensor(value))
+        self.value = nn.Parameter(torch.tensor(value), requires_grad=False)
         self.seen: list[Tensor] = []
 
     def forward(self, images: Tensor, visible: Tensor) -> TransformerOutput:
