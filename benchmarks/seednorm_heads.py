@@ -7,7 +7,8 @@ and with its last ones, on the same batches of training images.
 
 The dynamic term of head h depends on s_h = x_h . beta_h. Its gradient, dL/ds_h = sigma'(s_h) sum_i alpha_i y_i dL/dn_i
 over the channels i of the head (y = x/RMS(x), n the norm's output), is a dot product of D/heads terms: by Theorem 3.2
-of arXiv 2510.22777 its variance is proportional to their number, so 1/heads of that of one head. At the initial weights
+of arXiv 2510.22777 its variance is proportional to their number, so 1/heads of that of the sum over all channels, which
+is the gradient that one head for all of them would have. Both are measured in the same model. At the initial weights
 (beta = 0) the function of the model does not depend on the heads, and nothing else differs.
 """
 
@@ -29,7 +30,7 @@ from siamesenorm.tasks.task import Task
 from siamesenorm.training.checkpoint import load_checkpoint
 from siamesenorm.training.run_directory import RunDirectory
 
-BATCHES = 16
+BATCHES = 8
 SAMPLES = 64
 
 
@@ -58,8 +59,8 @@ def watch(norm: SeeDNorm) -> Watched:
 def measure(model: nn.Module, task: Task, batches: int = BATCHES, samples: int = SAMPLES) -> dict[str, float]:
     """Return the means over a model's SeeDNorms of the variances of their dynamic terms.
 
-    `gradient` is that of dL/ds over tokens and heads, for the loss of one image; `dot_product` that of s without its
-    factor 1/D; `beta_gradient` that of an element of dL/dbeta over batches.
+    `gradient` is that of dL/ds over tokens and heads, for the loss of one image, and `joined` that of its sum over the
+    heads; `dot_product` that of s without its factor 1/D; `beta_gradient` that of an element of dL/dbeta over batches.
     """
     norms = [module for module in model.modules() if isinstance(module, SeeDNorm)]
     watched = [watch(norm) for norm in norms]
@@ -72,6 +73,7 @@ def measure(model: nn.Module, task: Task, batches: int = BATCHES, samples: int =
             found.of_beta.append(norm.beta.grad.clone() / samples)
     return {
         "gradient": mean(join(p.grad for p in each.products).var() for each in watched),
+        "joined": mean(join(p.grad.sum(-1) for p in each.products if p.grad is not None).var() for each in watched),
         "dot_product": mean(
             (join(each.products) / norm.dot_scale).var() for norm, each in zip(norms, watched, strict=True)
         ),
@@ -109,25 +111,22 @@ def measured_run(path: Path) -> list[dict[str, Any]]:
 
 
 def averaged(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each number of heads: means over seeds, relative to one head, beside the theorem's 1/heads."""
+    """Return a row for each number of heads, the means over seeds: variances of the gradient beside 1/heads."""
 
-    def value(heads: int, when: str, name: str) -> float:
-        found = [row[name] for row in rows if (row["heads"], row["weights"]) == (heads, when)]
+    def value(name: str, heads: int, when: str) -> float:
+        found: list[float] = [row[name] for row in rows if (row["heads"], row["weights"]) == (heads, when)]
         return sum(found) / len(found)
-
-    def relative(heads: int, when: str, name: str) -> float:
-        return value(heads, when, name) / value(1, when, name)
 
     return [
         {
             "heads": heads,
             "theorem": 1 / heads,
             **{
-                f"{name}_{when}": relative(heads, when, name)
-                for name in ("gradient", "beta_gradient")
+                f"gradient_{when}": value("gradient", heads, when) / value("joined", heads, when)
                 for when in ("initial", "trained")
             },
-            "dot_product_trained": value(heads, "trained", "dot_product"),
+            "beta_gradient_initial": value("beta_gradient", heads, "initial") / value("beta_gradient", 1, "initial"),
+            "dot_product_trained": value("dot_product", heads, "trained"),
         }
         for heads in sorted({row["heads"] for row in rows})
     ]

@@ -15,7 +15,7 @@ from torch import nn
 
 from siamesenorm.cli import main
 from siamesenorm.errors import UserError
-from siamesenorm.models.convnext import SIZES, ConvNext, ConvNextConfig, build_convnext
+from siamesenorm.models.convnext import SIZES, ConvNext, ConvNextConfig, build_convnext, convnext_config
 from siamesenorm.models.cost import count_flops, count_parameters
 from siamesenorm.norms import Norm, NormSpec, declared_parameters
 from siamesenorm.training.config import Execution, RunConfig
@@ -121,7 +121,7 @@ def test_initial_weights_follow_from_the_seed_alone() -> None:
 def test_the_sizes_have_the_published_numbers_of_parameters_and_operations(size: str) -> None:
     """28, 50, 89 and 198 M parameters, 4.5, 8.7, 15.4 and 34.4 G multiply-adds (arXiv 2201.03545, Table 1)."""
     published = {"convnext-t": (28, 4.5), "convnext-s": (50, 8.7), "convnext-b": (89, 15.4), "convnext-l": (198, 34.4)}
-    model = build_convnext(ConvNextConfig(**SIZES[size]), device="meta")
+    model = build_convnext(convnext_config(size), device="meta")
     millions, multiply_adds = published[size]
     assert count_parameters(model)[0] / 1e6 == pytest.approx(millions, rel=0.03)
     operations = count_flops(model, torch.zeros(1, 3, 224, 224, device="meta"))

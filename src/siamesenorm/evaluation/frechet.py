@@ -28,9 +28,11 @@ WHITE = 255
 
 
 class FeatureExtractor(Protocol):
-    """Maps images, uint8 [count, channels, height, width], to features [count, dim]; `name` says what they are."""
+    """Maps images, uint8 [count, channels, height, width], to features [count, dim]."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What the features are."""
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return the features; raises UserError for images that it does not read."""

@@ -139,6 +139,13 @@ class ConvNextConfig:
         return cls(**fields)
 
 
+def convnext_config(size: str, **fields: Any) -> ConvNextConfig:
+    """Return the configuration of a named size with other fields; raises UserError for an unknown size."""
+    if size not in SIZES:
+        raise unknown("size", size, SIZES)
+    return ConvNextConfig(**{**SIZES[size], **fields})
+
+
 class ConvNext(nn.Module):
     """A classifier of images: stem, blocks, and a head on the mean of all places; raises UserError without timm."""
 

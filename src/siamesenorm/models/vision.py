@@ -170,8 +170,10 @@ class ImageEncoder(nn.Module):
     def pool(self, streams: Streams) -> Tensor:
         """Return what the head reads, [batch, dim]."""
         if self.token is not None:
-            return self.closing(tuple(stream[:, 0] for stream in streams))
-        return self.closing(streams).mean(dim=1)
+            of_token: Tensor = self.closing(tuple(stream[:, 0] for stream in streams))
+            return of_token
+        of_patches: Tensor = self.closing(streams).mean(dim=1)
+        return of_patches
 
     def embed(self, images: Tensor, visible: Tensor | None = None) -> Tensor:
         """Return [batch, tokens, dim]: the tokens, if there are any, and the patches with their positions.

@@ -145,7 +145,7 @@ class ClassificationTask:
 
     def build_model(self, device: torch.device, kernels: Kernels = "plain") -> nn.Module:
         """Return the model with its initial weights."""
-        model = self.config.model.build(seed=self.seed, device=device, kernels=kernels)
+        model: nn.Module = self.config.model.build(seed=self.seed, device=device, kernels=kernels)
         if self.config.trainable == "head":
             freeze_encoder(model)
         return model

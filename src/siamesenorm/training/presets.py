@@ -161,7 +161,7 @@ def deit_s(data: Any) -> RunConfig:
 def convnext_b(data: Any) -> RunConfig:
     """Return the run of ConvNeXt-B's paper (arXiv 2201.03545, Table 5) on ImageNet, given by `data`; it was not run."""
     from siamesenorm.data.augmentation import Augmentation
-    from siamesenorm.models.convnext import SIZES, ConvNextConfig
+    from siamesenorm.models.convnext import convnext_config
     from siamesenorm.tasks.classification import ClassificationTaskConfig
     from siamesenorm.training.config import Execution, RunConfig
     from siamesenorm.training.optimizer import OptimizerConfig
@@ -170,7 +170,7 @@ def convnext_b(data: Any) -> RunConfig:
     augmentation = Augmentation(
         crop="resized", flip=0.5, magnitude=9.0, erasing=0.25, mixup=0.8, cutmix=1.0, label_smoothing=0.1
     )
-    model = ConvNextConfig(**SIZES["convnext-b"], drop_path=0.5)
+    model = convnext_config("convnext-b", drop_path=0.5)
     return RunConfig(
         task=ClassificationTaskConfig(
             data=data, model=model, fit="resize", crop_fraction=0.875, augmentation=augmentation
