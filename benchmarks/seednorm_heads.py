@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -113,20 +114,21 @@ def measured_run(path: Path) -> list[dict[str, Any]]:
 def averaged(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a row for each number of heads, the means over seeds: variances of the gradient beside 1/heads."""
 
-    def value(name: str, heads: int, when: str) -> float:
-        found: list[float] = [row[name] for row in rows if (row["heads"], row["weights"]) == (heads, when)]
+    def value(heads: int, when: str, of: Callable[[dict[str, Any]], float]) -> float:
+        found = [of(row) for row in rows if (row["heads"], row["weights"]) == (heads, when)]
         return sum(found) / len(found)
+
+    def share(row: dict[str, Any]) -> float:
+        return float(row["gradient"] / row["joined"])
 
     return [
         {
             "heads": heads,
             "theorem": 1 / heads,
-            **{
-                f"gradient_{when}": value("gradient", heads, when) / value("joined", heads, when)
-                for when in ("initial", "trained")
-            },
-            "beta_gradient_initial": value("beta_gradient", heads, "initial") / value("beta_gradient", 1, "initial"),
-            "dot_product_trained": value("dot_product", heads, "trained"),
+            **{f"gradient_{when}": value(heads, when, share) for when in ("initial", "trained")},
+            "beta_gradient_initial": value(heads, "initial", itemgetter("beta_gradient"))
+            / value(1, "initial", itemgetter("beta_gradient")),
+            "dot_product_trained": value(heads, "trained", itemgetter("dot_product")),
         }
         for heads in sorted({row["heads"] for row in rows})
     ]
