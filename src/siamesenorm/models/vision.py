@@ -168,12 +168,12 @@ class ImageEncoder(nn.Module):
         return self.pool(self.encode(images)[0])
 
     def pool(self, streams: Streams) -> Tensor:
-        """Return what the head reads, [batch, dim]."""
-        if self.token is not None:
-            of_token: Tensor = self.closing(tuple(stream[:, 0] for stream in streams))
-            return of_token
-        of_patches: Tensor = self.closing(streams).mean(dim=1)
-        return of_patches
+        """Return what a head reads, [batch, dim], of the streams after the last block."""
+        if self.token is None:
+            mean: Tensor = self.closing(streams).mean(dim=1)
+            return mean
+        token: Tensor = self.closing(tuple(stream[:, 0] for stream in streams))
+        return token
 
     def embed(self, images: Tensor, visible: Tensor | None = None) -> Tensor:
         """Return [batch, tokens, dim]: the tokens, if there are any, and the patches with their positions.
