@@ -27,7 +27,7 @@ from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.run_record import read_metrics
 from siamesenorm.world import World
 
-RAW, AVERAGE = "raw", "ema"
+RAW, AVERAGE, NONE = "raw", "ema", "none"
 KEY = ("step", "weights", "evaluation", "options")
 """The fields of a record that say what was evaluated: a repeated evaluation replaces the record."""
 
@@ -54,6 +54,10 @@ class Evaluation(Protocol):
     def name(self) -> str:
         """The name in records."""
 
+    @property
+    def uses_model(self) -> bool:
+        """Whether the results depend on the model's weights."""
+
     def options(self) -> Mapping[str, Any]:
         """Return the options as JSON values."""
 
@@ -69,6 +73,7 @@ class TaskMetrics:
     """The metrics of the run's own task on its held-out data, as during training."""
 
     name = "held-out"
+    uses_model = True
 
     def options(self) -> Mapping[str, Any]:
         """Return no options."""
@@ -131,7 +136,7 @@ class TrainedRun:
     def evaluate(
         self, evaluations: Sequence[Evaluation], on_progress: Callable[[int, str], None] = lambda done, what: None
     ) -> list[Record]:
-        """Return a record of each evaluation with each kind of weights, and keep them in the run's directory.
+        """Return a record of each evaluation with each kind of weights that it uses, and keep them with the run.
 
         `on_progress` is called before each of them. Raises UserError before anything is computed where the task does
         not have what an evaluation needs.
@@ -143,6 +148,8 @@ class TrainedRun:
             model = self.build_model(kind)
             subject = Subject(config=self.config, task=self.task, model=model, device=self.device)
             for evaluation in evaluations:
+                if not evaluation.uses_model and kind != RAW:
+                    continue
                 on_progress(len(records), f"{evaluation.name}, {kind} weights")
                 with self.computing():
                     results = evaluation.run(subject)
@@ -150,7 +157,7 @@ class TrainedRun:
                     {
                         "kind": "evaluation",
                         "step": self.checkpoint.step,
-                        "weights": kind,
+                        "weights": kind if evaluation.uses_model else NONE,
                         "evaluation": evaluation.name,
                         "options": dict(evaluation.options()),
                         "results": dict(results),

@@ -103,6 +103,7 @@ class NearestNeighbours:
     neighbours: int
 
     name = "knn"
+    uses_model = True
 
     def options(self) -> Mapping[str, Any]:
         """Return the number of neighbours."""
@@ -128,6 +129,7 @@ class LinearProbe:
     strength: float = 1.0
 
     name = "linear probe"
+    uses_model = True
 
     def options(self) -> Mapping[str, Any]:
         """Return the weight of the data."""
@@ -188,6 +190,11 @@ class FrechetEvaluation:
 
     name = "frechet"
 
+    @property
+    def uses_model(self) -> bool:
+        """Whether the samples are drawn from it."""
+        return self.file is None
+
     def options(self) -> Mapping[str, Any]:
         """Return what the distance depends on."""
         drawn = {"guidance": self.guidance, "seed": self.seed, **dict(self.sampling)}
@@ -207,7 +214,7 @@ class FrechetEvaluation:
         if self.file is None:
             generated = list(self._draw(subject, len(data.classes)))
         else:
-            generated = read_samples(self.file, self.samples)
+            generated = read_samples(self.file, self.samples, data.channels)
         real = FeatureStatistics.of(real_images(data, int(generated[0].shape[-1])), self.features)
         drawn = FeatureStatistics.of(generated, self.features)
         return {score_name(self.features): frechet_distance(real, drawn), "real": real.count, "samples": drawn.count}
@@ -229,10 +236,11 @@ def real_images(data: ImageData, size: int) -> Iterator[Tensor]:
         yield (images.to(torch.float32) * (WHITE / data.largest)).round().to(torch.uint8)
 
 
-def read_samples(file: Path, count: int) -> list[Tensor]:
+def read_samples(file: Path, count: int, channels: int) -> list[Tensor]:
     """Return the first samples of an .npz, uint8 `arr_0` [count, height, width, channels], in batches.
 
-    Raises UserError for another file, and for too few samples.
+    Grey images that are written as RGB become grey again. Raises UserError for another file, for images of other
+    channels, and for too few samples.
     """
     try:
         with np.load(file, allow_pickle=False) as content:
@@ -244,6 +252,10 @@ def read_samples(file: Path, count: int) -> list[Tensor]:
         raise UserError(f"{file}: {NPZ_ARRAY} is {shape}, not uint8 [count, height, width, channels]: write it so")
     if len(images) < count:
         raise UserError(f"{file} has {len(images):,} samples, not {count:,}: give --samples {len(images)}, or more")
+    if channels == 1 and (images == images[..., :1]).all():
+        images = images[..., :1]
+    if images.shape[-1] != channels:
+        raise UserError(f"{file} has images of {images.shape[-1]} channels, the training images {channels}")
     return [torch.from_numpy(images[numbers.start : numbers.stop]).permute(0, 3, 1, 2) for numbers in batches(count)]
 
 
