@@ -53,6 +53,8 @@ REFUSED = (
     "report NOWHERE",
     "calibrate",
     "calibrate NOWHERE",
+    "evaluate",
+    "evaluate NOWHERE",
     "prepare",
     "train mini --data DATA --model.topology siamese --model.attention-norm qk",
     "bench boundry",
