@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from siamesenorm.data.augmentation import Augmentation
+from siamesenorm.models.convnext import ConvNextConfig
 from siamesenorm.models.diffusion import DiffusionTransformerConfig
 from siamesenorm.models.language import LanguageModelConfig
 from siamesenorm.models.masked_autoencoder import MaskedAutoencoderConfig
@@ -48,6 +49,7 @@ CLASSES = (
     VisionTransformerConfig,
     DiffusionTransformerConfig,
     MaskedAutoencoderConfig,
+    ConvNextConfig,
     Augmentation,
     *TASKS.values(),
 )
