@@ -66,6 +66,12 @@ REFUSED = (
     "runs NOWHERE",
     "sweep mini --data DATA --methods siamse",
     "sweep mini --data DATA --jobs -1",
+    "train digits --model.patch-size 3",
+    "train digits --layer-decay 0",
+    "train digits-mae --model.mask-ratio 1.5",
+    "train digits-mae --model.mask-ratio 0.01",
+    "train digits-mae --model.patch-size 1 --normalised-pixels",
+    "train digits-mae --augmentation.mixup 0.8",
     "prepare --source NOWHERE --out NOWHERE",
     "prepare --source builtin --tokenizer bpe:0 --out NOWHERE",
 )
