@@ -347,8 +347,10 @@ def test_norms_of_fused_connections_are_not_swapped(kernels: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # PyTorch's compiler asks for it, and hides this
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize("topology", ["siamese", "pre", "deepnorm", "residual"])
+@pytest.mark.parametrize(
+    ("topology", "checkpointed"),
+    [("siamese", False), ("siamese", True), ("pre", True), ("deepnorm", False), ("residual", False)],
+)
 def test_compiled(topology: str, checkpointed: bool) -> None:
     plain, fused = tiny_model(topology, depth=4), tiny_model(topology, depth=4, kernels="fused")
     graphs: list[list[str]] = []
