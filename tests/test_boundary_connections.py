@@ -153,7 +153,7 @@ def test_auto_is_fused_where_there_are_kernels(topology: str, monkeypatch: pytes
     torch.testing.assert_close(found, run(tiny_model(topology)), rtol=1e-12, atol=1e-12)
 
 
-OPAQUE = "torch.func and forward-mode differentiation cannot see through the fused boundary: use plain kernels"
+OPAQUE = "torch.func and forward-mode AD cannot see through the fused boundary: use plain kernels"
 
 
 def test_auto_is_plain_under_torch_func_and_fused_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,5 +124,6 @@ def test_the_command_line_trains_it(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["train", "digits", "--model.topology", "siamese", "--batch", "8", *options]) == 0
     assert "accuracy" in capsys.readouterr().err
     assert main(["train", "digits", "--data", "letters", *options]) == 2
-    assert main(["train", "digits", "--start", str(tmp_path / "run"), *options[:-1], str(tmp_path / "other")]) == 2
+    start = ["--start", str(tmp_path / "run"), "--model.dim", "16"]
+    assert main(["train", "digits", *start, *options[:2], "--out", str(tmp_path / "other")]) == 2
     assert not (tmp_path / "other").exists()

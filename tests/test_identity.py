@@ -16,6 +16,7 @@ import pytest
 
 from siamesenorm.data.augmentation import Augmentation
 from siamesenorm.models.language import LanguageModelConfig
+from siamesenorm.models.masked_autoencoder import MaskedAutoencoderConfig
 from siamesenorm.models.vision import VisionTransformerConfig
 from siamesenorm.norms import NORMS, NormSpec
 from siamesenorm.tasks import TASKS
@@ -44,6 +45,7 @@ CLASSES = (
     WarmStart,
     LanguageModelConfig,
     VisionTransformerConfig,
+    MaskedAutoencoderConfig,
     Augmentation,
     *TASKS.values(),
 )

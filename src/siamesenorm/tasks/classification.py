@@ -5,18 +5,25 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from siamesenorm.data.augmentation import Augmentation, Fit
-from siamesenorm.data.image_loader import ImageBatch, ImageLoader
-from siamesenorm.data.images import open_images
+from siamesenorm.data.image_loader import ImageBatch
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.models.vision import VisionTransformerConfig
+from siamesenorm.models.encoder_transfer import (
+    classifier_weights,
+    continued_from,
+    freeze_encoder,
+    layer_decay_factors,
+    require_encoder,
+    with_encoder_of,
+)
+from siamesenorm.models.vision import SIZES, ImageEncoderConfig, VisionTransformerConfig, vision_transformer_config
+from siamesenorm.tasks.image_task import ImageTaskConfig
 from siamesenorm.tasks.task import Losses, Metric, TaskConfig, describe_model
 from siamesenorm.topologies import Kernels
 from siamesenorm.world import World
@@ -29,63 +36,63 @@ METRICS = (
     Metric(name="accuracy", direction="higher", format=".1%", label="accuracy"),
 )
 TOP_METRIC = Metric(name="top5_accuracy", direction="higher", format=".1%", label="top-5 accuracy")
+OWN = ("classes", "channels", "image_size", "patch_size", "dropout", "drop_path")
+"""Fields of a model that its size leaves as they are."""
+Trainable = Literal["all", "head"]
 DIGITS = VisionTransformerConfig(
     depth=4, dim=48, heads=4, hidden=96, image_size=8, patch_size=2, channels=1, classes=10, bias=True
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassificationTaskConfig(TaskConfig):
+class ClassificationTaskConfig(ImageTaskConfig):
     """A classifier and its images."""
 
     tag: ClassVar[str] = "classification"
     model_type: ClassVar[type] = VisionTransformerConfig
+    available_sizes: ClassVar[tuple[str, ...]] = tuple(SIZES)
 
-    data: str = field(default="digits", metadata={"hashed": False})
-    """Images: digits, or the path of a folder, a zip, idx or parquet files, or a saved dataset."""
     model: VisionTransformerConfig = DIGITS
     """The model."""
-    fit: Fit = "exact"
-    """Images of another size than the model's: exact refuses them, resize resizes them and uses their centre."""
-    crop_fraction: float = 1.0
-    """Part of the resized shorter side that the centre has; 0.875 is usual for 224 of 256 pixels."""
-    augmentation: Augmentation = Augmentation()
-    """Changes of the training images."""
+    trainable: Trainable = "all"
+    """What is trained: all, or the head alone on a frozen encoder (a linear probe)."""
+    layer_decay: float = 1.0
+    """Factor on the learning rate from each layer to the one below it, for fine-tuning; MAE's ViT-B has 0.65."""
 
     def __post_init__(self) -> None:
         """Refuse choices that do not exist and numbers out of range."""
-        if self.fit not in get_args(Fit):
-            raise unknown("fit", str(self.fit), get_args(Fit))
-        if not 0 < self.crop_fraction <= 1:
-            raise UserError(f"crop_fraction is {self.crop_fraction}: choose a number above 0, at most 1")
+        super().__post_init__()
+        if self.trainable not in get_args(Trainable):
+            raise unknown("trainable", str(self.trainable), get_args(Trainable))
+        if not 0 < self.layer_decay <= 1:
+            raise UserError(f"layer_decay is {self.layer_decay}: choose a number above 0, at most 1")
 
-    def resolved(self, precision: Literal["float32", "bfloat16"]) -> Self:
-        """Return the configuration with the digest of the images; see `TaskConfig`."""
-        digest = self.digest or open_images(self.data).digest
-        return dataclasses.replace(self, digest=digest, model=self.model.resolved(precision))
+    def of_size(self, size: str) -> Self:
+        """Return the configuration with the model of a named size, for the same images and with the same drop rates."""
+        own = {name: getattr(self.model, name) for name in OWN}
+        return dataclasses.replace(self, model=vision_transformer_config(size, **own))
 
     def build(self, seed: int) -> ClassificationTask:
         """Open the images and return the task; raises UserError where they do not fit the model."""
         return ClassificationTask(self, seed)
 
-    def describe_data(self) -> dict[str, str]:
-        """Return the name of the images, their number and their classes."""
-        data = open_images(self.data)
-        name = "scikit-learn's digits" if self.data == "digits" else data.name
-        count, (height, width) = len(data.train) + len(data.held_out), data.train.image(0).shape[1:]
-        return {
-            "name": name,
-            "details": f"{count:,} images of {height} x {width} pixels, {len(data.classes)} classes",
-        }
+    def starting_from(self, source: TaskConfig) -> Self:
+        """Return the configuration with the encoder of another run on images, and a head of its own."""
+        return dataclasses.replace(self, model=with_encoder_of(self.model, self.encoder_of(source)))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return every field as JSON values, with the tag."""
-        return {**super().to_json(), "augmentation": dataclasses.asdict(self.augmentation)}
+    def continued(self, source: TaskConfig) -> Self:
+        """Return the configuration with the attention norm of the source's model; see `TaskConfig`."""
+        return dataclasses.replace(self, model=continued_from(self.model, self.encoder_of(source)))
 
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Self:
-        """Read what `to_json` wrote; raises UserError for a field of the model that does not exist."""
-        return super().from_json({**record, "augmentation": Augmentation(**record.get("augmentation", {}))})
+    def require_convertible(self, source: TaskConfig) -> None:
+        """Raise UserError unless the model can have the encoder of a model of `source`."""
+        require_encoder(self.encoder_of(source), self.model)
+
+    def encoder_of(self, source: TaskConfig) -> ImageEncoderConfig:
+        """Return the encoder of the model of `source`; raises UserError where it has none."""
+        if not isinstance(source.model, ImageEncoderConfig):
+            raise UserError(f"the run to start from trained the task {source.tag}: choose one on images")
+        return source.model
 
 
 class ClassificationTask:
@@ -99,37 +106,25 @@ class ClassificationTask:
 
     def __init__(self, config: ClassificationTaskConfig, seed: int) -> None:
         self.config, self.seed, model = config, seed, config.model
-        self.data = open_images(config.data)
-        if self.data.digest != config.digest:
+        self.data, self.loader = config.open(seed)
+        if len(self.data.classes) != model.classes:
             raise UserError(
-                f"{config.data} holds other images than the run was configured for (digest {self.data.digest[:12]}, "
-                f"not {config.digest[:12]}): use those images, or start a new run"
+                f"{config.data} has {len(self.data.classes)} classes, the model {model.classes}: set --model.classes"
             )
-        found, expected = (self.data.channels, len(self.data.classes)), (model.channels, model.classes)
-        if found != expected:
-            raise UserError(
-                f"{config.data} has images of {found[0]} channels in {found[1]} classes, the model reads {expected[0]} "
-                f"channels and has {expected[1]} classes: set --model.channels and --model.classes"
-            )
-        self.loader = ImageLoader(
-            self.data,
-            size=model.image_size,
-            augmentation=config.augmentation,
-            fit=config.fit,
-            crop_fraction=config.crop_fraction,
-            seed=seed,
-        )
-        self.loader.require_size()
         self.floor: float | None = math.log(model.classes)
         self.metrics = METRICS if model.classes < CLASSES_FOR_TOP else (*METRICS, TOP_METRIC)
 
     def build_model(self, device: torch.device, kernels: Kernels = "plain") -> nn.Module:
         """Return the model with its initial weights."""
-        return self.config.model.build(seed=self.seed, device=device, kernels=kernels)
+        model = self.config.model.build(seed=self.seed, device=device, kernels=kernels)
+        if self.config.trainable == "head":
+            freeze_encoder(model)
+        return model
 
     def rate_factors(self, model: nn.Module) -> Mapping[str, float]:
-        """Return no factors: all parameters have one learning rate."""
-        return {}
+        """Return factors that decay from the head to the patches by `layer_decay`."""
+        config = self.config
+        return layer_decay_factors(model, config.model.depth, config.layer_decay) if config.layer_decay < 1 else {}
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """Return the entries of a run's first record on data and model, which is on the meta device."""
@@ -169,8 +164,8 @@ class ClassificationTask:
     def convert_weights(
         self, source: TaskConfig, weights: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-        """Refuse: `TaskConfig.continued` does so before a run starts."""
-        raise UserError("a classifier of images cannot start from the weights of another run: leave out --start")
+        """Return the weights of a model of `source` with its encoder, and what is new in it."""
+        return classifier_weights(self.config.encoder_of(source), weights, self.config.model, self.seed)
 
 
 def _classify(model: nn.Module, batch: ImageBatch) -> tuple[Tensor, ImageBatch, dict[str, Tensor]]:
