@@ -154,7 +154,8 @@ def test_erasing_replaces_a_box_by_noise() -> None:
 @pytest.mark.parametrize("mode", ["L", "RGB"])
 @pytest.mark.parametrize("number", range(len(OPERATIONS)))
 def test_operations_keep_the_size_and_grow_with_the_level(number: int, mode: str) -> None:
-    smooth = (torch.arange(24)[:, None] * 6 + torch.arange(24) * 3 + 20).to(torch.uint8)
+    waves = torch.sin(torch.arange(24) / 3)[:, None] * torch.cos(torch.arange(24) / 4)
+    smooth = (127 + 80 * waves).to(torch.uint8)
     image = to_pil(torch.stack((smooth, 255 - smooth, smooth.T))[: len(mode) if mode == "RGB" else 1])
     before, changes = np.asarray(image).astype(float), []
     for level in (0.0, 0.3, 1.0):
@@ -253,7 +254,7 @@ def test_interrupted_with_all_of_it_a_run_ends_with_the_same_bits(tmp_path: Path
             if record["step"] == 5:
                 raise KeyboardInterrupt
 
-    config = digits(**{**dataclasses.asdict(ALL), "padding": 1})
+    config = digits(**{**dataclasses.asdict(ALL), "padding": 1, "magnitude": 0})
     train(config, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         train(config, tmp_path / "resumed", instruments=(Interruption(),))
@@ -310,6 +311,11 @@ def test_images_of_another_size_are_refused_or_resized() -> None:
     assert resizing.batch(0, 4).images.shape == (4, 3, 8, 8)
     ((batch, _),) = resizing.held_out([(0, True)], 10)
     assert batch.images.shape == (10, 3, 8, 8)
+
+
+def test_rand_augment_of_images_with_few_greys_is_refused() -> None:
+    with pytest.raises(UserError, match="magnitude"):
+        digits(magnitude=9).task.build(0)
 
 
 @pytest.mark.parametrize(

@@ -132,11 +132,11 @@ def test_much_in_a_folder_is_identified_by_names_and_sizes(tmp_path: Path, monke
     monkeypatch.setattr("siamesenorm.data.image_files.CHECKSUM_BYTES", 100)
     folder = write_folder(tmp_path / "a")
     digest = open_images(str(folder)).digest
-    content = bytearray(FILES["train/cat/0.png"])
+    content = bytearray(FILES["train/cat/1.png"])
     content[-5] ^= 1
-    (folder / "train/cat/0.png").write_bytes(content)
+    (folder / "train/cat/1.png").write_bytes(content)
     assert open_images(str(folder)).digest == digest
-    (folder / "train/cat/0.png").write_bytes(content + b"\0")
+    (folder / "train/cat/1.png").write_bytes(content + b"\0")
     assert open_images(str(folder)).digest != digest
 
 
