@@ -229,13 +229,14 @@ def test_a_mixed_batch_is_made_of_its_pairs() -> None:
 def digits(**augmentation: Any) -> RunConfig:
     execution = Execution(threads=1, checkpoint_every=3, compile="off", keep_states=True)
     config = dataclasses.replace(
-        presets(Path())["digits"], steps=8, batch=16, validation_every=8,
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2), execution=execution,
+        presets(Path())["digits"], steps=8, batch=16, validation_every=8, stop_early=False,
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2), execution=execution,
     )  # fmt: skip
     config = with_task(config, augmentation=Augmentation(**augmentation))
     return with_model(config, depth=1, dim=16, hidden=32, heads=2).resolved()
 
 
+@torch.no_grad()
 def test_the_loss_is_that_of_soft_targets() -> None:
     config = digits(mixup=0.8, label_smoothing=0.1)
     task = config.task.build(0)
@@ -286,6 +287,7 @@ class Fixed(torch.nn.Module):
         return self.logits.expand(len(images), -1), {}
 
 
+@torch.no_grad()
 def test_the_five_most_likely_classes_count_where_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     data = dataclasses.replace(image_data(48, 8, 1), classes=tuple(map(str, range(24))))
     labels = torch.arange(48) % 24
