@@ -14,6 +14,8 @@ from timm.models.convnext import ConvNeXt
 from torch import nn
 
 from siamesenorm.cli import main
+from siamesenorm.cli.sweep import template_of
+from siamesenorm.comparison.sweep_grid import comparisons_of
 from siamesenorm.errors import UserError
 from siamesenorm.models.convnext import SIZES, ConvNext, ConvNextConfig, build_convnext, convnext_config
 from siamesenorm.models.cost import count_flops, count_parameters
@@ -208,3 +210,25 @@ def test_without_timm_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "timm.models.convnext", None)
     with pytest.raises(UserError, match="siamesenorm\\[vision\\]"):
         build_convnext(TINY)
+
+
+def test_a_size_is_chosen_by_name_and_keeps_images_and_norm() -> None:
+    task = run_of("seednorm").task.of_size("convnext-t")
+    assert (task.model.dims, task.model.classes, task.model.norm.name) == (SIZES["convnext-t"]["dims"], 10, "seednorm")
+    with pytest.raises(UserError, match="multiple of 32"):
+        presets(Path())["digits"].task.of_size("convnext-t")
+    for refused in (lambda: task.of_size("vit-s"), lambda: dataclasses.replace(task, layer_decay=0.5)):
+        with pytest.raises(UserError, match="convnext"):
+            refused()
+
+
+def test_a_sweep_compares_norms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its processes need a torchvision that imports, so no run is trained here."""
+    template = template_of(run_of("layernorm", steps=4))
+    methods = ("pre", "pre + dyt", "pre + seednorm")
+    found = [(each.method, each.baseline, each.kind.value) for each in comparisons_of(methods, template)]
+    assert found == [("pre + dyt", "pre", "operator"), ("pre + seednorm", "pre", "operator")]
+    assert (
+        main(["sweep", "convnext-b", "--data", "digits", "--methods", "siamese", "--out", str(tmp_path / "out")]) == 2
+    )
+    assert "pre + NORM" in capsys.readouterr().err and not (tmp_path / "out").exists()

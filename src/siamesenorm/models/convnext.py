@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from siamesenorm.errors import UserError, unknown
+from siamesenorm.errors import UserError, reason, unknown
 from siamesenorm.models.block import TransformerOutput
 from siamesenorm.models.initialisation import build_initialised, fill_normal
 from siamesenorm.models.transformer import inherited_operator, read_method, require_positive
@@ -203,8 +203,8 @@ def _build_with_timm(config: ConvNextConfig) -> Any:
     """Return timm's model, on torch's default device; raises UserError where timm is not installed."""
     try:
         from timm.models.convnext import ConvNeXt
-    except ImportError as error:
-        raise UserError(f"ConvNeXt needs timm ({error}): pip install 'siamesenorm[vision]'") from error
+    except (ImportError, RuntimeError) as error:  # a torchvision of another torch raises the latter
+        raise UserError(f"ConvNeXt needs timm ({reason(error)}): pip install 'siamesenorm[vision]'") from error
     return ConvNeXt(
         in_chans=config.channels,
         num_classes=config.classes,

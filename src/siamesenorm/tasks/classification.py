@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from siamesenorm.data.image_loader import ImageBatch
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.models.convnext import ConvNextConfig
+from siamesenorm.models.convnext import SIZES as CONVNEXT_SIZES
+from siamesenorm.models.convnext import ConvNextConfig, convnext_config
 from siamesenorm.models.encoder_transfer import (
     classifier_weights,
     continued_from,
@@ -67,7 +68,7 @@ class ClassificationTaskConfig(ImageTaskConfig):
 
     tag: ClassVar[str] = "classification"
     model_type: ClassVar[type] = ImageClassifier
-    available_sizes: ClassVar[tuple[str, ...]] = tuple(SIZES)
+    available_sizes: ClassVar[tuple[str, ...]] = (*SIZES, *CONVNEXT_SIZES)
 
     model: Any = DIGITS
     """The model."""
@@ -88,6 +89,11 @@ class ClassificationTaskConfig(ImageTaskConfig):
 
     def of_size(self, size: str) -> Self:
         """Return the configuration with the model of a named size, for the same images and with the same drop rates."""
+        if size in CONVNEXT_SIZES:
+            kept = {name: getattr(self.model, name) for name in ("classes", "channels", "image_size", "drop_path")}
+            if isinstance(self.model, ConvNextConfig):
+                kept |= {"norm": self.model.norm, "patch_size": self.model.patch_size}
+            return dataclasses.replace(self, model=convnext_config(size, **kept))
         self.require_transformer()
         own = {name: getattr(self.model, name) for name in OWN}
         return dataclasses.replace(self, model=vision_transformer_config(size, **own))
