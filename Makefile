@@ -1,5 +1,6 @@
 # make demo   compare topologies on the built-in corpus (minutes on two cores) and write a report
 # make test   lint, types and tests
+# make laws   the tests with every combination of a topology and a norm
 # Both set up a virtual environment in .venv first; they need python3 (>= 3.11), make and a package index.
 
 PYTHON ?= python3
@@ -7,7 +8,7 @@ BIN := .venv/bin
 READY := .venv/ready
 TIMM := .timm/ready
 
-.PHONY: demo test check docs pages peers registers rewire-table clean
+.PHONY: demo test laws check docs pages peers registers rewire-table clean
 
 demo: $(READY)
 	$(BIN)/siamesenorm demo
@@ -15,6 +16,10 @@ demo: $(READY)
 test: $(READY) $(TIMM) check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 	OMP_NUM_THREADS=1 PYTHONPATH=.timm $(BIN)/python -m pytest tests/vision
+
+# Every combination of a topology and a norm, where `make test` runs pairs.
+laws: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --laws
 
 check: $(READY)
 	$(BIN)/ruff check

@@ -36,13 +36,18 @@ from siamesenorm.topologies import (
 )
 from siamesenorm.topologies.attention_residuals import AttentionResiduals
 from siamesenorm.topologies.hyper_connections import HyperConnections
-from siamesenorm.topologies.lambdas import Lambdas
 from siamesenorm.topologies.manifold_hyper_connections import ManifoldHyperConnections
-from siamesenorm.topologies.post_norm_family import DeepNorm, HybridNorm, Keel, MixLN, PostNorm
-from siamesenorm.topologies.pre_norm_family import LayerNormScaling, LayerScale, OutputNorm, PeriNorm, PreNorm, ReZero
-from siamesenorm.topologies.resi_dual import ResiDual
+from siamesenorm.topologies.post_norm_family import DeepNorm, HybridNorm, Keel, MixLN, PostNorm, ResiDual, SpanNorm
+from siamesenorm.topologies.pre_norm_family import (
+    Lambdas,
+    LayerNormScaling,
+    LayerScale,
+    OutputNorm,
+    PeriNorm,
+    PreNorm,
+    ReZero,
+)
 from siamesenorm.topologies.siamese import SiameseHybridPre, SiamesePostPre
-from siamesenorm.topologies.span_norm import SpanNorm
 
 DIM, TOKENS, BATCH, DEPTH = 8, 4, 2, 3
 

@@ -18,7 +18,7 @@ from siamesenorm.cli import main
 from siamesenorm.errors import UserError
 from siamesenorm.models.vision import build_vision_transformer
 from siamesenorm.tasks import available_tasks, task_from_json
-from siamesenorm.tasks.classification import HELD_OUT, ClassificationTask
+from siamesenorm.tasks.classification import ClassificationTask
 from siamesenorm.training.config import Execution, RunConfig
 from siamesenorm.training.loop import Instrument, train
 from siamesenorm.training.optimizer import OptimizerConfig
@@ -35,6 +35,11 @@ def digits(**changes: Any) -> RunConfig:
     return with_model(config, depth=2, dim=16, hidden=32).resolved()
 
 
+def held_out(task: ClassificationTask) -> tuple[torch.Tensor, torch.Tensor]:
+    ((batch, _),) = task.loader.held_out([(0, True)], 1000)
+    return batch.images, batch.labels
+
+
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("runs") / "digits"
@@ -46,7 +51,7 @@ def test_it_learns_the_digits(learned: Path) -> None:
     curve = losses(learned)
     assert curve[0] == pytest.approx(math.log(10), abs=0.8)
     last = records(learned, "validation")[-1]
-    assert last["accuracy"] > 0.7 and last["loss"] < 1.0 and last["items"] == HELD_OUT
+    assert last["accuracy"] > 0.7 and last["loss"] < 1.0 and last["items"] == 360
     (model,) = records(learned, "model")
     assert model["floor"] == math.log(10) and model["unit"] == "nats/image" and model["train_items"] == 1437
     assert [metric["name"] for metric in model["metrics"]] == ["loss", "accuracy"]
@@ -59,22 +64,24 @@ def test_metrics_are_those_of_the_held_out_images(learned: Path) -> None:
     model = build_vision_transformer(config.task.model)
     model.load_state_dict(load_file(learned / "checkpoints/step-00000060/model.safetensors"))
     with torch.no_grad():
-        logits = model(task.held_out.images).logits
+        images, labels = held_out(task)
+        logits = model(images).logits
     last = records(learned, "validation")[-1]
-    assert last["loss"] == pytest.approx(float(F.cross_entropy(logits, task.held_out.labels)), rel=1e-5)
-    assert last["accuracy"] == float((logits.argmax(-1) == task.held_out.labels).double().mean())
+    assert last["loss"] == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-5)
+    assert last["accuracy"] == float((logits.argmax(-1) == labels).double().mean())
 
 
 def test_held_out_images_are_the_same_for_every_seed_and_never_trained_on() -> None:
     first, second = (digits().task.build(seed) for seed in (0, 1))
     assert isinstance(first, ClassificationTask) and isinstance(second, ClassificationTask)
-    assert torch.equal(first.held_out.images, second.held_out.images)
-    epoch = np.sort(first.order.indices(0, 1437))
-    assert (epoch == np.arange(1437)).all() and (first.order.indices(0, 9) != second.order.indices(0, 9)).any()
-    seen = {image.numpy().tobytes() for image in first.train.images}
-    assert len(first.held_out.images) == HELD_OUT
-    assert not any(image.numpy().tobytes() in seen for image in first.held_out.images)
-    images = torch.cat((first.train.images, first.held_out.images))
+    assert torch.equal(held_out(first)[0], held_out(second)[0])
+    assert (np.sort(first.loader.order.indices(0, 1437)) == np.arange(1437)).all()
+    train = first.loader.batch(0, 1437).images
+    assert not torch.equal(train[:9], second.loader.batch(0, 9).images)
+    seen = {image.numpy().tobytes() for image in train}
+    assert len(held_out(first)[0]) == 360
+    assert not any(image.numpy().tobytes() in seen for image in held_out(first)[0])
+    images = torch.cat((train, held_out(first)[0]))
     assert images.mean() == pytest.approx(0, abs=1e-5) and images.std() == pytest.approx(1, abs=1e-5)
 
 
@@ -117,5 +124,6 @@ def test_the_command_line_trains_it(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["train", "digits", "--model.topology", "siamese", "--batch", "8", *options]) == 0
     assert "accuracy" in capsys.readouterr().err
     assert main(["train", "digits", "--data", "letters", *options]) == 2
-    assert main(["train", "digits", "--start", str(tmp_path / "run"), *options[:-1], str(tmp_path / "other")]) == 2
+    start = ["--start", str(tmp_path / "run"), "--model.dim", "16"]
+    assert main(["train", "digits", *start, *options[:2], "--out", str(tmp_path / "other")]) == 2
     assert not (tmp_path / "other").exists()

@@ -40,7 +40,7 @@ def result(method: str, rate: float, seed: int, loss: float) -> RunResult:
     return RunResult(
         path=Path(f"{method}-{rate}-{seed}"),
         identity="",
-        planned=PlannedRun(method=method, learning_rate=rate, seed=seed, part=part, label=method),
+        method=method, learning_rate=rate, seed=seed, part=part, label=method,
         status="finished", verdict=judge(records), train_loss=loss,
         held_out={"loss": held_out, "perplexity": math.exp(held_out)}, first_held_out={}, held_out_step=40, steps=40,
         steps_done=40, step_seconds=0.1, peak_memory_bytes=2**20, losses=trace, gradient_norms=trace,
@@ -65,9 +65,7 @@ def findings(
             for of in results
             if of != PRE and PRE in results
         ]
-    plan = ExperimentPlan(
-        runs={run.path.name: run.planned for run in runs} | absent, comparisons=tuple(comparisons), jobs=1
-    )
+    plan = ExperimentPlan(runs={run.path.name: run for run in runs} | absent, comparisons=tuple(comparisons), jobs=1)
     return find(ExperimentResults(path=Path("s"), plan=plan, runs=tuple(runs)))
 
 

@@ -16,7 +16,7 @@ from comparison_sweeps import METHODS, runs_of, write_run, write_sweep
 from siamesenorm.cli.report import ReportArguments, build_report, run
 from siamesenorm.comparison import report_writer
 from siamesenorm.comparison.figure_style import DARK, LIGHT, render
-from siamesenorm.comparison.report_writer import ReportPaths, write_report
+from siamesenorm.comparison.report_writer import write_report
 from siamesenorm.errors import UserError
 
 VOID = {"meta", "img", "source", "br"}
@@ -43,7 +43,7 @@ class Outline(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> ReportPaths:
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("report")
     picked = [METHODS[0], METHODS[1], METHODS[2], METHODS[-1]]
     runs = runs_of(picked, rates=(2e-3, 8e-3), seeds=(0, 1, 2), steps=60)
@@ -54,19 +54,19 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> ReportPaths:
 
 
 @pytest.fixture(scope="module")
-def outline(report: ReportPaths) -> Outline:
+def outline(report: Path) -> Outline:
     parsed = Outline()
-    parsed.feed(report.page.read_text())
+    parsed.feed(report.read_text())
     assert parsed.open == []
     return parsed
 
 
-def test_all_parts_are_written_and_nothing_else(report: ReportPaths) -> None:
-    out = report.page.parent
-    parts = [report.page, report.markdown, *report.records, *report.figures]
-    assert sorted(path for path in out.rglob("*") if path.is_file()) == sorted(parts)
-    assert all(path.stat().st_size for path in parts)
-    assert Counter(path.suffix for path in report.figures) == {".svg": 12, ".png": 6}
+def test_all_parts_are_written_and_nothing_else(report: Path) -> None:
+    out, figures = report.parent, [*(report.parent / "figures").iterdir()]
+    texts = [report, *(out / name for name in ("report.md", "results.csv", "comparisons.csv"))]
+    assert sorted(path for path in out.rglob("*") if path.is_file()) == sorted([*texts, *figures])
+    assert all(path.stat().st_size for path in (*texts, *figures))
+    assert Counter(path.suffix for path in figures) == {".svg": 12, ".png": 6}
 
 
 def test_the_page_needs_nothing_outside_itself(outline: Outline) -> None:
@@ -101,8 +101,8 @@ def test_tables_scroll_inside_a_region_that_the_keyboard_reaches(outline: Outlin
     assert all(each["tabindex"] == "0" and each["role"] == "region" and each["aria-label"] for each in regions)
 
 
-def test_the_page_tells_how_to_repeat_it_what_is_missing_and_where_it_ran(report: ReportPaths) -> None:
-    text = report.page.read_text()
+def test_the_page_tells_how_to_repeat_it_what_is_missing_and_where_it_ran(report: Path) -> None:
+    text = report.read_text()
     assert "siamesenorm sweep --methods pre &quot;pre + qkv&quot; post siamese &lt;here&gt;" in text
     assert "siamese @ 0.008, seed 2: 20 of 60 steps." in text and "<dt>never</dt><dd>not started.</dd>" in text
     assert "<dt>torch</dt><dd>2.13.0+cpu</dd>" in text
@@ -111,11 +111,11 @@ def test_the_page_tells_how_to_repeat_it_what_is_missing_and_where_it_ran(report
     assert "https://arxiv.org/abs/" in text
 
 
-def test_the_markdown_shows_figures_that_exist(report: ReportPaths) -> None:
-    text = report.markdown.read_text()
+def test_the_markdown_shows_figures_that_exist(report: Path) -> None:
+    text = report.with_name("report.md").read_text()
     shown = re.findall(r'(?:src|srcset)="([^"]+)"', text)
     assert len(shown) == 12
-    assert all((report.markdown.parent / path).is_file() for path in shown)
+    assert all((report.with_name("report.md").parent / path).is_file() for path in shown)
     assert text.startswith("# pre, pre + qkv, post and siamese on") and "## How to repeat it" in text
 
 
@@ -143,8 +143,8 @@ def contrast(first: str, second: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_a_failure_leaves_the_old_report_whole(report: ReportPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {path: path.read_bytes() for path in report.page.parent.rglob("*") if path.is_file()}
+def test_a_failure_leaves_the_old_report_whole(report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path: path.read_bytes() for path in report.parent.rglob("*") if path.is_file()}
 
     def fail(*_: object) -> str:
         raise RuntimeError("no page")
@@ -152,12 +152,12 @@ def test_a_failure_leaves_the_old_report_whole(report: ReportPaths, monkeypatch:
     monkeypatch.setattr("siamesenorm.comparison.report_writer.render", lambda *parts: b"")
     monkeypatch.setattr("siamesenorm.comparison.report_writer.report_in_html", fail)
     with pytest.raises(RuntimeError):
-        write_report(build_report(report.page.parent.parent / "sweep"), report.page.parent)
-    assert {path: path.read_bytes() for path in report.page.parent.rglob("*") if path.is_file()} == before
+        write_report(build_report(report.parent.parent / "sweep"), report.parent)
+    assert {path: path.read_bytes() for path in report.parent.rglob("*") if path.is_file()} == before
 
 
 def test_what_cannot_be_read_or_written_is_refused(
-    tmp_path: Path, report: ReportPaths, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, report: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("siamesenorm.comparison.report_writer.render", lambda *parts: b"")
     with pytest.raises(UserError):
@@ -165,7 +165,7 @@ def test_what_cannot_be_read_or_written_is_refused(
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError):
-        run(ReportArguments(directory=report.page.parent.parent / "sweep", out=tmp_path / "file"))
+        run(ReportArguments(directory=report.parent.parent / "sweep", out=tmp_path / "file"))
     assert (tmp_path / "file").read_text() == "in the way"
 
 

@@ -27,7 +27,7 @@ def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
     write_run(tmp_path / "run", RUN)
     result = read_run(tmp_path / "run")
     losses = [record["loss"] for record in records_of(tmp_path / "run", "train")]
-    assert (result.method, result.planned.label, result.planned.seed) == ("pre", "pre", 3)
+    assert (result.method, result.label, result.part) == ("pre", "pre", Part.SELECTION)
     assert (result.learning_rate, result.seed, result.status, result.word) == (2e-3, 3, "finished", "stable")
     assert result.train_loss == pytest.approx(np.mean(losses[72:]))
     assert result.held_out["loss"] == records_of(tmp_path / "run", "validation")[-1]["loss"]
@@ -111,7 +111,7 @@ def test_methods_and_rates_come_in_order(tmp_path: Path) -> None:
 def test_a_single_run_is_read_as_an_experiment_of_its_own(tmp_path: Path) -> None:
     write_run(tmp_path / "run", RUN)
     (run,) = read_single_run(tmp_path / "run").runs
-    assert (run.method, run.learning_rate, run.seed, run.planned.part) == ("pre", 2e-3, 3, Part.SELECTION)
+    assert (run.method, run.learning_rate, run.seed, run.part) == ("pre", 2e-3, 3, Part.SELECTION)
 
 
 def test_runs_computed_with_different_kernels_are_not_compared_unless_asked(tmp_path: Path) -> None:

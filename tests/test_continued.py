@@ -395,14 +395,16 @@ def made_up(source: Path, *, diverged: Variant | None = None) -> ContinuedFindin
     for seed in range(5):
         base = PlannedRun(method="pre", learning_rate=1e-2, seed=seed, part=Part.BASE, label="pre")
         path = Path(f"{seed:012d}")
-        runs.append(dataclasses.replace(run, path=path, identity=path.name, planned=base, held_out={"loss": 4.0}))
+        runs.append(
+            dataclasses.replace(run, path=path, identity=path.name, **dataclasses.asdict(base), held_out={"loss": 4.0})
+        )
         for variant, losses in LOSSES.items():
             planned = dataclasses.replace(base, method=variant.name, part=Part.CONTINUED, label=variant.label)
             runs.append(
                 dataclasses.replace(
                     run,
                     path=path / variant.label,
-                    planned=planned,
+                    **dataclasses.asdict(planned),
                     held_out={"loss": losses[seed]},
                     first_held_out={"loss": 4.0 + 1e-3 * seed},
                     facts={**run.facts, "start": {"run": path.name}},
@@ -410,7 +412,7 @@ def made_up(source: Path, *, diverged: Variant | None = None) -> ContinuedFindin
                 )
             )
     recipe = ContinuedPlan(variants=tuple(LOSSES))
-    plan = ExperimentPlan(runs={str(each.path): each.planned for each in runs}, comparisons=recipe.comparisons)
+    plan = ExperimentPlan(runs={str(each.path): each for each in runs}, comparisons=recipe.comparisons)
     return find_continued(ExperimentResults(path=Path("made up"), plan=plan, runs=tuple(runs)))
 
 

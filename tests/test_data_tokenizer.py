@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 
 from siamesenorm.data import ByteTokenizer, LibraryTokenizer, TokenizerEntry, load_tokenizer
-from siamesenorm.data.tokenizer import bpe_size, tokenizer_entry, train_bpe
+from siamesenorm.data.tokenizer import bpe_size, entry_of, train_bpe
 from siamesenorm.errors import UserError
 
 TEXTS = ["the cat sat on the mat", "  two  blanks\n\nand “quotes”, naïve", "日本語 🙂", "the the the"]
@@ -90,7 +90,7 @@ def test_pickle_keeps_a_chosen_end_of_text(tmp_path: Path) -> None:
 
 def test_manifest_entries() -> None:
     expected = TokenizerEntry(kind="bytes", name="bytes", vocabulary=257, end_of_text=256, sha256=None)
-    assert tokenizer_entry(ByteTokenizer()) == expected
+    assert entry_of(ByteTokenizer()) == expected
 
 
 @pytest.mark.parametrize(("spec", "size"), [("bpe:4096", 4096), ("bpe:257", 257), ("bytes", None), ("a/b", None)])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,28 +24,40 @@ from siamesenorm.topologies import Closing, Connection
 
 REPOSITORY = Path(__file__).parents[1]
 EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
+Runner = Callable[..., str]
 NEEDS = {"rewire_timm.py": "timm"}
 """The library without which an example cannot run."""
 DIM, DEPTH, EPS = 16, 3, 1e-3
 """An eps that an equality notices."""
 
 
-def run_example(example: Path, directory: Path, *arguments: str) -> str:
-    """Run an example in an interpreter of its own, in an empty directory, and return what it prints."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run(
-        [sys.executable, str(example), *arguments], cwd=directory, env=environment, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
+@pytest.fixture
+def run_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Runner:
+    """Run an example as a script, in an empty directory, and return what it prints.
+
+    Not in a process of its own: the imports of other libraries are most of the time.
+    """
+
+    def run(example: Path, *arguments: str) -> str:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        monkeypatch.setattr(sys, "argv", [str(example), *arguments])
+        try:
+            runpy.run_path(str(example), run_name="__main__")
+        except SystemExit as end:
+            assert not end.code
+        return capsys.readouterr().out
+
+    return run
 
 
+@pytest.mark.filterwarnings("ignore")  # of other libraries
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
-def test_the_example_keeps_its_promise(example: Path, tmp_path: Path) -> None:
+def test_the_example_keeps_its_promise(example: Path, run_example: Runner) -> None:
     needed = NEEDS.get(example.name)
     if needed and find_spec(needed) is None:
         pytest.skip(f"{needed} is not installed")
-    assert run_example(example, tmp_path).strip()
+    assert run_example(example).strip()
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
@@ -55,8 +65,8 @@ def test_the_example_is_short(example: Path) -> None:
     assert len(example.read_text().splitlines()) < 60
 
 
-def test_two_lines_serve_a_topology_of_another_arity(tmp_path: Path) -> None:
-    assert "Hyper-Connections" in run_example(REPOSITORY / "examples/own_block.py", tmp_path, "dhc-2:streams=3")
+def test_two_lines_serve_a_topology_of_another_arity(run_example: Runner) -> None:
+    assert "Hyper-Connections" in run_example(REPOSITORY / "examples/own_block.py", "dhc-2:streams=3")
 
 
 # --- the blocks to paste ---------------------------------------------------------------------------------------------

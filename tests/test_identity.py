@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from siamesenorm.data.augmentation import Augmentation
 from siamesenorm.models.language import LanguageModelConfig
+from siamesenorm.models.masked_autoencoder import MaskedAutoencoderConfig
 from siamesenorm.models.vision import VisionTransformerConfig
 from siamesenorm.norms import NORMS, NormSpec
 from siamesenorm.tasks import TASKS
@@ -37,7 +39,16 @@ from training_runs import tiny_plan, tiny_run, with_model, with_task, write_data
 ROOT = Path(__file__).parents[1]
 SCHEMA = Path(__file__).with_name("identity_schema.json")
 COMMITTED = sorted(path.parent for path in (ROOT / "benchmarks").glob("*/runs/*/config.json"))
-CLASSES = (RunConfig, OptimizerConfig, WarmStart, LanguageModelConfig, VisionTransformerConfig, *TASKS.values())
+CLASSES = (
+    RunConfig,
+    OptimizerConfig,
+    WarmStart,
+    LanguageModelConfig,
+    VisionTransformerConfig,
+    MaskedAutoencoderConfig,
+    Augmentation,
+    *TASKS.values(),
+)
 
 
 def schema() -> dict[str, dict[str, Any]]:

@@ -333,7 +333,7 @@ def test_the_command_line_of_the_harness_scores_a_run_without_a_network(trained:
     [
         ({"dtype": "int32"}, "dtype is 'int32': choose float32"),
         ({"dtype": "float31"}, "dtype is 'float31': choose float32, bfloat16 or float16"),
-        ({"device": "tpux"}, "device is 'tpux': choose cpu"),
+        ({"device": "tpux"}, "device 'tpux' is not available: choose cpu"),
         ({"data": "nowhere"}, "name their place with --data"),
         ({"batch_size": 0}, "batch_size is 0: choose"),
         ({"batch_size": "auto:x"}, "batch_size is 'auto:x': choose"),
@@ -398,7 +398,7 @@ def test_a_choice_longer_than_the_context_is_refused(trained: Path) -> None:
         ([{"question": "1", "choices": ["a", 2], "label": 0}], "line 1: choices"),
         ([{"question": "1", "choices": ["a", "b"], "label": 2}], "line 1: label is 2"),
         ([{"question": "1", "choices": ["a", "b"], "label": "a"}], "line 1: label is 'a'"),
-        (["1"], "line 1: not a JSON object"),
+        (["1"], "line 1: a JSON str"),
     ],
 )
 def test_a_file_that_holds_no_task_is_refused(lines: list[Any], message: str, tmp_path: Path) -> None:

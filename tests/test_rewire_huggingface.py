@@ -34,10 +34,9 @@ from huggingface_hosts import (  # noqa: E402
 )
 from siamesenorm import available_topologies, rewire, swap_norms  # noqa: E402
 from siamesenorm.errors import UserError  # noqa: E402
-from siamesenorm.interop import block_families  # noqa: E402
 from siamesenorm.interop.huggingface.converted import converted_class  # noqa: E402
 from siamesenorm.interop.rewire import record_streams  # noqa: E402
-from siamesenorm.interop.wiring import places_of, steps_of  # noqa: E402
+from siamesenorm.interop.wiring import steps_of  # noqa: E402
 from siamesenorm.norms import InexactKind  # noqa: E402
 from siamesenorm.norms.foreign_norms import looks_like_norm  # noqa: E402
 
@@ -93,8 +92,9 @@ def test_projections_that_the_host_normalises_get_no_second_norm() -> None:
 
 def test_places_are_numbered_through_the_whole_stack() -> None:
     expected = [place for pair in siamesenorm.transformer_places(3) for place in pair]
-    assert [place for row in places_of(block_families.LLAMA, 3) for place in row] == expected
-    parallel = [place for row in places_of(block_families.PARALLEL, 3) for place in row]
+    assert [(place.index, place.kind) for place in expected[-2:]] == [(4, "attention"), (5, "mlp")]
+    parallel = [place for (place,) in siamesenorm.transformer_places(3, sublayers=[("attention", True)])]
+    assert all(place.normalises_input for place in parallel)
     assert [(place.index, place.block, place.previous) for place in parallel] == [
         (0, 0, None), (1, 1, parallel[0]), (2, 2, parallel[1]),
     ]  # fmt: skip

@@ -11,7 +11,16 @@ from torch.nn import functional as F
 
 from siamesenorm import available_topologies, build_topology
 from siamesenorm.errors import UserError
-from siamesenorm.models.vision import VisionTransformer, VisionTransformerConfig, build_vision_transformer
+from siamesenorm.models.cost import count_parameters
+from siamesenorm.models.vision import (
+    VisionTransformer,
+    VisionTransformerConfig,
+    build_vision_transformer,
+    layer_of,
+    vision_transformer_config,
+)
+from siamesenorm.norms import NormSpec
+from siamesenorm.norms.seed_norm import SeeDNorm
 
 TINY = VisionTransformerConfig(
     depth=2, dim=16, heads=2, hidden=24, image_size=6, patch_size=2, channels=3, classes=5, bias=True
@@ -58,7 +67,17 @@ def test_initial_weights_follow_from_seed_and_block() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"patch_size": 4}, {"classes": 0}, {"pooling": "max"}, {"channels": 0}, {"heads": 3}, {"image_size": 0}]
+    "changes",
+    [
+        {"patch_size": 4},
+        {"classes": 0},
+        {"pooling": "max"},
+        {"channels": 0},
+        {"heads": 3},
+        {"image_size": 0},
+        {"distillation": True, "pooling": "mean"},
+        {"positions": "sine-cosine", "dim": 18},
+    ],
 )
 def test_what_cannot_be_built_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(UserError):
@@ -68,3 +87,65 @@ def test_what_cannot_be_built_is_refused(changes: dict[str, Any]) -> None:
 def test_a_configuration_survives_json() -> None:
     config = dataclasses.replace(TINY, topology=build_topology("dhc-2:streams=4"), pooling="mean").resolved()
     assert VisionTransformerConfig.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("size", "topology", "millions"),
+    [
+        ("vit-t", "pre", 5.717416),
+        ("vit-s", "pre", 22.050664),
+        ("vit-b", "pre", 86.567656),
+        ("vit-l", "pre", 304.326632),
+        ("vit-s", "siamese-post-pre:post_norm=lazy,readout=code", 22.050664 + (2 * 12 * 2 + 2) * 2 * 384e-6),
+    ],
+)
+def test_sizes_have_the_published_numbers_of_parameters(size: str, topology: str, millions: float) -> None:
+    """SiameseNorm adds two LayerNorms to every sublayer and two to the closing."""
+    model = build_vision_transformer(vision_transformer_config(size, topology=topology), device="meta")
+    assert count_parameters(model)[0] == round(millions * 1e6)
+
+
+def test_a_position_of_the_class_token_is_added_to_it() -> None:
+    model = model_of(token_position=True)
+    embedded = model.embed(images())
+    assert model.token is not None and model.position.weight.shape == (10, 16)
+    torch.testing.assert_close(embedded[:, 0], (model.token.weight + model.position.weight[:1]).expand(2, -1))
+    patches = embedded[:, 1:] - model.position.weight[1:]
+    torch.testing.assert_close(patches, model_of().embed(images())[:, 1:] - model_of().position.weight)
+
+
+@pytest.mark.parametrize("topology", ["pre", "siamese-post-pre:post_norm=lazy,readout=code"])
+def test_the_logits_of_a_distilled_model_are_the_mean_of_two_heads_on_two_tokens(topology: str) -> None:
+    model = model_of(distillation=True, token_position=True, topology=build_topology(topology))
+    assert model.position.weight.shape == (11, 16)
+    tokens = torch.cat((model.token.weight, model.distillation_token.weight)) + model.position.weight[:2]
+    torch.testing.assert_close(model.embed(images())[:, :2], tokens.expand(2, -1, -1))
+    streams, _ = model.encode(images())
+    tokens = model.closing(streams)
+    expected = (model.head(tokens[:, 0]) + model.distillation_head(tokens[:, 1])) / 2
+    torch.testing.assert_close(model(images()).logits, expected)
+    model(images()).logits.sum().backward()
+    assert model.distillation_head.weight.grad is not None and model.distillation_token.weight.grad is not None
+
+
+def test_seednorm_drops_its_coefficient_at_the_rate_of_stochastic_depth() -> None:
+    """Unless it sets a rate; its heads are 16 where they divide the width, its dot product is divided by the width."""
+
+    def norms(text: str, **changes: Any) -> list[SeeDNorm]:
+        model = model_of(norm=NormSpec.parse(text), dim=32, **changes)
+        return [module for module in model.modules() if isinstance(module, SeeDNorm)]
+
+    assert {norm.dropout for norm in norms("seednorm", drop_path=0.25)} == {0.25}
+    assert {norm.dropout for norm in norms("seednorm:dropout=0.5", drop_path=0.25)} == {0.5}
+    assert {(norm.dropout, norm.heads, norm.dot_scale) for norm in norms("seednorm")} == {(0.0, 16, 1 / 32)}
+
+
+def test_layers_count_from_the_patches_to_the_head() -> None:
+    model = model_of(topology=build_topology("siamese-post-pre:gated_opening=True"), distillation=True)
+    layers = {name: layer_of(name, depth=2) for name, _ in model.named_parameters()}
+    assert {name.split(".")[0] for name, layer in layers.items() if layer == 0} == {
+        "patch", "position", "token", "distillation_token", "opening",
+    }  # fmt: skip
+    assert all(layers[name] == 1 + int(name.split(".")[1]) for name in layers if name.startswith("blocks."))
+    last = {"closing", "head", "distillation_head"}
+    assert {name.split(".")[0] for name, layer in layers.items() if layer == 3} == last

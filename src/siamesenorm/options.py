@@ -111,22 +111,20 @@ class EntryPointGroup:
     when it is imported.
     """
 
-    def __init__(self, group: str) -> None:
-        self.group = group
+    def __init__(self, group: str, register: Callable[[str, Any], bool]) -> None:
+        """Take `register(name, found)`, which registers what is of its kind, and returns whether it is."""
+        self.group, self.register = group, register
         self.loaded = False
 
-    def load(self, register: Callable[[str, Any], bool]) -> None:
-        """Load each entry point once; one that fails is left out with a warning.
-
-        `register(name, found)` registers what is of its kind, and returns whether it is.
-        """
+    def load(self) -> None:
+        """Load each entry point once; one that fails is left out with a warning."""
         if self.loaded:
             return
         self.loaded = True  # first: what is loaded may itself look up a name
         for entry in metadata.entry_points(group=self.group):
             try:
                 found = entry.load()
-                if register(entry.name, found) or isinstance(found, ModuleType):
+                if self.register(entry.name, found) or isinstance(found, ModuleType):
                     continue
                 if not callable(found):
                     raise UserError(

@@ -203,8 +203,7 @@ class ClosingProbe(Probe):
 class BlockProbe(Probe):
     """Measures the residual stream of a block of any model: its first floating tensor, as argument and as result.
 
-    The output is what the block adds, O = result - argument; it is not measured where the block changes its argument in
-    place.
+    The output is what the block adds, O = result - argument, unless the block changes its argument in place.
     """
 
     def __init__(self, name: str, block: nn.Module, *, last: bool) -> None:
@@ -309,14 +308,10 @@ def _plan_for_connections(model: nn.Module, connections: Mapping[str, Connection
         inside.setdefault(owner, {})[name.removesuffix("_connection")] = connection
     blocks = {name: modules[name] for name in inside}
     topology = _topology_of(model)
-    names = topology.name_streams if topology else _numbers
+    names = topology.name_streams if topology else lambda count: tuple(f"stream{number}" for number in range(count))
     closings = [ClosingProbe(module, names) for module in model.modules() if isinstance(module, Closing) and topology]
     probes = (*(ConnectionProbe(blocks[name], own, names) for name, own in inside.items()), *closings)
     return ProbePlan(blocks=blocks, streams=topology.stream_names if topology else (), probes=probes)
-
-
-def _numbers(count: int) -> tuple[str, ...]:
-    return tuple(f"stream{number}" for number in range(count))
 
 
 def _topology_of(model: nn.Module) -> Topology | None:

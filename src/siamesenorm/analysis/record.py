@@ -96,7 +96,9 @@ class LossHistory:
         self._observed = 0
 
     def expect(self, facts: Mapping[str, Any]) -> None:
-        """Add facts that are not known yet."""
+        """Add facts that are not known yet; raises TypeError for one of another name."""
+        if others := facts.keys() - self.facts.keys():
+            raise TypeError(f"unknown facts {sorted(others)}: give {', '.join(self.facts)}")
         self.facts |= {name: value for name, value in facts.items() if self.facts.get(name) is None}
 
     @property

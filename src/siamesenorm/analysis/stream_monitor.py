@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Self
 from weakref import finalize
 
 import torch
@@ -21,7 +20,7 @@ from siamesenorm.training.verdict import DEFAULT_THRESHOLDS, Thresholds, Verdict
 Number = Tensor | float
 
 
-class StreamMonitor:
+class StreamMonitor(AbstractContextManager["StreamMonitor"]):
     """Record stream magnitudes, update ratios and the loss of a training run, and judge it.
 
         with StreamMonitor(model, optimizer, path="runs/mine/metrics.jsonl") as monitor:
@@ -93,9 +92,8 @@ class StreamMonitor:
         self.expect(steps_total=steps_total, warmup_steps=warmup_steps, floor=floor, scale=scale)
         parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
         first = not parallel or torch.distributed.get_rank() == 0
-        self._record = Record(
-            Path(path) if path is not None and first else None, resume=resume, write=write if first else None
-        )
+        file = Path(path) if path is not None and first else None
+        self._record = Record(file, resume=resume, write=write if first else None)
         lines = self._record.lines
         self._step = max((line["step"] for line in lines if "step" in line), default=0)
         self._history.restore(lines)
@@ -169,8 +167,7 @@ class StreamMonitor:
     def should_stop(self) -> bool:
         """Whether the run has been lost for longer than the patience: ending it then cannot change its verdict.
 
-        Losses that are still on a device count from the next measured step on. Raises UserError without
-        `steps_total`.
+        Losses still on a device count from the next measured step on. Raises UserError without `steps_total`.
         """
         if not any(isinstance(value, Tensor) for numbers in self._losses.values() for value in numbers.values()):
             self._flush(Measurements())
@@ -207,16 +204,8 @@ class StreamMonitor:
         if self._is_due(self._step + 1):
             self._measure_next()
 
-    def expect(
-        self,
-        *,
-        steps_total: int | None = None,
-        warmup_steps: int | None = None,
-        floor: float | None = None,
-        scale: float | None = None,
-    ) -> None:
-        """Add facts about the run that are not known yet."""
-        facts = {"steps_total": steps_total, "warmup_steps": warmup_steps, "floor": floor, "scale": scale}
+    def expect(self, **facts: float | None) -> None:
+        """Add facts about the run that are not known yet: steps_total, warmup_steps, floor, scale."""
         self._history.expect(facts)
 
     def close(self) -> None:
@@ -224,10 +213,6 @@ class StreamMonitor:
         self._detach()
         self._flush(Measurements())
         self._record.close()
-
-    def __enter__(self) -> Self:
-        """Return the monitor."""
-        return self
 
     def __exit__(self, *error: object) -> None:
         """Close the monitor."""
@@ -268,10 +253,8 @@ class StreamMonitor:
         values = self._flush(measured.finish(), step)
         self._has_measured = self._has_measured or any(key[0] == "sublayers" for key in values)
         if not self._has_measured:
-            raise UserError(
-                f"no block of {type(self.model).__name__} ran in step {step}: monitor the model that is trained, not "
-                "a copy of it"
-            )
+            kind = type(self.model).__name__
+            raise UserError(f"no block of {kind} ran in step {step}: monitor the model that is trained, not a copy")
         line = streams_line(step, values)
         if self._learning_rate is not None:
             line["learning_rate"] = float(self._learning_rate)

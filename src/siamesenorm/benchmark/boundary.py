@@ -2,8 +2,7 @@
 
 A boundary is the write of one connection and the read of the next. Candidates are the plain formulas, the same
 compiled, the fused operators where a topology has them, and others that the caller adds. Each is timed only if it
-computes what the formulas do in fp64, gradients included; the reference of its speed is a copy of the bytes that it
-must move.
+computes what the formulas do in fp64, gradients included; its speed is relative to a copy of as many bytes.
 """
 
 from __future__ import annotations
@@ -15,28 +14,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from siamesenorm.benchmark.measurement import (
-    Passes,
-    Timings,
-    allow_kept_graphs,
-    check_agreement,
-    describe_passes,
-    kept_for_backward,
-    measure_passes,
-    named_gradients,
-    perturb,
-    random_like,
-    ratio,
-    run_passes,
-    traffic_of,
-)
+from siamesenorm.benchmark import measurement
+from siamesenorm.benchmark.measurement import Passes, Timings, random_like, ratio
 from siamesenorm.benchmark.results import Results, Row, Session
 from siamesenorm.errors import UserError
 from siamesenorm.norms import NormSpec
 from siamesenorm.topologies import (
-    Closing,
     Connection,
     Kernels,
     ResidualSpec,
@@ -84,7 +69,7 @@ class Boundary:
 
     before: Connection
     after: Connection
-    closing: Closing
+    closing: nn.Module
     streams: Streams
     output: Tensor
     next_output: Tensor
@@ -107,7 +92,7 @@ class Boundary:
         before, after = (topology.connection(place, spec).to(device) for place in (attention, mlp))
         closing = topology.closing(mlp, spec).to(device)
         for part in (before, after, closing):
-            perturb(part)
+            measurement.perturb(part)
         return cls(
             before=before, after=after, closing=closing,
             streams=tuple(stream.detach().clone().requires_grad_(stream.is_floating_point()) for stream in read),
@@ -165,26 +150,26 @@ class Boundary:
             if one.dtype != other.dtype:
                 raise UserError(f"its stream is {one.dtype}, where ours is {other.dtype}")
         closed = self.close(results)
-        gradients = named_gradients((h, closed), self.inputs, (random_like(h, 2), random_like(closed, 1)))
+        gradients = measurement.named_gradients((h, closed), self.inputs, (random_like(h, 2), random_like(closed, 1)))
         return {"input": h.detach(), "closed state": closed.detach()} | gradients
 
     def passes(self) -> Passes:
         """Run and return the forward and the backward pass."""
         results = self.forward()
-        return run_passes(self.forward, results, list(self.inputs.values()), self.gradients(results))
+        return measurement.run_passes(self.forward, results, list(self.inputs.values()), self.gradients(results))
 
     def describe(self, name: str, timings: Timings) -> Row:
         """Return times, the share of the copy rate at the least traffic, and what the backward pass keeps.
 
-        That is whole tensors of the streams' size, and scalars a token. Beside a compiled candidate, there is the ratio
-        to its times.
+        Those are whole tensors of a stream's size, and scalars a token. Beside a compiled candidate: the ratio to it.
         """
         rows, parameters = [*self.streams, self.output], [*self.before.parameters(), *self.after.parameters()]
-        row: Row = describe_passes(timings, name, traffic_of(self.forward, rows, besides=parameters))
+        traffic = measurement.traffic_of(self.forward, rows, besides=parameters)
+        row: Row = measurement.describe_passes(timings, name, traffic)
         if "compiled forward" in timings:
             both, compiled = ([f"{each} forward", f"{each} backward"] for each in (name, "compiled"))
             row["both_to_compiled"] = ratio(timings, both, compiled)
-        sizes = kept_for_backward(self.forward, besides=parameters)
+        sizes = measurement.kept_for_backward(self.forward, besides=parameters)
         tokens = len(self.output)
         whole = self.output.numel() * min(tensor.element_size() for tensor in rows)
         row["kept_tensors"] = sum(size >= whole for size in sizes)
@@ -201,7 +186,7 @@ def measure_boundaries(session: Session[BoundarySettings], others: Others = Mapp
     """Measure every topology at every width and stream dtype; see `BoundarySettings`."""
     settings = session.settings
     for dim, dtype, name in itertools.product(settings.dims, settings.stream_dtypes, settings.topologies):
-        with session.part(f"{name}, {dim} {dtype}") as rows, allow_kept_graphs():
+        with session.part(f"{name}, {dim} {dtype}") as rows, measurement.allow_kept_graphs():
             session.check_time()
             rows.extend(measure_boundary(name, dim, dtype, session, others))
     return session.results
@@ -234,10 +219,10 @@ def measure_boundary(name: str, dim: int, dtype: str, session: Session[BoundaryS
                 boundary = dataclasses.replace(boundary, cross=torch.compile(cross, fullgraph=True, dynamic=False))
             elif each in others:
                 boundary = dataclasses.replace(boundary, cross=others[each](boundary))
-            check_agreement(boundary.values(), exact, of_plain, coarsest)
+            measurement.check_agreement(boundary.values(), exact, of_plain, coarsest)
             passes[each] = boundary.passes()
             candidates[each] = boundary
-    timings = measure_passes(passes, session.device, settings.rounds, session.deadline)
+    timings = measurement.measure_passes(passes, session.device, settings.rounds, session.deadline)
     return [
         {"topology": name, "dim": dim, "streams": dtype, "candidate": each} | boundary.describe(each, timings)
         for each, boundary in candidates.items()

@@ -12,13 +12,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
 from siamesenorm.errors import UserError
+from siamesenorm.training.execution import find_device
 
 Action = Callable[[], object]
 Timings = dict[str, list[float]]
@@ -154,9 +155,7 @@ def milliseconds(timings: Timings, name: str) -> Spread:
 
 def ratio(timings: Timings, names: str | Sequence[str], references: str | Sequence[str], factor: float = 1.0) -> Spread:
     """Return the ratio of the median times, each summed over several actions, with the quartiles of the rounds."""
-    sums = [
-        [timings[name] for name in ((group,) if isinstance(group, str) else group)] for group in (names, references)
-    ]
+    sums = [[timings[name] for name in ((each,) if isinstance(each, str) else each)] for each in (names, references)]
     above, below = (sum(statistics.median(seconds) for seconds in group) for group in sums)
     rounds = [sum(one) / sum(other) for one, other in zip(*(zip(*group, strict=True) for group in sums), strict=True)]
     return spread_of(rounds, above / below, factor)
@@ -164,16 +163,13 @@ def ratio(timings: Timings, names: str | Sequence[str], references: str | Sequen
 
 def allow_many_graphs() -> AbstractContextManager[object]:
     """Let the compiler keep one graph per topology: they share the code of the block, by which it counts graphs."""
-    context: AbstractContextManager[object] = torch._dynamo.config.patch(
-        recompile_limit=256, accumulated_recompile_limit=1024
-    )
-    return context
+    limits = {"recompile_limit": 256, "accumulated_recompile_limit": 1024}
+    return cast(AbstractContextManager[object], torch._dynamo.config.patch(**limits))
 
 
 def allow_kept_graphs() -> AbstractContextManager[object]:
     """Let a compiled backward pass run many times on one graph: it must not overwrite what the graph keeps."""
-    context: AbstractContextManager[object] = functorch_config.patch(donated_buffer=False)
-    return context
+    return cast(AbstractContextManager[object], functorch_config.patch(donated_buffer=False))
 
 
 def run_passes(
@@ -226,14 +222,9 @@ def describe_passes(timings: Timings, name: str, traffic: Mapping[str, float]) -
 
 def resolve_device(name: str) -> torch.device:
     """Return the device of a name, "auto" being CUDA if available; raises UserError for one that is not available."""
-    available = torch.cuda.is_available()
-    if name == "auto":
-        return torch.device("cuda" if available else "cpu")
-    if name.partition(":")[0] not in ("cpu", "cuda"):
+    if name.partition(":")[0] not in ("auto", "cpu", "cuda"):
         raise UserError(f"device {name!r}: choose cpu, cuda or auto")
-    if name.startswith("cuda") and not available:
-        raise UserError(f"device {name!r}: torch finds no CUDA device; choose cpu")
-    return torch.device(name)
+    return find_device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
 
 # --- memory

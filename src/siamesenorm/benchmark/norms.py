@@ -7,18 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from siamesenorm.benchmark.measurement import (
-    Passes,
-    allow_kept_graphs,
-    check_agreement,
-    describe_passes,
-    measure_passes,
-    named_gradients,
-    perturb,
-    random_like,
-    ratio,
-    run_passes,
-)
+from siamesenorm.benchmark import measurement
+from siamesenorm.benchmark.measurement import Passes, random_like, ratio
 from siamesenorm.benchmark.results import Results, Row, Session
 from siamesenorm.norms import Norm, build_norm
 
@@ -49,7 +39,7 @@ def settings_for(device: torch.device) -> NormSettings:
 def measure_norms(session: Session[NormSettings]) -> Results:
     """Measure every operator in every way at every width, as ratios to RMSNorm computed the same way."""
     for dim in session.settings.dims:
-        with session.part(f"norms, {dim}") as rows, allow_kept_graphs():
+        with session.part(f"norms, {dim}") as rows, measurement.allow_kept_graphs():
             session.check_time()
             rows.extend(measure_width(dim, session))
     return session.results
@@ -69,15 +59,15 @@ def measure_width(dim: int, session: Session[NormSettings]) -> list[Row]:
             with session.noting(f"{name}, {dim}, {candidate}"):
                 session.check_time()
                 norm = build(name, candidate, x)
-                check_agreement(values_of(norm, x), exact, plain, dtype)
+                measurement.check_agreement(values_of(norm, x), exact, plain, dtype)
                 passes[f"{candidate} {name}"] = passes_of(norm, x)
                 built.append((name, candidate))
-    timings = measure_passes(passes, session.device, settings.rounds, session.deadline)
+    timings = measurement.measure_passes(passes, session.device, settings.rounds, session.deadline)
     traffic = {direction: count * x.numel() * x.element_size() for direction, count in TRANSFERS.items()}
     rows = []
     for name, candidate in built:
         row: Row = {"norm": name, "dim": dim, "dtype": settings.dtype, "candidate": candidate}
-        row |= describe_passes(timings, f"{candidate} {name}", traffic)
+        row |= measurement.describe_passes(timings, f"{candidate} {name}", traffic)
         if f"{candidate} {REFERENCE}" in passes:
             for direction in TRANSFERS:
                 ours, reference = (f"{candidate} {each} {direction}" for each in (name, REFERENCE))
@@ -89,7 +79,7 @@ def measure_width(dim: int, session: Session[NormSettings]) -> list[Row]:
 def build(name: str, candidate: str, x: Tensor) -> Norm:
     """Return the norm for x as the candidate computes it."""
     norm = build_norm(name, x.shape[-1]).to(x.device)
-    perturb(norm)
+    measurement.perturb(norm)
     norm.kernels = "fused" if candidate == "fused" else "plain"
     if candidate == "compiled":
         norm.compile(fullgraph=True, dynamic=False)
@@ -99,10 +89,11 @@ def build(name: str, candidate: str, x: Tensor) -> Norm:
 def values_of(norm: Norm, x: Tensor) -> dict[str, Tensor]:
     """Return the norm of x and all gradients."""
     y = norm(x)
-    return {"output": y.detach()} | named_gradients([y], {"x": x, **dict(norm.named_parameters())}, [random_like(y, 1)])
+    inputs = {"x": x, **dict(norm.named_parameters())}
+    return {"output": y.detach()} | measurement.named_gradients([y], inputs, [random_like(y, 1)])
 
 
 def passes_of(norm: Norm, x: Tensor) -> Passes:
     """Return the forward pass with what it keeps, and the backward pass of a graph made once."""
     y = norm(x)
-    return run_passes(lambda: norm(x), [y], [x, *norm.parameters()], [random_like(y, 1)])
+    return measurement.run_passes(lambda: norm(x), [y], [x, *norm.parameters()], [random_like(y, 1)])

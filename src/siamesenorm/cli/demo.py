@@ -47,9 +47,7 @@ def run(arguments: DemoArguments) -> None:
     )
     data = arguments.out / "data"
     prepare_with_progress(PrepareConfig(source="builtin", out=data))
-    experiment = sweep_experiment(
-        GRID, demo_run(data), arguments.out / "sweep", arguments.jobs, command="siamesenorm demo"
-    )
+    experiment = sweep_experiment(GRID, demo_run(data), arguments.out / "sweep", arguments.jobs, "siamesenorm demo")
     run_sweep(GRID, experiment, report=arguments.out / "report")
 
 

@@ -209,22 +209,14 @@ def topology_text(facts: dict[str, Any]) -> str:
         f"  {size:<10} {each['parameters']:>+12,}  {each['percent']:+.4f} %"
         for size, each in facts["extra_parameters"].items()
     ]
-    return "\n".join(
-        [
-            f"{facts['name']}: {facts['title']}",
-            facts["paper"] or "no paper named",
-            "",
-            *textwrap.wrap(facts["summary"], 100),
-            "",
-            textwrap.indent(facts["formula"] or "no formula written", "  "),
-            "",
-            textwrap.indent(facts["diagram"] or "no diagram drawn", "  "),
-            "",
-            *_written(entries),
-            "parameters beyond Pre-Norm with QK-norm, by size",
-            *extra,
-        ]
+    parts = (
+        f"{facts['name']}: {facts['title']}\n{facts['paper'] or 'no paper named'}",
+        textwrap.fill(facts["summary"], 100),
+        textwrap.indent(facts["formula"] or "no formula written", "  "),
+        textwrap.indent(facts["diagram"] or "no diagram drawn", "  "),
+        "\n".join([*_written(entries), "parameters beyond Pre-Norm with QK-norm, by size", *extra]),
     )
+    return "\n\n".join(parts)
 
 
 def markdown() -> str:

@@ -16,8 +16,7 @@ from siamesenorm.interop.stored import export
 class Arguments:
     """Write the model of a run, at its newest checkpoint or a given one, or an exported model, to a new directory.
 
-    Weights, configuration, tokenizer, and a model card from the run's record; transformers loads it, and torch and
-    safetensors alone do.
+    Weights, configuration, tokenizer, and a model card from the run's record, for transformers or torch alone.
     """
 
     model: Annotated[Path, tyro.conf.Positional]

@@ -48,9 +48,7 @@ class Arguments:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise UserError(f"--temperature {self.temperature}: choose 0 or a positive number, such as 0.8")
         if 0 < self.temperature < COLDEST:  # logits divided by it would overflow
-            raise UserError(
-                f"--temperature {self.temperature}: choose at least {COLDEST}, or 0, which takes the likeliest token"
-            )
+            raise UserError(f"--temperature {self.temperature}: choose at least {COLDEST}, or 0")
         try:
             self.prompt.encode()
         except UnicodeEncodeError as error:  # bytes that are no UTF-8 arrive as lone surrogates
@@ -67,8 +65,7 @@ def run(arguments: Arguments) -> None:
         print(f"siamesenorm: note: {note}", file=sys.stderr)
     generate = partial(prompt, temperature=arguments.temperature, seed=arguments.seed)
     if arguments.json:
-        result = generate(lambda text: None)
-        print(encode_json({"prompt": arguments.prompt, **dataclasses.asdict(result)}))
+        print(encode_json({"prompt": arguments.prompt, **dataclasses.asdict(generate(lambda text: None))}))
         return
     print(arguments.prompt, end="", flush=True)
     generate(lambda text: print(text, end="", flush=True))

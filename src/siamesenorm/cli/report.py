@@ -55,8 +55,8 @@ def build_report(directory: Path, *, title: str = "", mixed: bool = False) -> Re
 
 def show_report(report: Report, out: Path) -> None:
     """Write a report, print its tables, and where the page is."""
-    paths = write_report(report, out)
+    page = write_report(report, out)
     console = Console() if sys.stdout.isatty() else Console(width=140)
     for table in report.tables:
         console.print(table_on_terminal(table, console.width))
-    print(f"report: {paths.page}")
+    print(f"report: {page}")

@@ -59,9 +59,8 @@ def run(arguments: Arguments) -> None:
     report = rewire(model, arguments.topology, preserve=not arguments.scratch, norm=arguments.norm)
     with new_directory(arguments.out) as directory:
         stored.save(model, directory)
-    print(
-        encode_json(_to_json(report, arguments), indent=1) if arguments.json else f"{report}\nwritten: {arguments.out}"
-    )
+    text = f"{report}\nwritten: {arguments.out}"
+    print(encode_json(_to_json(report, arguments), indent=1) if arguments.json else text)
 
 
 def _to_json(report: RewireReport, arguments: Arguments) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -55,9 +54,7 @@ def run(arguments: Arguments) -> None:
         raise UserError("no curve is given: name files, or directories of runs")
     given = {name: getattr(arguments, name) for name in FACTS if getattr(arguments, name) is not None}
     curves = {path: read_loss_curve(path, column=arguments.column) for path in paths}
-    verdicts = {
-        path: judge(dataclasses.replace(curve, **given), arguments.thresholds) for path, curve in curves.items()
-    }
+    verdicts = {path: judge(replace(curve, **given), arguments.thresholds) for path, curve in curves.items()}
     if arguments.write:
         for path in paths:
             if not RunDirectory(path).verdict_file.is_file():

@@ -12,29 +12,23 @@ from siamesenorm.comparison.curve_figures import curve_figures, stream_figures
 from siamesenorm.comparison.experiment_plan import ComparisonKind
 from siamesenorm.comparison.findings import Choice, Comparison, Conclusion, Findings, find, paired
 from siamesenorm.comparison.rate_figures import rate_figures
-from siamesenorm.comparison.report_parts import Block, Code, Gallery, Report, Statement, Statements, with_content
+from siamesenorm.comparison.report_parts import Block, Code, Gallery, Report, Statement, Statements, statements
 from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, STABLE, ExperimentResults, RunResult
 from siamesenorm.topologies import available_topologies, build_topology
 
 ARXIV = "https://arxiv.org/abs/"
 
-VERDICTS = (
-    Statement("● stable", "None of the following."),
-    Statement(
-        "▲ spiked",
-        "After the warm-up the loss left its running median by more than six robust standard deviations, or was "
-        "far above its lower quartile in more than 5 % of the steps. Numbers with * are of spiked runs.",
-    ),
-    Statement(
-        "◇ not learned",
-        "At the end the loss is not below that of a model that has learned nothing, and no longer falls. Numbers "
-        "with ‡ are of such runs.",
-    ),
-    Statement(
-        "✕ diverged",
-        "A loss was not finite, or the smoothed loss stayed above its best so far by half a nat (half the task's "
-        "scale) for 5 % of the run or to its end. diverge: every seed did. †: some did, the number is of the others.",
-    ),
+VERDICTS = statements(
+    {
+        "● stable": "None of the following.",
+        "▲ spiked": "After the warm-up the loss left its running median by more than six robust standard deviations, "
+        "or was far above its lower quartile in more than 5 % of the steps. Numbers with * are of spiked runs.",
+        "◇ not learned": "At the end the loss is not below that of a model that has learned nothing, and no longer "
+        "falls. Numbers with ‡ are of such runs.",
+        "✕ diverged": "A loss was not finite, or the smoothed loss stayed above its best so far by half a nat (half "
+        "the task's scale) for 5 % of the run or to its end. diverge: every seed did. †: some did, the number is of "
+        "the others.",
+    }
 )
 
 
@@ -42,23 +36,23 @@ def comparison_report(findings: Findings, *, title: str = "") -> Report:
     """Return the report of a comparison."""
     results = findings.results
     *tables, by_rate = comparison_tables(findings)
-    sections: dict[str, Block] = {
-        "What came out": Statements(conclusions(findings), tone="conclusions"),
-        **{table.title: table for table in tables},
-        "Where each method is stable": Gallery(rate_figures(findings)),
-        by_rate.title: by_rate,
-        **{
-            f"Training at learning rate {formatting.rate(rate)}": Gallery(curve_figures(findings, rate))
-            for rate in results.learning_rates
-        },
-        "How to read this": Statements(definitions(findings)),
-        "The methods": Statements(method_notes(findings)),
-        **closing_sections(results),
+    training = {
+        f"Training at learning rate {formatting.rate(rate)}": Gallery(curve_figures(findings, rate))
+        for rate in results.learning_rates
     }
     return Report(
         title=title or _title(results),
         subject=subject(findings),
-        sections=with_content(sections),
+        sections={
+            "What came out": Statements(conclusions(findings), tone="conclusions"),
+            **{table.title: table for table in tables},
+            "Where each method is stable": Gallery(rate_figures(findings)),
+            by_rate.title: by_rate,
+            **training,
+            "How to read this": Statements(definitions(findings)),
+            "The methods": Statements(method_notes(findings)),
+            **closing_sections(results),
+        },
         records={"results.csv": runs_csv(results), "comparisons.csv": comparisons_csv(findings.comparisons)},
     )
 
@@ -67,16 +61,15 @@ def run_report(results: ExperimentResults, *, title: str = "") -> Report:
     """Return the report of a single run: its verdict, its numbers, its curves."""
     (run,) = results.runs
     curves = curve_figures(find(results), run.learning_rate)
-    sections: dict[str, Block] = {
-        "What came out": Statements(_run_statements(run), tone="conclusions"),
-        "Training": Gallery((*curves[:1], *stream_figures(run), *curves[1:])),
-        "The verdicts": Statements(VERDICTS),
-        **closing_sections(results),
-    }
     return Report(
-        title=title or run.planned.name,
+        title=title or run.name,
         subject=(budget_sentence(run),),
-        sections=with_content(sections),
+        sections={
+            "What came out": Statements(_run_statements(run), tone="conclusions"),
+            "Training": Gallery((*curves[:1], *stream_figures(run), *curves[1:])),
+            "The verdicts": Statements(VERDICTS),
+            **closing_sections(results),
+        },
         records={"results.csv": runs_csv(results)},
     )
 
@@ -139,51 +132,36 @@ def definitions(findings: Findings) -> tuple[Statement, ...]:
     run = results.runs[0]
     seeds = formatting.listed([str(seed) for seed in results.plan.selection_seeds])
     floor = f": {run.floor:.3f} {run.unit} here" if run.floor is not None else ", which is not known here"
+    sensitivity = (
+        f"The mean over all rates of the held-out loss above its best, on seed {seeds}. A diverged run counts as a "
+        "model that has learned nothing; — where no rate survived or a single one was tried."
+    )
+    texts = {
+        "Loss": f"In {run.unit}. The loss of a model that has learned nothing (it predicts the frequencies of the data "
+        f"and ignores the input) is the dotted line in the figures{floor}.",
+        f"Train {training_metric(results).label}": "Of the mean training loss over the last 10 % of steps. "
+        + _passes_over_data(results),
+        "Held-out": "At the last validation, on data that no run trains on. ± is the half width of the 95 % t interval "
+        "over seeds; a value without one is from a single seed.",
+        "Seeds": "Results by learning rate, and the figures of them, are over the seeds that every method has finished "
+        "at that rate; the table of chosen rates has all. Bold is the best on equal seeds.",
+        "Choice of the rate": "The learning rate of a method is the one with the lowest held-out loss on seed "
+        f"{seeds} among runs that did not diverge. Its result is reported on the other seeds, where there are any.",
+        "Confirmed": "Differences are paired by seed, each method at its own rate. The 95 % t interval is of one "
+        "difference alone. The Holm interval is widened because the table has several tests; a difference is confirmed "
+        "where it excludes zero.",
+    }
+    step_time = (
+        "The median over the faster half of the steps, which compilation and other processes disturb least."
+        if results.plan.jobs == 1
+        else "Left out: runs shared a device and slowed each other. --jobs 1 measures each alone."
+    )
     return (
         *VERDICTS,
-        Statement(
-            "Loss",
-            f"In {run.unit}. The loss of a model that has learned nothing (it predicts the frequencies of the "
-            f"data and ignores the input) is the dotted line in the figures{floor}.",
-        ),
-        Statement(
-            f"Train {training_metric(results).label}",
-            f"Of the mean training loss over the last 10 % of steps. {_passes_over_data(results)}",
-        ),
-        Statement(
-            "Held-out",
-            "At the last validation, on data that no run trains on. ± is the half width of the 95 % t interval "
-            "over seeds; a value without one is from a single seed.",
-        ),
-        Statement(
-            "Seeds",
-            "Results by learning rate, and the figures of them, are over the seeds that every method has finished "
-            "at that rate; the table of chosen rates has all. Bold is the best on equal seeds.",
-        ),
-        Statement(
-            "Choice of the rate",
-            f"The learning rate of a method is the one with the lowest held-out loss on seed {seeds} among runs "
-            "that did not diverge. Its result is reported on the other seeds, where there are any.",
-        ),
-        Statement(
-            "Confirmed",
-            "Differences are paired by seed, each method at its own rate. The 95 % t interval is of one "
-            "difference alone. The Holm interval is widened because the table has several tests; a difference is "
-            "confirmed where it excludes zero.",
-        ),
-        Statement(
-            "Rate sensitivity",
-            f"The mean over all rates of the held-out loss above its best, on seed {seeds}. A diverged run counts "
-            "as a model that has learned nothing; — where no rate survived or a single one was tried.",
-            ("Wortsman et al.", f"{ARXIV}2309.14322"),
-        ),
-        Statement(
-            "Step time",
-            "The median over the faster half of the steps, which compilation and other processes disturb least."
-            if results.plan.jobs == 1
-            else "Left out: runs shared a device and slowed each other. --jobs 1 measures each alone.",
-        ),
-        *_cautions(findings),
+        *statements(texts),
+        Statement("Rate sensitivity", sensitivity, ("Wortsman et al.", f"{ARXIV}2309.14322")),
+        Statement("Step time", step_time),
+        *statements(_cautions(findings)),
     )
 
 
@@ -285,9 +263,7 @@ def _confirmed(findings: Findings) -> list[Statement]:
 
 def _pair(comparison: Comparison, unit: str) -> str:
     pair = f"{comparison.method} against {comparison.baseline}"
-    if comparison.interval is None:
-        return pair
-    return f"{pair} {formatting.signed(comparison.interval.mean)} {unit}"
+    return pair if comparison.interval is None else f"{pair} {formatting.signed(comparison.interval.mean)} {unit}"
 
 
 def _rates_with(results: ExperimentResults, method: str, verdict: str) -> str:
@@ -321,63 +297,57 @@ def _controlled(results: ExperimentResults) -> tuple[set[str], set[str]]:
     return {each.method for each in comparisons}, {each.baseline for each in comparisons}
 
 
-def _cautions(findings: Findings) -> list[Statement]:
-    results = findings.results
-    cautions = []
-    choices = findings.choices.values()
-    if edges := [
-        f"{each.method} ({each.edge}, {formatting.rate(each.learning_rate)})" for each in choices if each.edge
-    ]:
-        text = f"The best rate is at an edge of the rates tried, so a better one may be outside: {', '.join(edges)}."
-        cautions.append(Statement("Edge of the grid", text))
+def _cautions(findings: Findings) -> dict[str, str]:
+    results, choices = findings.results, findings.choices.values()
+    cautions = {}
+    edges = [f"{each.method} ({each.edge}, {formatting.rate(each.learning_rate)})" for each in choices if each.edge]
+    if edges:
+        cautions["Edge of the grid"] = (
+            f"The best rate is at an edge of the rates tried, so a better one may be outside: {', '.join(edges)}."
+        )
     methods = dict.fromkeys(run.method for run in results.runs if run.normalises_values)
     compared = {each.method for each in results.plan.comparisons if each.kind is ComparisonKind.TOPOLOGY}
-    without = [method for method in methods if method in compared.difference(*_controlled(results))]
-    if without:
-        text = (
+    if without := [method for method in methods if method in compared.difference(*_controlled(results))]:
+        cautions["Control row missing"] = (
             f"No pre with QKV-norm and the same operator was run beside {formatting.listed(without)}, whose attention "
             "has it: a difference to pre may come from the attention alone."
         )
-        cautions.append(Statement("Control row missing", text))
     named = {name for each in results.plan.comparisons for name in (each.method, each.baseline)}
     alone = [method for method in results.methods if method not in named]
     if alone and len(results.methods) > 1:
-        text = f"The plan compares {formatting.listed(alone)} with no other method."
-        cautions.append(Statement("Without baseline", text))
+        cautions["Without baseline"] = f"The plan compares {formatting.listed(alone)} with no other method."
     return cautions
 
 
 def _run_statements(run: RunResult) -> tuple[Statement, ...]:
-    unfinished = Statement("Unfinished", f"{run.steps_done:,} of {run.steps:,} steps.")
-    statements = [Statement("Verdict", f"{run.verdict.sentence()}.") if run.verdict else unfinished]
+    if run.verdict:
+        texts = {"Verdict": f"{run.verdict.sentence()}."}
+    else:
+        texts = {"Unfinished": f"{run.steps_done:,} of {run.steps:,} steps."}
+    at = f", at step {run.held_out_step:,}" if run.held_out_step is not None else ""
     for metric in run.metrics:
         if (value := run.held_out.get(metric.name)) is not None:
-            at = f", at step {run.held_out_step:,}" if run.held_out_step is not None else ""
-            text = f"{formatting.formatted(value, metric.format)}{at}."
-            statements.append(Statement(f"Held-out {metric.label}", text))
+            texts[f"Held-out {metric.label}"] = f"{formatting.formatted(value, metric.format)}{at}."
     if run.step_seconds is not None:
-        text = f"{formatting.seconds(run.step_seconds)}, the median over the faster half of the steps."
-        statements.append(Statement("Step time", text))
-    return tuple(statements)
+        step_time = formatting.seconds(run.step_seconds)
+        texts["Step time"] = f"{step_time}, the median over the faster half of the steps."
+    return statements(texts)
 
 
 def _unfinished_runs(results: ExperimentResults) -> tuple[Statement, ...]:
     """Return the runs that have no result, and how many steps of each are done."""
-    started = {
-        run.path.name: f"{run.planned.name}: {run.steps_done:,} of {run.steps:,} steps" for run in results.unfinished
-    }
-    return tuple(Statement(name, f"{state}.") for name, state in {**started, **results.missing}.items())
+    started = {run.path.name: f"{run.name}: {run.steps_done:,} of {run.steps:,} steps" for run in results.unfinished}
+    return statements({name: f"{state}." for name, state in {**started, **results.missing}.items()})
 
 
 def _environment(runs: Sequence[RunResult]) -> tuple[Statement, ...]:
     """Return every distinct value of what the runs recorded of their environments, earlier ones included."""
     entries: dict[str, dict[str, None]] = {}
-    for run in runs:
-        for environment in reversed(run.environments):
-            for key, value in environment.items():
-                if value not in (None, [], {}):
-                    entries.setdefault(key, {})[_plain(value)] = None
-    return tuple(Statement(key, "; ".join(values)) for key, values in entries.items())
+    for environment in (each for run in runs for each in reversed(run.environments)):
+        for key, value in environment.items():
+            if value not in (None, [], {}):
+                entries.setdefault(key, {})[_plain(value)] = None
+    return statements({key: "; ".join(values) for key, values in entries.items()})
 
 
 def _plain(value: Any) -> str:

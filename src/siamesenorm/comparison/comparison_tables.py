@@ -273,7 +273,7 @@ def _run_record(run: RunResult) -> Record:
     return {
         "run": run.path.name,
         "method": run.method,
-        "part": run.planned.part,
+        "part": run.part,
         "learning_rate": run.learning_rate,
         "seed": run.seed,
         "status": run.status,

@@ -15,20 +15,8 @@ from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import blended_transform_factory
 
-from siamesenorm.comparison import formatting
-from siamesenorm.comparison.figure_style import (
-    DASHES,
-    HUES,
-    WIDTH,
-    CurveLabel,
-    Figure,
-    MethodStyle,
-    Theme,
-    label_ends,
-    label_room,
-    shortened,
-    styles_of,
-)
+from siamesenorm.comparison import figure_style, formatting
+from siamesenorm.comparison.figure_style import CurveLabel, Figure, MethodStyle, Theme
 from siamesenorm.comparison.findings import Findings
 from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, Curve, FloatArray, Record, RunResult
 
@@ -37,7 +25,7 @@ LEFT = 0.175
 FLOOR = "nothing learned"
 DOTTED = (0.0, (1.0, 2.0))
 FLOOR_STYLE = MethodStyle(hue=None, dash=DOTTED, marker="", width=0.9)
-STREAM_HUES = ("green", "ink", *HUES)
+STREAM_HUES = ("green", "ink", *figure_style.HUES)
 SHORTEST = 4
 """The fewest finite losses that make a curve."""
 SMOOTHING_FRACTION = 0.05
@@ -60,7 +48,7 @@ def curve_figures(findings: Findings, rate: float) -> tuple[Figure, ...]:
         return ()
     baselines = {each.method: each.baseline for each in reversed(results.plan.comparisons)}
     references = {method: runs[base] for method in runs if (base := baselines.get(method)) in runs}
-    styles, at = styles_of(results.methods), formatting.rate(rate)
+    styles, at = figure_style.styles_of(results.methods), formatting.rate(rate)
     smoothing = f"Seed {seed}, smoothed over 5 % of the steps, every step behind it"
     below = "Below: the difference to the baseline at the same step, on the same data. " if references else ""
     outcomes = "; ".join(outcome.description for outcome in findings.at(rate))
@@ -120,7 +108,7 @@ def draw_losses(runs: Runs, references: Runs, styles: Styles, theme: Theme, titl
     if floor is not None:
         axes.axhline(floor, color=theme.muted, linewidth=FLOOR_STYLE.width, linestyle=DOTTED)
         labels.append(CurveLabel(height=floor, text=FLOOR, style=FLOOR_STYLE))
-    label_ends(axes, labels, theme)
+    figure_style.label_ends(axes, labels, theme)
     if references:
         _draw_differences(panels[1], runs, references, styles, theme)
     return drawing
@@ -143,7 +131,7 @@ def draw_gradient_norms(runs: Runs, styles: Styles, theme: Theme, title: str) ->
         _draw_curve(axes, norms, smooth, styles[method], theme)
         labels.append(CurveLabel(height=float(smooth.values[-1]), text=_name(run), style=styles[method]))
     axes.set_xlim(0, max(run.steps for run in runs.values()))
-    label_ends(axes, labels, theme)
+    figure_style.label_ends(axes, labels, theme)
     return drawing
 
 
@@ -152,7 +140,7 @@ def draw_streams(run: RunResult, theme: Theme) -> Drawing:
     steps = np.array([float(record["step"]) for record in run.streams])
     first, last = _rms_by_depth(run.streams[0]), _rms_by_depth(run.streams[-1])
     styles = {
-        name: MethodStyle(hue=STREAM_HUES[index % len(STREAM_HUES)], dash=DASHES[0], marker="o", width=1.6)
+        name: MethodStyle(hue=STREAM_HUES[index % len(STREAM_HUES)], dash=figure_style.DASHES[0], marker="o", width=1.6)
         for index, name in enumerate(last)
     }
     drawing, (above, below) = _new_drawing(last, ratios=(1, 1), share_steps=False)
@@ -164,7 +152,7 @@ def draw_streams(run: RunResult, theme: Theme) -> Drawing:
         below.plot(depth, first[name], color=style.color(theme), linewidth=0.9, linestyle=DOTTED)
         _draw_curve(below, None, Curve(steps=depth, values=last[name]), style, theme)
         for axes, values in ((above, over_steps), (below, last[name])):
-            labels[axes].append(CurveLabel(height=float(values[-1]), text=shortened(name), style=style))
+            labels[axes].append(CurveLabel(height=float(values[-1]), text=figure_style.shortened(name), style=style))
     above.set_title("Residual streams")
     above.set_xlim(0, run.steps)
     below.set_xlim(1, max(map(len, last.values())))
@@ -172,7 +160,7 @@ def draw_streams(run: RunResult, theme: Theme) -> Drawing:
     below.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes, at_ends in labels.items():
         _label_height(axes, "RMS")
-        label_ends(axes, at_ends, theme)
+        figure_style.label_ends(axes, at_ends, theme)
     return drawing
 
 
@@ -189,10 +177,10 @@ def _new_drawing(
     names: Iterable[str], ratios: Sequence[float] = (1,), *, share_steps: bool = True
 ) -> tuple[Drawing, list[Axes]]:
     """Return a drawing with panels over the steps, one above the other, and room for the names of curves."""
-    drawing = Drawing(figsize=(WIDTH, HEIGHT))
+    drawing = Drawing(figsize=(figure_style.WIDTH, HEIGHT))
     panels = drawing.subplots(len(ratios), 1, sharex=share_steps, squeeze=False, height_ratios=ratios)[:, 0]
     space = 0.13 if share_steps else 0.42
-    drawing.subplots_adjust(left=LEFT, right=1 - label_room(names), top=0.92, bottom=0.1, hspace=space)
+    drawing.subplots_adjust(left=LEFT, right=1 - figure_style.label_room(names), top=0.92, bottom=0.1, hspace=space)
     panels[-1 if share_steps else 0].set_xlabel("step")
     return drawing, list(panels)
 
@@ -215,7 +203,7 @@ def _draw_differences(axes: Axes, runs: Runs, references: Runs, styles: Styles, 
     margin = 0.08 * (high - low) or 0.05
     axes.set_ylim(low - margin, high + margin)
     _label_height(axes, f"difference ({_unit(runs)})")
-    label_ends(axes, labels, theme)
+    figure_style.label_ends(axes, labels, theme)
 
 
 def _draw_curve(axes: Axes, raw: Curve | None, smooth: Curve, style: MethodStyle, theme: Theme) -> None:
@@ -258,7 +246,7 @@ def _loss_range(curves: Sequence[Curve], floor: float | None) -> tuple[float, fl
 
 def _name(run: RunResult) -> str:
     mark = {DIVERGED: " ✕", NOT_LEARNED: " ◇", SPIKED: " *"}.get(run.word or "", "" if run.complete else " ○")
-    return f"{shortened(run.planned.label)}{mark}"
+    return f"{figure_style.shortened(run.label)}{mark}"
 
 
 def _unit(runs: Runs) -> str:
@@ -279,7 +267,8 @@ def smoothed(curve: Curve) -> Curve:
     length = len(curve.values)
     reach = max(1, round(SMOOTHING_FRACTION * length / 2))
     places = np.unique(np.linspace(0, length - 1, min(length, MOST_POINTS)).round().astype(int))
-    values = [_midmean(curve.values[max(0, place - reach) : place + reach + 1]) for place in places]
+    windows = [np.sort(curve.values[max(0, place - reach) : place + reach + 1]) for place in places]
+    values = [np.mean(window[len(window) // 4 : len(window) - len(window) // 4]) for window in windows]
     return Curve(steps=curve.steps[places], values=np.array(values))
 
 
@@ -300,8 +289,3 @@ def difference(curve: Curve, reference: Curve) -> Curve:
     """Return `curve - reference` at the steps that both have."""
     steps, own, other = np.intersect1d(curve.steps, reference.steps, assume_unique=True, return_indices=True)
     return Curve(steps=steps, values=curve.values[own] - reference.values[other])
-
-
-def _midmean(window: FloatArray) -> float:
-    trimmed = len(window) // 4
-    return float(np.mean(np.sort(window)[trimmed : len(window) - trimmed]))

@@ -19,15 +19,8 @@ from typing import Any, Literal
 
 import torch
 
-from siamesenorm.comparison.experiment_plan import (
-    PLAN_FILE,
-    RUNS,
-    ExperimentPlan,
-    PlannedComparison,
-    PlannedRun,
-    read_plan,
-    write_plan,
-)
+from siamesenorm.comparison import experiment_plan
+from siamesenorm.comparison.experiment_plan import RUNS, ExperimentPlan, PlannedComparison, PlannedRun
 from siamesenorm.comparison.results import KERNEL_SETTINGS, require_same_kernels
 from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json, disk_errors, encode_json, exclusive
@@ -39,7 +32,7 @@ from siamesenorm.training.verdict import Verdict
 
 POLL_SECONDS = 0.2
 LOCK_FILE = "lock"
-UNPLANNED = {LOCK_FILE, f".{PLAN_FILE}.tmp"}
+UNPLANNED = {LOCK_FILE, f".{experiment_plan.PLAN_FILE}.tmp"}
 """Files that a process leaves that was killed before it wrote the plan."""
 
 Planned = tuple[PlannedRun, RunConfig]
@@ -143,7 +136,7 @@ class Experiment:
     @property
     def plan(self) -> ExperimentPlan:
         """The plan in the directory, an empty one before it is written."""
-        return read_plan(self.directory) or ExperimentPlan()
+        return experiment_plan.read_plan(self.directory) or ExperimentPlan()
 
     @property
     def record(self) -> dict[str, Any]:
@@ -168,7 +161,7 @@ class Experiment:
             yield
 
     def _require_same(self) -> None:
-        plan, directory = read_plan(self.directory), self.directory
+        plan, directory = experiment_plan.read_plan(self.directory), self.directory
         if plan is None:
             # Empty, or of a process that was killed before it wrote the plan.
             fresh = directory.is_dir() and {each.name for each in directory.iterdir()} <= UNPLANNED
@@ -229,7 +222,7 @@ class Experiment:
             comparisons=tuple(dict.fromkeys([*before.comparisons, *self.comparisons])),
             jobs=max(before.jobs, together),
         )
-        write_plan(self.directory, plan)
+        experiment_plan.write_plan(self.directory, plan)
         for job in jobs:
             RunDirectory(job.directory).prepare(job.config)
 

@@ -58,30 +58,21 @@ class Theme:
     hues: dict[str, str]
 
 
-COLORS = {
-    "surface": ("#ffffff", "#171b21"),
-    "ink": ("#1b2129", "#e8ecf1"),
-    "muted": ("#5b6673", "#9aa6b3"),
-    "line": ("#dde2e8", "#2e3640"),
-    "fill": ("#f1f3f6", "#222830"),
-    "danger": ("#b3261e", "#ff8a80"),
-    "hatch": ("#e3bcb8", "#5c3a38"),
-    "best": ("#0b7a4b", "#4fd69b"),
-    "worst": ("#eef6f1", "#1d3029"),
-}
-"""Each colour in the light and in the dark theme."""
-HUE_COLORS = (
-    "#1b2129 #229f6e #7e350e #1b4696 #9a1cf2 #c08014 #3396b2 #941f5b #634330",
-    "#e8ecf1 #65eaa0 #e65823 #66a9f3 #b73ef4 #f4ca5e #5db9ce #c9517f #b37354",
-)
-LIGHT, DARK = THEMES = tuple(
-    Theme(
-        name=name,
-        hues=dict(zip(("ink", "green", *HUES), HUE_COLORS[index].split(), strict=True)),
-        **{part: colors[index] for part, colors in COLORS.items()},
-    )
-    for index, name in enumerate(("light", "dark"))
-)
+def _hues(colors: str) -> dict[str, str]:
+    return dict(zip(("ink", "green", *HUES), colors.split(), strict=True))
+
+
+LIGHT = Theme(
+    name="light", surface="#ffffff", ink="#1b2129", muted="#5b6673", line="#dde2e8", fill="#f1f3f6", danger="#b3261e",
+    hatch="#e3bcb8", best="#0b7a4b", worst="#eef6f1",
+    hues=_hues("#1b2129 #229f6e #7e350e #1b4696 #9a1cf2 #c08014 #3396b2 #941f5b #634330"),
+)  # fmt: skip
+DARK = Theme(
+    name="dark", surface="#171b21", ink="#e8ecf1", muted="#9aa6b3", line="#2e3640", fill="#222830", danger="#ff8a80",
+    hatch="#5c3a38", best="#4fd69b", worst="#1d3029",
+    hues=_hues("#e8ecf1 #65eaa0 #e65823 #66a9f3 #b73ef4 #f4ca5e #5db9ce #c9517f #b37354"),
+)  # fmt: skip
+THEMES = (LIGHT, DARK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 
 from siamesenorm.comparison import formatting
-from siamesenorm.comparison.experiment_plan import ComparisonKind, Part, PlannedComparison
+from siamesenorm.comparison.experiment_plan import Part, PlannedComparison
 from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, STABLE, ExperimentResults, RunResult
 from siamesenorm.comparison.statistics import (
     Estimate,
@@ -129,16 +129,13 @@ class Choice(Outcome):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class Comparison(PlannedComparison):
     """The difference in held-out loss between a method and its baseline, paired by seed.
 
     `diverged` says that a seed of one of them did: the others alone prove nothing. `interval` is the t interval at
     95 %, `corrected` the one widened by Holm's procedure, which decides whether a difference is confirmed.
     """
 
-    method: str
-    baseline: str
-    kind: ComparisonKind
     learning_rate: float
     difference: PairedDifference
     diverged: bool
@@ -246,12 +243,12 @@ def choose_learning_rate(results: ExperimentResults, method: str) -> Choice | No
     None where there is no such run: the method diverged at every rate, or has not been run.
     """
     complete = [run for run in results.runs_of(method) if run.complete]
-    tried = [run for run in complete if run.planned.part is Part.SELECTION]
+    tried = [run for run in complete if run.part is Part.SELECTION]
     best = min(tried, key=lambda run: run.score, default=None)
     if best is None or not best.has_result:
         return None
     rate = best.learning_rate
-    others = tuple(run for run in complete if run.learning_rate == rate and run.planned.part is not Part.SELECTION)
+    others = tuple(run for run in complete if run.learning_rate == rate and run.part is not Part.SELECTION)
     edge = _edge(rate, {run.learning_rate for run in tried})
     return Choice(method=method, learning_rate=rate, runs=others or (best,), edge=edge, selection=best)
 
@@ -259,9 +256,7 @@ def choose_learning_rate(results: ExperimentResults, method: str) -> Choice | No
 def compare(planned: PlannedComparison, method: Outcome, baseline: Outcome) -> Comparison:
     """Pair the seeds of a method and of its baseline; `corrected_together` adds the decision."""
     return Comparison(
-        method=planned.method,
-        baseline=planned.baseline,
-        kind=planned.kind,
+        **asdict(planned),
         learning_rate=method.learning_rate,
         difference=paired_difference(method.losses, baseline.losses),
         diverged=method.diverged or baseline.diverged,
@@ -312,7 +307,7 @@ def _sensitivity(results: ExperimentResults, method: str) -> float | None:
     None where a rate has not been run, where only one was tried, where none survived, and where a run diverged and the
     loss of a model that has learned nothing is not known.
     """
-    runs = [run for run in results.runs_of(method) if run.planned.part is Part.SELECTION and run.complete]
+    runs = [run for run in results.runs_of(method) if run.part is Part.SELECTION and run.complete]
     losses = {run.learning_rate: run.score for run in runs}
     floor = next((run.floor for run in runs if run.floor is not None), None)
     if losses.keys() != set(results.learning_rates):

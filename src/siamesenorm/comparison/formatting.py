@@ -82,9 +82,7 @@ def plural(number: int, noun: str) -> str:
 
 def listed(names: Sequence[str]) -> str:
     """Write names as a sentence does: `a`, `a and b`, `a, b and c`."""
-    if len(names) < 2:
-        return "".join(names)
-    return f"{', '.join(names[:-1])} and {names[-1]}"
+    return "".join(names) if len(names) < 2 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _decimals(value: float, digits: int) -> int:

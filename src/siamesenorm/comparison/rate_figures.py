@@ -15,20 +15,9 @@ from matplotlib.figure import Figure as Drawing
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
-from siamesenorm.comparison import formatting
+from siamesenorm.comparison import figure_style, formatting
 from siamesenorm.comparison.experiment_plan import ComparisonKind
-from siamesenorm.comparison.figure_style import (
-    WIDTH,
-    CurveLabel,
-    Figure,
-    MethodStyle,
-    Theme,
-    label_ends,
-    label_room,
-    name_room,
-    shortened,
-    styles_of,
-)
+from siamesenorm.comparison.figure_style import CurveLabel, Figure, MethodStyle, Theme
 from siamesenorm.comparison.findings import Findings, Outcome
 from siamesenorm.comparison.report_parts import SIGNS
 from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, UNFINISHED
@@ -82,9 +71,9 @@ def rate_figures(findings: Findings) -> tuple[Figure, Figure]:
 def draw_frontier(findings: Findings, theme: Theme) -> Drawing:
     """Draw a cell for every method and learning rate: held-out loss as colour, verdict as mark and hatching."""
     methods, rates = findings.results.methods, findings.results.learning_rates
-    left, right = 0.04 + name_room(methods), 0.985
+    left, right = 0.04 + figure_style.name_room(methods), 0.985
     drawing, axes = _new_drawing(methods, left=left, right=right, top=0.4, bottom=0.5)
-    wide = (right - left) * WIDTH / len(rates) >= WIDE_CELL
+    wide = (right - left) * figure_style.WIDTH / len(rates) >= WIDE_CELL
     color = _loss_colors(_losses(findings, lambda outcome: outcome.verdict != NOT_LEARNED), theme)
     for (rate, method), outcome in findings.outcomes.items():
         loss, colored = outcome.held_out_loss, outcome.verdict not in (DIVERGED, NOT_LEARNED)
@@ -96,7 +85,7 @@ def draw_frontier(findings: Findings, theme: Theme) -> Drawing:
     axes.set_xlim(-0.5, len(rates) - 0.5)
     axes.set_ylim(len(methods) - 0.5, -0.5)
     axes.set_xticks(range(len(rates)), [formatting.rate(rate) for rate in rates], fontsize=8.5 if wide else 7)
-    axes.set_yticks(range(len(methods)), [shortened(method) for method in methods], color=theme.ink)
+    axes.set_yticks(range(len(methods)), [figure_style.shortened(method) for method in methods], color=theme.ink)
     axes.set_xlabel("learning rate")
     axes.grid(False)
     axes.tick_params(length=0)
@@ -107,8 +96,8 @@ def draw_frontier(findings: Findings, theme: Theme) -> Drawing:
 def draw_sensitivity(findings: Findings, theme: Theme) -> Drawing:
     """Draw the held-out loss over the learning rate, the mean over the seeds that did not diverge."""
     rates = findings.results.learning_rates
-    styles, crowded = styles_of(findings.results.methods), len(rates) > 4
-    room, bottom = label_room(styles), 0.72 if crowded else 0.5
+    styles, crowded = figure_style.styles_of(findings.results.methods), len(rates) > 4
+    room, bottom = figure_style.label_room(styles), 0.72 if crowded else 0.5
     drawing, axes = _new_drawing(styles, left=0.15, right=1 - room, top=0.36, bottom=bottom)
     axes.set_xscale("log")
     axes.set_xlim(rates[0] / 1.3, rates[-1] * 1.3)
@@ -121,14 +110,14 @@ def draw_sensitivity(findings: Findings, theme: Theme) -> Drawing:
         points = _points(findings, method, band, math.log(axes.get_xlim()[1] / axes.get_xlim()[0]))
         _draw_points(axes, points, style, theme)
         if points:
-            labels.append(CurveLabel(height=points[-1].height, text=shortened(method), style=style))
+            labels.append(CurveLabel(height=points[-1].height, text=figure_style.shortened(method), style=style))
     axes.set_title("Held-out loss by learning rate")
     axes.set_xlabel("learning rate")
     axes.set_ylabel(f"held-out loss ({findings.results.unit})", y=(1 - BAND) / 2)  # the band has words of its own
     names = [formatting.rate(rate) for rate in rates]
     axes.set_xticks(rates, names, fontsize=7 if crowded else 8.5, rotation=45 if crowded else 0)
     axes.minorticks_off()
-    label_ends(axes, labels, theme)
+    figure_style.label_ends(axes, labels, theme)
     return drawing
 
 
@@ -153,7 +142,7 @@ def _new_drawing(
 ) -> tuple[Drawing, Axes]:
     """Return one of the two figures, side by side in the page, and its axes; `top` and `bottom` are in inches."""
     height = max(3.0, 0.95 + 0.34 * len(methods))
-    drawing = Drawing(figsize=(WIDTH, height))
+    drawing = Drawing(figsize=(figure_style.WIDTH, height))
     axes = drawing.subplots()
     drawing.subplots_adjust(left=left, right=right, top=1 - top / height, bottom=bottom / height)
     return drawing, axes

@@ -44,6 +44,11 @@ class Statements:
     tone: str = "quiet"
 
 
+def statements(texts: Mapping[str, str]) -> tuple[Statement, ...]:
+    """Return a statement for every topic with its text."""
+    return tuple(Statement(topic, text) for topic, text in texts.items())
+
+
 @dataclass(frozen=True, slots=True)
 class Pill:
     """A word that stands out, of the kind that gives it its mark and its tone."""
@@ -127,12 +132,21 @@ Block = Statements | Table | Gallery | Code
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A report: its title, sentences on its subject, a block under each heading, and files of numbers by name."""
+    """A report: its title, sentences on its subject, a block under each heading, and files of numbers by name.
+
+    Sections whose list, gallery or command is empty are left out.
+    """
 
     title: str
     subject: tuple[str, ...]
     sections: Mapping[str, Block]
     records: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Leave out empty sections."""
+        empty = (Statements(()), Gallery(()), Code(""))
+        sections = {title: block for title, block in self.sections.items() if block not in empty}
+        object.__setattr__(self, "sections", sections)
 
     @property
     def figures(self) -> tuple[Figure, ...]:
@@ -144,8 +158,3 @@ class Report:
     def tables(self) -> tuple[Table, ...]:
         """All tables."""
         return tuple(block for block in self.sections.values() if isinstance(block, Table))
-
-
-def with_content(sections: Mapping[str, Block]) -> dict[str, Block]:
-    """Return the sections without those whose list, gallery or command is empty."""
-    return {title: block for title, block in sections.items() if block not in (Statements(()), Gallery(()), Code(""))}

@@ -1,7 +1,6 @@
 """Write a report as one HTML page, as Markdown, as figures and CSV; write its tables on a terminal.
 
-The page needs nothing outside the file. Every figure is in it twice, as inline data, and the reader's colour scheme
-chooses (`prefers-color-scheme`).
+The page needs no other file. Every figure is in it twice; the reader's colour scheme chooses (`prefers-color-scheme`).
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -20,19 +18,9 @@ from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from siamesenorm.comparison import report_parts
 from siamesenorm.comparison.figure_style import LIGHT, THEMES, Figure, render
-from siamesenorm.comparison.report_parts import (
-    Block,
-    Code,
-    Column,
-    Entry,
-    Gallery,
-    Report,
-    RowGroup,
-    Statement,
-    Statements,
-    Table,
-)
+from siamesenorm.comparison.report_parts import Column, Entry, Report, RowGroup, Statement, Table
 from siamesenorm.files import disk_errors, write_atomically
 
 TERMINAL_STYLES = {"good": "green", "warn": "yellow", "dull": "magenta", "bad": "red"}
@@ -40,34 +28,22 @@ NO_BREAK = "\N{NON-BREAKING HYPHEN}"
 NUMBER = {True: ' class="number"', False: ""}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportPaths:
-    """The files of a report."""
-
-    page: Path
-    markdown: Path
-    records: tuple[Path, ...]
-    figures: tuple[Path, ...]
-
-
-def write_report(report: Report, out: Path) -> ReportPaths:
-    """Write a report into the directory `out`, each file whole or not at all.
+def write_report(report: Report, out: Path) -> Path:
+    """Write a report into the directory `out`, each file whole or not at all; return the path of its page.
 
     The page, which holds everything, is written last. Raises `UserError` where `out` cannot be written.
     """
-    drawings = {
-        f"{figure.name}-{theme.name}": render(figure, theme, "svg") for figure in report.figures for theme in THEMES
-    }
+    drawings = {f"{each.name}-{theme.name}": render(each, theme, "svg") for each in report.figures for theme in THEMES}
     figures = {out / "figures" / f"{name}.svg": svg for name, svg in drawings.items()}
     figures |= {out / "figures" / f"{figure.name}.png": render(figure, LIGHT, "png") for figure in report.figures}
     records = {out / name: text.encode() for name, text in report.records.items()}
-    markdown, page = out / "report.md", out / "report.html"
-    texts = {markdown: report_in_markdown(report).encode(), page: report_in_html(report, drawings).encode()}
+    page = out / "report.html"
+    texts = {out / "report.md": report_in_markdown(report).encode(), page: report_in_html(report, drawings).encode()}
     with disk_errors(out):
         (out / "figures" if figures else out).mkdir(parents=True, exist_ok=True)
         for path, content in {**figures, **records, **texts}.items():
             write_atomically(path, content)
-    return ReportPaths(page=page, markdown=markdown, records=tuple(records), figures=tuple(figures))
+    return page
 
 
 # --- terminal
@@ -81,14 +57,12 @@ def table_on_terminal(table: Table, width: int = 120) -> Group:
     fitting = _columns_that_fit(table, width)
     parts: list[RichTable | Text] = [Text(table.title, style="bold")]
     for group in table.groups:
-        rendered = RichTable(
-            title=group.title or None, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold cyan"
-        )
+        shown = RichTable(title=group.title or None, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold cyan")
         for column in table.columns[:fitting]:
-            rendered.add_column(column.title, justify="right" if column.numeric else "left", no_wrap=True)
+            shown.add_column(column.title, justify="right" if column.numeric else "left", no_wrap=True)
         for row in group.rows:
-            rendered.add_row(*map(_terminal_text, row[:fitting]))
-        parts.append(rendered)
+            shown.add_row(*map(_terminal_text, row[:fitting]))
+        parts.append(shown)
     if left_out := [column.title for column in table.columns[fitting:]]:
         parts.append(Text(f"In the report besides: {', '.join(left_out)}.", style="dim"))
     return Group(*parts)
@@ -121,13 +95,13 @@ def report_in_markdown(report: Report) -> str:
     for title, block in report.sections.items():
         parts.append(f"## {title}\n")
         match block:
-            case Statements():
+            case report_parts.Statements():
                 parts.append("".join(map(_statement_in_markdown, block.items)))
             case Table():
                 parts.append(table_in_markdown(block))
-            case Gallery():
+            case report_parts.Gallery():
                 parts.extend(map(_figure_in_markdown, block.figures))
-            case Code():
+            case report_parts.Code():
                 parts.append(f"```\n{block.text}\n```\n")
     return "\n".join(parts)
 
@@ -182,17 +156,17 @@ def report_in_html(report: Report, drawings: Mapping[str, bytes]) -> str:
     )
 
 
-def _block(block: Block, drawings: Mapping[str, bytes]) -> str:
+def _block(block: report_parts.Block, drawings: Mapping[str, bytes]) -> str:
     match block:
-        case Statements():
+        case report_parts.Statements():
             items = "".join(map(_statement, block.items))
             return f'<dl class="card {block.tone}">\n{items}</dl>\n'
         case Table():
             return _table(block)
-        case Gallery():
+        case report_parts.Gallery():
             figures = "".join(_figure(figure, drawings) for figure in block.figures)
             return f'<div class="figures">\n{figures}</div>\n'
-        case Code():
+        case report_parts.Code():
             return f'<pre class="card">{escape(block.text)}</pre>\n'
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,8 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RunResult:
-    """One run: what was run, how it ended, what it reached and what it cost.
+class RunResult(PlannedRun):
+    """One run of a plan: what was run, how it ended, what it reached and what it cost.
 
     `held_out` has the metrics of the last validation by name, `first_held_out` those before the first step; `facts` is
     the first record of the run, which describes its model, data and metrics; `streams` those of the stream monitor.
@@ -55,7 +55,6 @@ class RunResult:
 
     path: Path
     identity: str
-    planned: PlannedRun
     status: str
     verdict: Verdict | None
     train_loss: float | None
@@ -72,21 +71,6 @@ class RunResult:
     facts: Record = field(repr=False)
     config: Record = field(repr=False)
     environments: tuple[Record, ...] = field(repr=False)
-
-    @property
-    def method(self) -> str:
-        """The method."""
-        return self.planned.method
-
-    @property
-    def learning_rate(self) -> float:
-        """The peak learning rate."""
-        return self.planned.learning_rate
-
-    @property
-    def seed(self) -> int:
-        """The seed of the initial weights and of the order of the data."""
-        return self.planned.seed
 
     @property
     def complete(self) -> bool:
@@ -228,7 +212,7 @@ def read_run(path: Path, planned: PlannedRun | None = None) -> RunResult:
         return RunResult(
             path=path,
             identity=config.identity,
-            planned=planned,
+            **asdict(planned),
             status=str(end.get("status", UNFINISHED)),
             verdict=verdict,
             train_loss=_final_mean(losses, steps),
@@ -280,7 +264,7 @@ def read_experiment(path: Path, *, mixed: bool = False) -> ExperimentResults:
 def read_single_run(path: Path) -> ExperimentResults:
     """Read one run as an experiment of its own."""
     run = read_run(path)
-    return ExperimentResults(path=path, plan=ExperimentPlan(runs={path.name: run.planned}), runs=(run,))
+    return ExperimentResults(path=path, plan=ExperimentPlan(runs={path.name: run}), runs=(run,))
 
 
 def require_same_kernels(path: Path, environments: Sequence[Record]) -> None:
@@ -288,10 +272,8 @@ def require_same_kernels(path: Path, environments: Sequence[Record]) -> None:
     for name in KERNEL_SETTINGS:
         values = {str(each[name]) for each in environments if each.get(name) is not None}
         if len(values) > 1:
-            raise UserError(
-                f"the runs of {path} differ in {name} ({', '.join(sorted(values))}), and their numbers with it: train "
-                f"them alike, or add --mixed"
-            )
+            found = ", ".join(sorted(values))
+            raise UserError(f"the runs of {path} differ in {name} ({found}): train them alike, or add --mixed")
 
 
 def undisturbed_step_seconds(seconds: Sequence[float]) -> float | None:

@@ -111,9 +111,7 @@ class SweepGrid:
             first = configured(template, method, min(self.learning_rates), template.seed)
             choice = choose_learning_rate(results, experiment.plan.runs[experiment.run_directory(first).name].method)
             if choice is None:
-                experiment.observer.note(
-                    f"{method}: no further seeds, because no run of seed {template.seed} has a result"
-                )
+                experiment.observer.note(f"{method}: no further seeds, as no run of seed {template.seed} has a result")
             else:
                 further += [_planned(template, method, choice.learning_rate, seed, Part.REPORT) for seed in seeds]
         yield further
@@ -153,9 +151,7 @@ def comparisons_of(methods: Sequence[str], template: RunConfig) -> tuple[Planned
             baseline = next((other for other in methods if _signature(models[other]) == wanted), None)
             if baseline is not None and baseline != method:
                 baselines.setdefault((method, baseline), kind)
-    return tuple(
-        PlannedComparison(method=method, baseline=baseline, kind=kind) for (method, baseline), kind in baselines.items()
-    )
+    return tuple(PlannedComparison(method=m, baseline=b, kind=kind) for (m, b), kind in baselines.items())
 
 
 def configured(template: RunConfig, method: str, rate: float, seed: int) -> RunConfig:

@@ -24,9 +24,7 @@ REVISION = 1
 DOCUMENT_CHARACTERS = 2_000
 EQUATIONS = 10_000
 EQUATIONS_PER_DOCUMENT = 50
-SKIPPED_DIRECTORIES = frozenset(
-    {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "__pycache__"}
-)
+SKIPPED_DIRECTORIES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "__pycache__"}
 
 Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -115,8 +113,7 @@ def _arithmetic_documents() -> Iterator[str]:
 def _equation(generator: random.Random) -> str:
     """Return one line such as `Calculate 85 - 56 = 29`, whole numbers only.
 
-    The mix is that of the evaluation set basic_arithmetic: 30 % minus, 26 % plus, 22 % divide, 22 % times, with
-    operands of one to three digits.
+    The mix is that of the set basic_arithmetic: 30 % minus, 26 % plus, 22 % divide, 22 % times; one to three digits.
     """
     operator = generator.choices("-+/*", weights=(914, 783, 652, 651))[0]
     left, right = (generator.randrange(10 ** generator.choice((1, 2, 2, 3))) for _ in range(2))

@@ -23,28 +23,12 @@ from typing import Any
 
 import numpy as np
 
+from siamesenorm.data import storage
 from siamesenorm.data.holdout import choose_holdout
 from siamesenorm.data.prepared import PreparedData
 from siamesenorm.data.sources import BuiltinSource, Cut, Source, open_source
-from siamesenorm.data.storage import (
-    SHARD_DIRECTORY,
-    SPLITS,
-    TOKENIZER_FILE,
-    EncodedSplit,
-    Manifest,
-    ShardWriter,
-    complete,
-    id_dtype,
-)
-from siamesenorm.data.tokenizer import (
-    ByteTokenizer,
-    LibraryTokenizer,
-    Tokenizer,
-    bpe_size,
-    load_tokenizer,
-    tokenizer_entry,
-    train_bpe,
-)
+from siamesenorm.data.storage import EncodedSplit, Manifest
+from siamesenorm.data.tokenizer import LibraryTokenizer, Tokenizer, bpe_size, entry_of, load_tokenizer, train_bpe
 from siamesenorm.errors import UserError
 from siamesenorm.files import StoppedError, disk_errors, write_atomically
 
@@ -138,7 +122,7 @@ def prepare(config: PrepareConfig, report: Callable[[PrepareProgress], None] = l
     """
     with disk_errors(config.out):
         preparation = _Preparation(config, report)
-        complete(config.out, preparation.settings, preparation.encode, restart=config.restart)
+        storage.complete(config.out, preparation.settings, preparation.encode, restart=config.restart)
         return PreparedData.open(config.out)
 
 
@@ -169,7 +153,7 @@ class _Preparation:
         config = self.config
         tokenizer: object = config.tokenizer
         if self.tokenizer is not None and config.tokenizer != "bytes":
-            entry = asdict(tokenizer_entry(self.tokenizer))
+            entry = asdict(entry_of(self.tokenizer))
             tokenizer = {name: value for name, value in entry.items() if value is not None} | {"name": None}
         return {
             "procedure": PROCEDURE,
@@ -187,7 +171,7 @@ class _Preparation:
             if self.holdout.note:
                 self.report(PrepareProgress(stage=self.holdout.note))
         tokenizer = self._tokenizer(partial)
-        writer = ShardWriter(partial, tokenizer_entry(tokenizer))
+        writer = storage.ShardWriter(partial, entry_of(tokenizer))
         sources = [source for source in (self.validation, self.source) if source is not None]
         size = None if any(source.size is None for source in sources) else sum(source.size or 0 for source in sources)
 
@@ -245,7 +229,7 @@ class _Preparation:
 
     def _tokenizer(self, partial: Path) -> Tokenizer:
         """Return the tokenizer; its file is kept, so that a BPE is trained, or one is downloaded, only once."""
-        config, kept = self.config, partial / SHARD_DIRECTORY / TOKENIZER_FILE
+        config, kept = self.config, partial / storage.SHARD_DIRECTORY / storage.TOKENIZER_FILE
         kept.parent.mkdir(exist_ok=True)
         tokenizer = self.tokenizer
         if tokenizer is None and kept.exists():
@@ -282,7 +266,7 @@ class _Preparation:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         # On few cores the threads of the tokenizers library keep them all busy; its encodings of many cores wait
         # for the one process that turns them into arrays.
-        return 1 if small or cores < 4 or isinstance(tokenizer, ByteTokenizer) else cores
+        return 1 if small or cores < 4 or tokenizer.content is None else cores
 
 
 # --- encoding in worker processes
@@ -291,9 +275,9 @@ class _Preparation:
 def _encode(tokenizer: Tokenizer, chunk: Chunk) -> EncodedChunk:
     """Return the ids of a chunk, every document closed by the end of text."""
     documents, position = chunk
-    dtype, end = id_dtype(tokenizer.vocabulary), [tokenizer.end_of_text]
+    dtype, end = storage.id_dtype(tokenizer.vocabulary), [tokenizer.end_of_text]
     splits = {}
-    for name in SPLITS:
+    for name in storage.SPLITS:
         if texts := [text for split, text in documents if split == name]:
             ids = np.concatenate([part for ids in tokenizer.encode_batch(texts) for part in (ids, end)]).astype(dtype)
             splits[name] = EncodedSplit(ids, len(texts), sum(len(text.encode("utf-8")) for text in texts))

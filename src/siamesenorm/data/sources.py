@@ -1,8 +1,7 @@
 """Where documents come from: files, directories and globs, a Hugging Face dataset, or the built-in corpus.
 
 A source is named by one string (`open_source`) and yields its documents in a fixed order. Its fingerprint tells whether
-an interrupted preparation can resume from the same input. Bad content raises a `UserError` that names the file, the
-line and the remedy.
+an interrupted preparation can resume from the same input. Bad content raises a `UserError` with file, line and remedy.
 """
 
 from __future__ import annotations
@@ -202,7 +201,7 @@ def _read_documents(path: Path, text_field: str, cut: Cut) -> Documents:
         return _read_parquet(path, text_field)
     if name.endswith(TEXT_SUFFIXES):
         return _read_text(path, cut)
-    return _read_json_lines(path, text_field)
+    return ((_text_of(place, record, text_field), end) for place, record, end in read_json_lines(path))
 
 
 def _read_text(path: Path, cut: Cut) -> Documents:
@@ -219,8 +218,11 @@ def _read_text(path: Path, cut: Cut) -> Documents:
     yield "".join(pieces).strip("\n"), position
 
 
-def _read_json_lines(path: Path, text_field: str) -> Documents:
-    """Yield the field `text_field` of every line of a JSON lines file; blank lines are skipped."""
+def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Yield `(place, object, bytes read)` for every line of a JSON lines file (.gz too) that is not blank.
+
+    Raises `UserError`, which names the line, for a line that is no JSON object.
+    """
     for number, line, position in _read_lines(path):
         place = f"{path}: line {number}"
         line = line.removeprefix("\ufeff")  # of a file appended to another one
@@ -232,7 +234,7 @@ def _read_json_lines(path: Path, text_field: str) -> Documents:
             raise UserError(f"{place}: not JSON ({error}): every line must be one whole JSON object") from error
         if not isinstance(record, dict):
             raise UserError(f"{place}: a JSON {type(record).__name__}: every line must be one JSON object")
-        yield _text_of(place, record, text_field), position
+        yield place, record, position
 
 
 def _text_of(place: str, record: dict[str, Any], text_field: str) -> str:
@@ -266,13 +268,9 @@ def _read_lines(path: Path, limit: int = -1) -> Iterator[tuple[int, str, int]]:
                 yield number, decoder.decode(piece), file.tell()
             decoder.decode(b"", final=True)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise UserError(
-                f"{path}: line {number + starts_line}: truncated or damaged gzip ({error}): fetch the file again"
-            ) from error
+            raise UserError(f"{path}: line {number + starts_line}: damaged gzip ({error}): fetch it again") from error
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"{path}: line {number}: not UTF-8 ({error.reason}): a binary file or another encoding, give UTF-8 text"
-            ) from error
+            raise UserError(f"{path}: line {number}: not UTF-8 ({error.reason}): give a file of UTF-8 text") from error
 
 
 def _read_parquet(path: Path, text_field: str) -> Documents:
@@ -295,6 +293,4 @@ def _read_parquet(path: Path, text_field: str) -> Documents:
                     document = _text_of(f"{path}: row {row}", {text_field: text}, text_field)
                     yield document, size * row // file.metadata.num_rows
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{path}: truncated or damaged parquet after row {row} ({reason(error)}): fetch or write the file again"
-        ) from error
+        raise UserError(f"{path}: damaged parquet after row {row} ({reason(error)}): fetch it again") from error

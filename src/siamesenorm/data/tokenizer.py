@@ -99,9 +99,7 @@ def _parse(name: str, content: bytes) -> Any:
     try:
         backend = library.Tokenizer.from_str(content.decode("utf-8"))
     except Exception as error:  # the library raises bare Exception
-        raise UserError(
-            f"{name}: not a JSON file of the tokenizers library ({reason(error)}): give a tokenizer.json"
-        ) from error
+        raise UserError(f"{name}: no tokenizer.json ({reason(error)}): give one of the tokenizers library") from error
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
@@ -113,9 +111,7 @@ def _library() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise UserError(
-            "this tokenizer needs the package tokenizers: pip install 'siamesenorm[lab]', or use the tokenizer 'bytes'"
-        ) from error
+        raise UserError("no package tokenizers: pip install 'siamesenorm[lab]', or use tokenizer 'bytes'") from error
     return tokenizers
 
 
@@ -171,7 +167,7 @@ def _from_hub(name: str) -> bytes:
     return text.encode("utf-8")
 
 
-def tokenizer_entry(tokenizer: Tokenizer) -> TokenizerEntry:
+def entry_of(tokenizer: Tokenizer) -> TokenizerEntry:
     """Return the tokenizer's entry in the manifest of prepared data."""
     content = tokenizer.content
     return TokenizerEntry(

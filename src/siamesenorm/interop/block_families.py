@@ -46,14 +46,10 @@ def _package(module: str) -> str:
 
 
 PROJECTIONS = {
-    "query": "self_attn.q_proj",
-    "key": "self_attn.k_proj",
-    "value": "self_attn.v_proj",
+    "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj",
     "attention_output": "self_attn.o_proj",
-    "mlp_gate": "mlp.gate_proj",
-    "mlp_up": "mlp.up_proj",
-    "mlp_output": "mlp.down_proj",
-}
+    "mlp_gate": "mlp.gate_proj", "mlp_up": "mlp.up_proj", "mlp_output": "mlp.down_proj",
+}  # fmt: skip
 LLAMA = BlockSpec(
     rewired=DecoderBlock,
     sublayers=two_sublayers("input_layernorm", "post_attention_layernorm"),
@@ -87,21 +83,13 @@ class GPT2Block(SequentialBlock):
     mlp_modules = ("mlp",)
 
     def _attend(
-        self,
-        h: Tensor,
-        past_key_values: Any = None,
-        attention_mask: Tensor | None = None,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Tensor | None = None,
-        use_cache: bool | None = False,
-        **kwargs: Any,
+        self, h: Tensor, past_key_values: Any = None, attention_mask: Any = None, encoder: Any = None, **kwargs: Any
     ) -> Tensor:
         """Return the output of the attention sublayer; raises UserError for encoder states."""
-        if encoder_hidden_states is not None:
+        if encoder is not None or kwargs.pop("encoder_hidden_states", None) is not None:
             raise UserError("encoder_hidden_states in a rewired GPT-2: it has no cross-attention, leave them out")
-        return super()._attend(
-            h, past_key_values=past_key_values, attention_mask=attention_mask, use_cache=use_cache, **kwargs
-        )
+        kwargs.pop("encoder_attention_mask", None)
+        return super()._attend(h, past_key_values=past_key_values, attention_mask=attention_mask, **kwargs)
 
 
 GPT2 = BlockSpec(
@@ -184,12 +172,7 @@ class ClosedIntermediates(nn.Module):
     """Mixed in before a Vision Transformer's class: its features have the channels of one stream."""
 
     def forward_intermediates(
-        self,
-        x: Tensor,
-        indices: int | list[int] | None = None,
-        return_prefix_tokens: bool = False,
-        norm: bool = False,
-        **options: Any,
+        self, x: Tensor, indices: Any = None, return_prefix_tokens: bool = False, norm: bool = False, **options: Any
     ) -> Any:
         """Return timm's intermediates closed, `norm` or not: the sum of streams before their norms has no meaning."""
         return super().forward_intermediates(x, indices, return_prefix_tokens, True, **options)  # type: ignore[misc]
@@ -211,9 +194,7 @@ class ClosedIntermediates(nn.Module):
 def _check_vit(backbone: nn.Module) -> None:
     """Raise UserError for a model that has no norm of each last token."""
     if isinstance(backbone.norm, nn.Identity):
-        raise UserError(
-            "norm of the VisionTransformer is none: create it with final_norm=True, fc_norm=False, no features_only"
-        )
+        raise UserError("no norm: create the VisionTransformer with final_norm=True, fc_norm=False, no features_only")
 
 
 VIT = BlockSpec(
@@ -280,16 +261,12 @@ DIT = BlockSpec(
     domain="vision",
     attention="attn1",
     projections={
-        "query": "attn1.to_q",
-        "key": "attn1.to_k",
-        "value": "attn1.to_v",
-        "attention_output": "attn1.to_out.0",
-        "mlp_up": "ff.net.0.proj",
-        "mlp_output": "ff.net.2",
+        "query": "attn1.to_q", "key": "attn1.to_k", "value": "attn1.to_v", "attention_output": "attn1.to_out.0",
+        "mlp_up": "ff.net.0.proj", "mlp_output": "ff.net.2",
     },
     head_dim=lambda attention: attention.inner_dim // attention.heads,
     backbones=("diffusers.models.transformers.dit_transformer_2d.DiTTransformer2DModel",),
-)
+)  # fmt: skip
 
 
 def _read_dit(block: nn.Module) -> BlockSpec:

@@ -1,11 +1,11 @@
 """Record a conversion on a model, and give it the class of its library that saves it as what it is now.
 
-A converted model must never load as the model it was: models of libraries that save and load by class get a class and a
-configuration of their own.
+A converted model must never load as what it was: where libraries save by class, it gets a class and configuration.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 
@@ -37,33 +37,27 @@ def refuse_unsavable(model: nn.Module, verb: str) -> None:
         kind = type(module).__name__
         if name and isinstance(module, LanguageModel):
             raise UserError(f"{name} is a LanguageModel inside a {whole}: {verb} it by itself, and wrap it then")
-        if name and not adopt and _base(module):
+        if name and not adopt and _adopter(module):
             raise UserError(f"{name} is a {kind} inside a {whole}, and saves by itself: {verb} it before it is wrapped")
         if type(module).__module__.startswith("peft.tuners."):
-            raise UserError(
-                f"{name} is an adapter of PEFT ({kind}): merge and unload it, {verb} the model, and attach it again"
-            )
+            raise UserError(f"{name} is a {kind} of PEFT: merge and unload it, {verb} the model, and attach it again")
 
 
-BASES = {"transformers.modeling_utils": "PreTrainedModel", "diffusers.models.modeling_utils": "ModelMixin"}
-"""Base classes by which libraries save and load; where the module is not imported, no model has them."""
+BASES = {
+    "transformers.modeling_utils": ("PreTrainedModel", "siamesenorm.interop.huggingface.converted"),
+    "diffusers.models.modeling_utils": ("ModelMixin", "siamesenorm.interop.diffusers"),
+}
+"""Base classes by which libraries save and load, and our module with `adopt`; what is not imported has no models."""
 
 
-def _base(model: nn.Module) -> str | None:
-    """Return the module of the base class by which a model's library saves it, None where it saves no classes."""
-    loaded = (module for module in BASES if module in sys.modules)
-    return next((module for module in loaded if isinstance(model, getattr(sys.modules[module], BASES[module]))), None)
+def _adopter(model: nn.Module) -> str | None:
+    """Return our module that gives a model of its library a class of ours, None where the library saves no classes."""
+    loaded = ((getattr(sys.modules[name], base), ours) for name, (base, ours) in BASES.items() if name in sys.modules)
+    return next((ours for base, ours in loaded if isinstance(model, base)), None)
 
 
 def _adopt(model: nn.Module) -> Adopt | None:
-    """Import the function that gives a model of its library a class of ours, None where there is none."""
-    base = _base(model)
-    if base is None:
-        return None
-    if base.startswith("transformers."):
-        from siamesenorm.interop.huggingface import converted
-
-        return converted.adopt
-    from siamesenorm.interop import diffusers
-
-    return diffusers.adopt
+    """Return the function that gives a model of its library a class of ours, None where there is none."""
+    ours = _adopter(model)
+    adopt: Adopt | None = importlib.import_module(ours).adopt if ours else None
+    return adopt

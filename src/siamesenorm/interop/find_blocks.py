@@ -23,9 +23,7 @@ def find_blocks(model: nn.Module) -> BlockStack:
         if isinstance(module, RewiredBlock):
             raise UserError(f"{where}: the model has been rewired already; rewire the original")
         if isinstance(module, Connection):
-            raise UserError(
-                f"{where}: the blocks have connections of this library already; build them with another topology"
-            )
+            raise UserError(f"{where}: the blocks have connections of this library; build them with another topology")
     rows = {
         name: module
         for name, module in model.named_modules()
@@ -79,9 +77,7 @@ def _refuse_patched(stack: BlockStack) -> None:
     blocks = [(f"{stack.name}.{index}", block) for index, block in enumerate(stack.blocks)]
     for name, module in [(prefix or "the model", stack.backbone), *blocks]:
         if "forward" in vars(module):
-            raise UserError(
-                f"{name} has had its forward replaced (by accelerate, or a patch): rewire the model before that"
-            )
+            raise UserError(f"{name} has had its forward replaced (accelerate, or a patch): rewire the model before")
 
 
 def _refuse_shared_norms(model: nn.Module, stack: BlockStack) -> None:

@@ -70,9 +70,7 @@ class TransformersPrompt:
         library = stored.import_library()
         self.path, self.tokens, self.notes = stored.path, tokens, stored.notes
         if not any(self.path.glob("tokenizer*")) and not any(self.path.glob("vocab.*")):
-            raise UserError(
-                f"{self.path} has no tokenizer: save it beside the model, tokenizer.save_pretrained(directory)"
-            )
+            raise UserError(f"{self.path} has no tokenizer: save it beside the model (tokenizer.save_pretrained)")
         with library_errors(self.path):
             self.tokenizer: Any = library.AutoTokenizer.from_pretrained(self.path, local_files_only=True)
         self.model = cast(Any, stored.load())
@@ -126,9 +124,7 @@ class TransformersPrompt:
 def _require_known(ids: Sequence[int], tokens: int, directory: Path) -> None:
     """Raise UserError for a token id beyond the vocabulary of a model."""
     if max(ids) >= tokens:
-        raise UserError(
-            f"{directory}: its tokenizer gives token {max(ids)}, and the model has {tokens}: save its own tokenizer"
-        )
+        raise UserError(f"{directory}: its tokenizer gives token {max(ids)}, and the model has {tokens}: save its own")
 
 
 def open_prompt(stored: StoredModel, prompt: str, *, tokens: int) -> NativePrompt | TransformersPrompt:

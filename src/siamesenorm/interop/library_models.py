@@ -1,7 +1,6 @@
 """Models of transformers, diffusers and timm in a local directory, converted or not: loaded, built and saved again.
 
-Nothing is downloaded, no code of the directory runs, and weights are safetensors. A library is imported when a model of
-its own is loaded.
+Nothing is downloaded, no code of the directory runs, and weights are safetensors. A library is imported when used.
 """
 
 from __future__ import annotations
@@ -76,9 +75,7 @@ class LibraryModel(StoredModel):
         if not self.weights:
             raise UserError(self._remedy_for_weights())
         if self._arguments().get("siamesenorm") and not self.converted:
-            raise UserError(
-                f"{self.path} records conversions of an unconverted {self.name}: the configuration is damaged"
-            )
+            raise UserError(f"{self.path} records conversions of an unconverted {self.name}: config.json is damaged")
         library = self.import_library()
         with library_errors(self.path), _quiet(library):
             model: nn.Module = self._load(library, options)

@@ -10,9 +10,7 @@ Importing this module registers the model "siamesenorm"; where a harness reads n
 from __future__ import annotations
 
 import copy
-import gzip
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,10 +23,13 @@ from lm_eval.models.huggingface import HFLM
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from siamesenorm.data.sources import read_json_lines
 from siamesenorm.errors import UserError
+from siamesenorm.files import disk_errors
 from siamesenorm.interop.huggingface import SiameseNormForCausalLM
 from siamesenorm.interop.native_models import tokenizer_for
 from siamesenorm.interop.stored import open_native
+from siamesenorm.training.execution import find_device
 
 PROMPT = "Question: {{question}}\nAnswer:"
 FIELDS = "question, choices and label"
@@ -86,9 +87,7 @@ class SiameseNormLM(HFLM):  # type: ignore[misc]
     def _loglikelihood_tokens(self, requests: Sequence[Any], *args: Any, **options: Any) -> list[tuple[float, bool]]:
         longest = max((len(continuation) for _, _, continuation in requests), default=0)
         if longest > self.max_length:
-            raise UserError(
-                f"a choice has {longest} tokens, the model's context {self.max_length}: leave its question out"
-            )
+            raise UserError(f"a choice has {longest} tokens, the model's context {self.max_length}: drop its question")
         found: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, *args, **options)
         return found
 
@@ -106,7 +105,8 @@ def local_task(
     file = Path(path)
     if not file.is_file():
         raise UserError(f"{file}: no such file: give one of JSON lines with {FIELDS}")
-    _require_questions(file, prompt, options)
+    with disk_errors(file):
+        _require_questions(file, prompt, options)
     config: dict[str, Any] = {
         "task": name or file.name.partition(".")[0],
         "dataset_path": "json",
@@ -148,15 +148,8 @@ def evaluate(
 
 def _require_questions(file: Path, prompt: str, options: Mapping[str, Any]) -> None:
     """Raise UserError, naming the line, unless every line has the fields that the task is going to read."""
-    count = 0
-    for place, line in _lines(file):
-        count += 1
-        try:
-            question = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{place}: not JSON ({error}): give an object with {FIELDS}") from error
-        if not isinstance(question, dict):
-            raise UserError(f"{place}: not a JSON object: give one with {FIELDS}")
+    place = ""
+    for place, question, _ in read_json_lines(file):
         if "question" in prompt and "doc_to_text" not in options and "question" not in question:
             raise UserError(f"{place}: no question, which the prompt is made of: add it")
         if "doc_to_choice" in options:
@@ -166,19 +159,8 @@ def _require_questions(file: Path, prompt: str, options: Mapping[str, Any]) -> N
             raise UserError(f"{place}: choices are {choices!r}: give a list of texts")
         if "doc_to_target" not in options and not (type(label) is int and 0 <= label < len(choices)):
             raise UserError(f"{place}: label is {label!r}: give the index of the right one of {len(choices)} choices")
-    if not count:
+    if not place:
         raise UserError(f"{file} holds no question: give lines with {FIELDS}")
-
-
-def _lines(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield the lines that are not blank, each with its place."""
-    try:
-        with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield f"{file}, line {number}", line
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} cannot be read ({error}): give JSON lines, gzipped if it is called .gz") from error
 
 
 def _require_counts(options: Mapping[str, Any]) -> None:
@@ -197,7 +179,5 @@ def _place(device: str | None, dtype: str | torch.dtype | None) -> tuple[torch.d
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype or torch.float32
     if not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise UserError(f"dtype is {dtype!r}: choose float32, bfloat16 or float16")
-    try:
-        return torch.empty(0, device=device or ("cuda" if torch.cuda.is_available() else "cpu")).device, found
-    except (RuntimeError, AssertionError) as error:  # the latter is what a torch without CUDA raises
-        raise UserError(f"device is {device!r}: choose cpu, or cuda where there is a GPU") from error
+    place = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return torch.empty(0, device=place).device, found  # with its index

@@ -208,9 +208,7 @@ def require_finite(directory: Path, weights: Mapping[str, Tensor]) -> None:
     """Raise UserError for weights that are NaN or infinite."""
     wrong = [name for name, tensor in weights.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
     if wrong:
-        raise UserError(
-            f"{directory}: {len(wrong)} weights are not finite, such as {wrong[0]}: name an earlier checkpoint"
-        )
+        raise UserError(f"{directory}: {len(wrong)} weights are not finite, such as {wrong[0]}: use another checkpoint")
 
 
 def compute_in(model: LanguageModel, dtype: torch.dtype) -> None:

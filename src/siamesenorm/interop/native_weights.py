@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from siamesenorm.errors import UserError, unknown
 from siamesenorm.models.language import LanguageModel, LanguageModelConfig
+from siamesenorm.models.vision import VisionTransformer, VisionTransformerConfig
 from siamesenorm.norms import NormSpec
-from siamesenorm.topologies.pre_norm_family import PreNorm
+from siamesenorm.topologies.pre_norm_family import LayerScale, PreNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +191,105 @@ _OLMOE_BLOCK = {
     "mlp.gate": "mlp.router.weight",
 }
 
+# --- ViT and DeiT of timm
+
+
+def _vit_fields(foreign: Any) -> dict[str, Any]:
+    block, patches = foreign.blocks[0], foreign.patch_embed
+    norm, activation = block.norm1, _TIMM_ACTIVATIONS.get(type(getattr(block.mlp, "act", None)).__name__)
+    pooling = {"token": "token", "avg": "mean"}.get(foreign.global_pool)
+    parts = {
+        "class": type(block).__module__ == "timm.models.vision_transformer" and type(block).__name__ == "Block",
+        "norm_layer": isinstance(norm, nn.LayerNorm) and norm.bias is not None,
+        "act_layer": activation is not None,
+        "global_pool": pooling is not None and foreign.has_class_token == (pooling == "token"),
+        "fc_norm": isinstance(foreign.fc_norm, nn.Identity),
+        "qkv_bias": (block.attn.qkv.bias is None) == (block.attn.proj.bias is None),
+        "num_classes": foreign.num_classes > 0,
+        "img_size": patches.img_size[0] == patches.img_size[1] and patches.patch_size[0] == patches.patch_size[1],
+    }
+    if strange := [name for name, is_ours in parts.items() if not is_ours]:
+        raise UserError(
+            f"{strange[0]} of the {type(foreign).__name__} is one that our models do not have: load another"
+        )
+    scaled = not isinstance(block.ls1, nn.Identity)
+    return {
+        "depth": len(foreign.blocks),
+        "dim": foreign.embed_dim,
+        "heads": block.attn.num_heads,
+        "kv_heads": 0,
+        "hidden": block.mlp.fc1.out_features,
+        "topology": LayerScale() if scaled else PreNorm(),
+        "norm": NormSpec("layernorm", (("eps", norm.eps),)),
+        "attention_norm": "none" if isinstance(block.attn.q_norm, nn.Identity) else "qk-head",
+        "activation": activation,
+        "bias": block.attn.qkv.bias is not None,
+        "image_size": patches.img_size[0],
+        "patch_size": patches.patch_size[0],
+        "channels": foreign.in_chans,
+        "pooling": pooling,
+        "token_position": pooling == "token" and not foreign.no_embed_class,
+        "classes": foreign.num_classes,
+        "distillation": hasattr(foreign, "head_dist"),
+    }
+
+
+_TIMM_ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu-tanh"}
+
+
+def _is_vit(config: VisionTransformerConfig) -> bool:
+    attention = config.attention_shape
+    return (
+        (config.topology == PreNorm() or isinstance(config.topology, LayerScale))
+        and config.norm.name == "layernorm"
+        and config.norm.to_json()["bias"] is True
+        and config.activation in ("gelu", "gelu-tanh")
+        and (attention.attention_norm in ("none", "qk-head"), attention.context_norm) == (True, False)
+        and attention.kv_heads == attention.heads
+    )
+
+
+def _vit_rows(config: VisionTransformerConfig) -> Iterator[Row]:
+    dim, size = config.dim, config.patch_size
+    positions = config.patches + (config.tokens if config.token_position else 0)
+    yield Row("patch_embed.proj.weight", ("patch.weight",), shape=(dim, config.channels, size, size))
+    yield Row("patch_embed.proj.bias", ("patch.bias",))
+    yield Row("pos_embed", ("position.weight",), shape=(1, positions, dim))
+    for token, own in list({"cls_token": "token", "dist_token": "distillation_token"}.items())[: config.tokens]:
+        yield Row(token, (f"{own}.weight",), shape=(1, 1, dim))
+    yield from _both("norm", ("closing.norm",), weight="gain")
+    for head, own in list({"head": "head", "head_dist": "distillation_head"}.items())[: 1 + config.distillation]:
+        yield from _both(head, (own,))
+    for index in range(config.depth):
+        there, here = f"blocks.{index}.", f"blocks.{index}."
+        for place, sublayer, outputs in ((1, "attention", "attn.proj"), (2, "mlp", "mlp.fc2")):
+            yield from _both(f"{there}norm{place}", (f"{here}{sublayer}_connection.norm",), weight="gain")
+            yield from _both(f"{there}{outputs}", (f"{here}{sublayer}.output",), bias=config.bias)
+            if isinstance(config.topology, LayerScale):
+                yield Row(f"{there}ls{place}.gamma", (f"{here}{sublayer}_connection.output.gain",))
+        joined = tuple(f"{here}attention.{name}" for name in ("query", "key", "value"))
+        yield from _both(f"{there}attn.qkv", joined, bias=config.bias)
+        yield from _both(f"{there}mlp.fc1", (f"{here}mlp.up",), bias=config.bias)
+        if config.attention_shape.attention_norm == "qk-head":
+            for short, name in (("q", "query"), ("k", "key")):
+                yield from _both(f"{there}attn.{short}_norm", (f"{here}attention.{name}_head_norm",), weight="gain")
+
+
+def _both(foreign: str, own: tuple[str, ...], *, weight: str = "weight", bias: bool = True) -> Iterator[Row]:
+    """Yield the rows of the weight and the bias of a module."""
+    yield Row(f"{foreign}.weight", tuple(f"{name}.{weight}" for name in own))
+    if bias:
+        yield Row(f"{foreign}.bias", tuple(f"{name}.bias" for name in own))
+
+
 # --- all families
 
+TIMM_VIT = Family(own=VisionTransformer, fits=_is_vit, fields=_vit_fields, rows=_vit_rows)
 FAMILIES: dict[str, Family] = {
     "transformers.models.olmoe.modeling_olmoe.OlmoeForCausalLM": Family(
         own=LanguageModel, fits=_is_olmoe, fields=_olmoe_fields, rows=_olmoe_rows
     ),
+    "timm.models.vision_transformer.VisionTransformer": TIMM_VIT,
+    "timm.models.deit.VisionTransformerDistilled": TIMM_VIT,
 }
 """By the full name of the foreign class."""

@@ -11,18 +11,11 @@ from typing import Literal
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
+from siamesenorm.interop import wiring
 from siamesenorm.interop.converted_models import record_step, refuse_unsavable
 from siamesenorm.interop.find_blocks import find_blocks
 from siamesenorm.interop.rewired_blocks import BlockStack, RewiredBlock
-from siamesenorm.interop.wiring import (
-    FROM_SCRATCH,
-    HostNorms,
-    build_parts,
-    init_as_pre_norm,
-    install,
-    read_norms,
-    refuse_fused_projections,
-)
+from siamesenorm.interop.wiring import FROM_SCRATCH, HostNorms
 from siamesenorm.models.conversion import convert, converted_config
 from siamesenorm.models.language import LanguageModel
 from siamesenorm.norms import Inexact, Norm, NormFunction, NormSpec
@@ -49,8 +42,7 @@ def rewire(
 
     New parameters are made: build the optimizer afterwards. A Hugging Face or diffusers model gets a class and a copy
     of its configuration that save it as what it is. Raises UserError, with the model unchanged, for a structure that is
-    not understood, a model that was rewired before, a norm shared between sublayers, and a topology that cannot keep
-    the function.
+    not understood, a model that was rewired before, a shared norm, and a topology that cannot keep the function.
     """
     wanted = build_topology(topology) if isinstance(topology, str) else topology
     if isinstance(model, LanguageModel):
@@ -58,13 +50,13 @@ def rewire(
     refuse_unsavable(model, "rewire")
     stack = find_blocks(model)
     resolved = _resolve(wanted, stack, preserve=preserve)
-    old = read_norms(stack)
+    old = wiring.read_norms(stack)
     chosen = NormSpec.parse(norm) if isinstance(norm, str) else norm
     operator = old.operator if chosen is None else inheriting(chosen, old.first)
-    path = build_parts(stack, resolved, operator, old)
+    path = wiring.build_parts(stack, resolved, operator, old)
     differences = attention_norm = None
     if preserve:
-        found = init_as_pre_norm(path, stack, old)
+        found = wiring.init_as_pre_norm(path, stack, old)
         remedy = "make them alike with swap_norms first" if norm is None else "leave norm out"
         for name, one in ((name, one) for name, each in found.items() for one in each):
             if not one.kind.only_eps_or_rounding:
@@ -77,7 +69,7 @@ def rewire(
         attention_norm = NormSpec.parse(old.first.statistic, **eps)
     before, known = _fates_of_old_norms(model, stack, old, preserve=preserve), norms_of(model)
     # Nothing of the model was changed above, and nothing can fail below.
-    install(stack, path, resolved, attention_norm=attention_norm, preserve=preserve)
+    wiring.install(stack, path, resolved, attention_norm=attention_norm, preserve=preserve)
     step = {
         "operation": "rewire",
         "topology": topology_to_json(resolved),
@@ -100,7 +92,7 @@ def _resolve(topology: Topology, stack: BlockStack, *, preserve: bool) -> Topolo
     if spec.keeps_final_norm and topology.modulation_refusal:
         raise UserError(f"{topology_name(topology)} on {what}: {topology.modulation_refusal}")
     if not preserve:
-        refuse_fused_projections(stack, topology)
+        wiring.refuse_fused_projections(stack, topology)
         return topology
     resolved = topology.preserving()
     if spec.pre_norm_refusal:
@@ -109,9 +101,7 @@ def _resolve(topology: Topology, stack: BlockStack, *, preserve: bool) -> Topolo
             f"{topology_name(topology)} exists; {FROM_SCRATCH}"
         )
     if any(parameter.is_meta for parameter in stack.backbone.parameters()):
-        raise UserError(
-            f"{stack.name} is on the meta device, without a function: load the weights first, or {FROM_SCRATCH}"
-        )
+        raise UserError(f"{stack.name} is on the meta device: load the weights first, or {FROM_SCRATCH}")
     return resolved
 
 
@@ -145,8 +135,7 @@ def _rewire_native(
 def record_streams(model: nn.Module) -> Iterator[list[dict[str, Tensor]]]:
     """Collect, for every block that runs inside the context, its streams by name, [batch, tokens, dim] each.
 
-    Hyper-Connections have one entry, "streams", [batch, tokens, streams, dim]. Raises UserError for a model that
-    was not rewired.
+    Hyper-Connections have one, "streams", [batch, tokens, streams, dim]. Raises UserError for a model not rewired.
     """
     blocks = [module for module in model.modules() if isinstance(module, RewiredBlock)]
     if not blocks:

@@ -223,9 +223,7 @@ class ClosedHiddenStates(nn.Module):
         states = getattr(output, "hidden_states", None)
         if states is not None:
             closing = next(module for module in self.modules() if isinstance(module, RewiredClosing))
-            output["hidden_states"] = tuple(
-                closing(state) if state is not None and state.dim() == 4 else state for state in states
-            )
+            output["hidden_states"] = tuple(closing(x) if x is not None and x.dim() == 4 else x for x in states)
         names = getattr(self.config, "return_dict", True) if wanted is None else wanted
         return output.to_tuple() if names is False else output
 

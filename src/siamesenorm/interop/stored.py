@@ -72,9 +72,7 @@ def from_pretrained(path: str | Path, **options: Any) -> nn.Module:
     """
     found = detect(path)
     if isinstance(found, LibraryModel) and not found.converted:
-        raise UserError(
-            f"{path} holds an unconverted {found.name}: load it with {found.library}, then call siamesenorm.rewire"
-        )
+        raise UserError(f"{path} holds an unconverted {found.name}: load it with {found.library}, then rewire it")
     model = found.load(**options)
     for note in found.notes:
         warnings.warn(note, stacklevel=2)

@@ -25,15 +25,8 @@ from siamesenorm.interop.wiring import replay_steps, steps_of
 
 PREFIX = "siamesenorm_"
 CONVERTED = f"{PREFIX}converted"
-HOSTS = (
-    "vit_tiny_patch16_224",
-    "vit_small_patch16_224",
-    "vit_base_patch16_224",
-    "vit_large_patch16_224",
-    "deit_tiny_patch16_224",
-    "deit_small_patch16_224",
-    "deit_base_patch16_224",
-)
+SIZES = ("vit_tiny", "vit_small", "vit_base", "vit_large", "deit_tiny", "deit_small", "deit_base")
+HOSTS = tuple(f"{size}_patch16_224" for size in SIZES)
 TOPOLOGY = "siamese-post-pre:post_norm=lazy,readout=code"
 """The form of the released SiameseNorm DeiT (arXiv 2602.08064)."""
 DATA = ("input_size", "fixed_input_size", "interpolation", "crop_pct", "mean", "std", "num_classes", "first_conv",

@@ -14,7 +14,6 @@ from torch import Tensor
 from siamesenorm.data.storage import MANIFEST_FILE, Manifest, read_manifest
 from siamesenorm.data.tokenizer import Tokenizer, load_tokenizer
 from siamesenorm.errors import UserError
-from siamesenorm.files import decode_json
 from siamesenorm.interop.native_models import NativeModel, for_use
 from siamesenorm.models.language import LanguageModelConfig
 from siamesenorm.tasks.language import LanguageTaskConfig
@@ -57,9 +56,7 @@ class TrainedModel(NativeModel):
     def run_config(self) -> RunConfig:
         """The configuration of the run."""
         if not self.run.config_file.is_file():
-            raise UserError(
-                f"{self.path} is a checkpoint without its run: name a run, a checkpoint in one, or an export"
-            )
+            raise UserError(f"{self.path} is a checkpoint without a run: name a run, a checkpoint in one, or an export")
         config = self.run.read_config()
         if not isinstance(config.task, LanguageTaskConfig):
             raise UserError(f"{self.path} is a run of the task {config.task.tag}: name one of a language model")
@@ -119,11 +116,9 @@ def model_card(run: RunDirectory, config: RunConfig, step: int, manifest: Manife
     origin = config.warm_start and config.warm_start.run[:12]
     model, optimizer, split = config.task.model, config.optimizer, manifest.splits["train"]
     name, parameters, batch = topology_name(model.topology), introduction["parameters"], config.batch * model.context
-    try:
-        found = decode_json(run.environment_file.read_bytes())
-        environment = f", siamesenorm {found['siamesenorm']}, torch {found['torch']}, on {found['device']}"
-    except (OSError, ValueError, KeyError, TypeError):  # an absent or incomplete record
-        environment = ""
+    newest = next(iter(run.read_environments()), {})  # it may be absent or incomplete
+    found = [newest.get(name) for name in ("siamesenorm", "torch", "device")]
+    environment = ", siamesenorm {}, torch {}, on {}".format(*found) if None not in found else ""
     facts = {
         "Model": {
             "Topology": f"`{name}`, streams: {', '.join(model.topology.stream_names)}",

@@ -16,19 +16,12 @@ from torch import Tensor, nn
 
 from siamesenorm.errors import UserError, unknown
 from siamesenorm.interop.find_blocks import find_blocks
-from siamesenorm.interop.rewired_blocks import (
-    BlockSpec,
-    BlockStack,
-    RewiredBlock,
-    RewiredClosing,
-    derive,
-    keep_recording,
-)
+from siamesenorm.interop.rewired_blocks import BlockStack, RewiredBlock, RewiredClosing, derive, keep_recording
 from siamesenorm.interop.stored_model import Step
 from siamesenorm.models.block import ResidualPath, build_residual_path
 from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec, foreign_norms
 from siamesenorm.norms.foreign_norms import Unreadable, inheriting, read_norm
-from siamesenorm.topologies import Place, ResidualSpec, Topology, topology_from_json, topology_name
+from siamesenorm.topologies import ResidualSpec, Topology, topology_from_json, topology_name, transformer_places
 
 FROM_SCRATCH = "start from scratch (preserve=False or --scratch)"
 
@@ -88,7 +81,8 @@ def build_parts(stack: BlockStack, topology: Topology, norm: NormSpec, old: Host
     """Build opening, connections and closing on the devices and in the dtypes of the host's weights."""
     final_norm = not stack.spec.keeps_final_norm
     spec = ResidualSpec(dim=old.first.dim, norm=norm, domain=stack.spec.domain, final_norm=final_norm)
-    path = build_residual_path(topology, spec, places_of(stack.spec, len(stack.blocks)))
+    sublayers = [(each.kind, bool(each.kept)) for each in stack.spec.sublayers]
+    path = build_residual_path(topology, spec, transformer_places(len(stack.blocks), sublayers=sublayers))
     norms = iter(old.inputs.values())
     for block, connections in zip(stack.blocks, path.connections, strict=True):
         for connection in connections:
@@ -111,19 +105,6 @@ def init_as_pre_norm(path: ResidualPath, stack: BlockStack, old: HostNorms) -> d
     for differences in found.values():
         differences[:] = [twice if (one.kind, one.bound) == (twice.kind, None) else one for one in differences]
     return found
-
-
-def places_of(spec: BlockSpec, depth: int) -> list[tuple[Place, ...]]:
-    """Return the places of every block's sublayers, numbered through the whole stack."""
-    places: list[Place] = []
-    count = len(spec.sublayers)
-    for index in range(depth * count):
-        sublayer = spec.sublayers[index % count]
-        places.append(Place(
-            index=index, block=index // count, slot=index % count, kind=sublayer.kind, depth=depth,
-            previous=places[-1] if places else None, normalises_input=bool(sublayer.kept),
-        ))  # fmt: skip
-    return [tuple(places[first : first + count]) for first in range(0, len(places), count)]
 
 
 def like(module: nn.Module, norm: NormFunction | None = None) -> dict[str, Any]:

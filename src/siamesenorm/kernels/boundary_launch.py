@@ -10,18 +10,8 @@ import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
-from siamesenorm.kernels import boundary_backward_triton, boundary_triton
-from siamesenorm.kernels.boundary_plain import (
-    Backward,
-    Forward,
-    Gains,
-    Grads,
-    Kept,
-    Parts,
-    empty_backward,
-    empty_forward,
-    shares_gradient,
-)
+from siamesenorm.kernels import boundary_backward_triton, boundary_plain, boundary_triton
+from siamesenorm.kernels.boundary_plain import Backward, Forward, Gains, Grads, Kept, Parts
 from siamesenorm.kernels.launch import Launch, Processor, Tile, Walk
 
 LONGEST_WHOLE_ROW = 4096
@@ -45,7 +35,7 @@ def forward(bounded: Tensor, output: Tensor, identity: Tensor | None, parts: Par
 def plan_forward(bounded: Tensor, output: Tensor, identity: Tensor | None, parts: Parts) -> tuple[Forward, Launch]:
     """Return memory for the results, and the launch that fills it."""
     rows, columns = bounded.shape[:-1].numel(), bounded.shape[-1]
-    tile, result = Tile.of(columns), empty_forward(bounded, output, identity, parts)
+    tile, result = Tile.of(columns), boundary_plain.empty_forward(bounded, output, identity, parts)
     arguments = {
         "bounded": bounded.contiguous(),
         "output": output.contiguous(),
@@ -93,7 +83,7 @@ def plan_backward(grads: Grads, kept: Kept, parts: Parts, processor: Processor) 
         parts=pieces,
         most_ahead=2 if holds_gains else 1,
     )
-    result = empty_backward(grads, kept, parts)
+    result = boundary_plain.empty_backward(grads, kept, parts)
     result = result._replace(gains=stream.new_empty((sums, walk.programs, columns), dtype=torch.float32))
     sources = {
         "grad_bounded_next": _contiguous(grads.bounded_next),
@@ -113,7 +103,7 @@ def plan_backward(grads: Grads, kept: Kept, parts: Parts, processor: Processor) 
         **parts.constants._asdict(),
         "grad_bounded": result.bounded,
         "grad_identity": None if gains.identity_gain is None else result.identity,
-        "grad_output": None if shares_gradient(grads, kept, parts) else result.output,
+        "grad_output": None if boundary_plain.shares_gradient(grads, kept, parts) else result.output,
         "difference_next": result.difference if recomputes else None,
         "partials": result.gains,
         "ROWS": tile.rows, "STAGES": walk.stages, "HOLD_GAINS": holds_gains,

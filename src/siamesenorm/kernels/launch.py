@@ -54,10 +54,7 @@ def suits_operator(x: Tensor) -> bool:
 def refuse_transformations(operator: str) -> None:
     """Raise UserError under a transformation that an operator does not support."""
     if is_transformed():
-        raise UserError(
-            f"torch.func and forward-mode differentiation cannot see through the fused {operator}: use plain kernels, "
-            "or auto"
-        )
+        raise UserError(f"torch.func and forward-mode AD cannot see through the fused {operator}: use plain kernels")
 
 
 def power_of_two(number: int) -> int:
@@ -149,8 +146,7 @@ class Walk:
     ) -> Walk:  # fmt: skip
         """Return the walk over so many tiles, each of which reads `tile_bytes`, in one wave of programs.
 
-        `threads` are those for which a multiprocessor has the registers that the kernel takes, and `parts` the programs
-        that share a row.
+        `threads` are those for which a multiprocessor has registers, and `parts` the programs that share a row.
         """
         resident = max(1, threads // (32 * warps))
         programs = max(1, min(processor.count * resident // parts, tiles))

@@ -19,9 +19,8 @@ boundary, which recomputes its own X' from U, which is kept:
 The difference is the gradient of the *recompute handle*, a result of the operator without memory that is an argument of
 the next boundary: autograd runs boundaries in reverse order, and nothing else receives that gradient. The closing
 starts the chain (`start_recomputation`); a loss that does not depend on the closing is an error. A row whose recomputed
-Y' does not have the norm of the forward pass (streams were changed, cut or used twice between two boundaries) becomes
-NaN, and so do the gradients below it. fp32 streams recompute Y' to about 1e-6 of its largest values; 16-bit streams
-are refused.
+Y' has another norm than in the forward pass (streams changed, cut or used twice between two boundaries) becomes NaN,
+with the gradients below it. fp32 streams recompute Y' to about 1e-6 of its largest values; 16-bit ones are refused.
 """
 
 from __future__ import annotations
@@ -227,9 +226,7 @@ def check_shapes(tensors: Mapping[str, Tensor | None], shape: torch.Size) -> Non
 def check_recomputation(bounded: Tensor, parts: Parts) -> None:
     """Raise an error where Y' cannot be recomputed from the stream difference."""
     if bounded.dtype not in (torch.float32, torch.float64):
-        raise UserError(
-            f"kernels='lean' recomputes streams, which {bounded.dtype} is too coarse for: use residual_dtype float32"
-        )
+        raise UserError(f"kernels='lean' cannot recompute streams of {bounded.dtype}: use residual_dtype float32")
     constants = parts.constants
     if parts.gains.identity_gain is None or constants.skip is not None or constants.identity_scale is not None:
         raise ValueError("Y' is recomputed only where it is normalised and the write is X + s O, Y + O")

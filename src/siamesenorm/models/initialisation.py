@@ -57,9 +57,19 @@ def weight_std(scheme: Initialisation, role: str, *, fan_in: int, dim: int, bloc
 
 @torch.no_grad()
 def initialise(
-    model: nn.Module, blocks: nn.ModuleList, *, scheme: Initialisation, topology: Topology, dim: int, seed: int
+    model: nn.Module,
+    blocks: nn.ModuleList,
+    *,
+    scheme: Initialisation,
+    topology: Topology,
+    dim: int,
+    seed: int,
+    prefix: str = "",
 ) -> None:
-    """Fill every parameter of `model`, whose `blocks` are in order; also after construction on the meta device."""
+    """Fill every parameter of `model`, whose `blocks` are in order; also after construction on the meta device.
+
+    `prefix` is put before the keys: a second stack of a model has other weights than the first.
+    """
     depth = len(blocks)
     block_of = {module: index for index, block in enumerate(blocks) for module in block.modules()}
     for name, module in model.named_modules():
@@ -67,14 +77,14 @@ def initialise(
             module.reset_parameters()
         elif isinstance(module, nn.Embedding):
             std = weight_std(scheme, "embedding", fan_in=dim, dim=dim, block=0, depth=depth)
-            fill_normal(module.weight, std, seed, f"{name}.weight")
+            fill_normal(module.weight, std, seed, f"{prefix}{name}.weight")
         elif isinstance(module, (Projection, ExpertProjection)):
             block = block_of.get(module, 0)
             std = weight_std(scheme, module.role, fan_in=module.in_features, dim=dim, block=block, depth=depth)
             factor = topology.initial_factor(module.role, depth)
             inside = module.role in _KEYS and module in block_of
             key = f"blocks.{block}.{_KEYS[module.role]}" if inside else name
-            fill_normal(module.weight, std * factor, seed, f"{key}.weight")
+            fill_normal(module.weight, std * factor, seed, f"{prefix}{key}.weight")
             if isinstance(module, Projection) and module.bias is not None:
                 module.bias.zero_()
 

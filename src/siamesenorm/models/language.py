@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from siamesenorm.errors import UserError, unknown
+from siamesenorm.errors import UserError
 from siamesenorm.models.block import TransformerOutput, mean_losses
 from siamesenorm.models.initialisation import build_embedding, build_initialised, initialise
-from siamesenorm.models.transformer import TransformerConfig, inherited_operator, require_positive
+from siamesenorm.models.transformer import TransformerConfig, config_of_size, require_positive
 from siamesenorm.norms import NORMS, DeclaredModule, NormSpec
 from siamesenorm.sublayers.attention import AttentionCache, rotation
 from siamesenorm.sublayers.moe import STATISTICS, MixtureOfExperts, MixtureShape
 from siamesenorm.sublayers.sublayer import Context, Losses, Projection, Rotation
-from siamesenorm.topologies import Kernels, Streams, Topology, build_topology
+from siamesenorm.topologies import Kernels, Streams, Topology
 
 Positions = Literal["rotary", "none"]
 SIZES: dict[str, dict[str, Any]] = {
@@ -182,17 +181,7 @@ def language_model_config(
 
     Raises UserError for an unknown size, topology, norm, option or field.
     """
-    if size not in SIZES:
-        raise unknown("size", size, SIZES)
-    fields = {**SIZES[size], **overrides}
-    known = {field.name for field in dataclasses.fields(LanguageModelConfig)}
-    for name in fields:
-        if name not in known:
-            raise unknown("field of a language model", name, known)
-    usual = fields.pop("norm", NormSpec())
-    fields["norm"] = inherited_operator(usual, norm) if isinstance(norm, str) else norm or usual
-    fields["topology"] = build_topology(topology) if isinstance(topology, str) else topology
-    return LanguageModelConfig(**fields)
+    return config_of_size(LanguageModelConfig, SIZES, size, topology=topology, norm=norm, **overrides)
 
 
 class LanguageModel(nn.Module):

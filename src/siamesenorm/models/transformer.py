@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
@@ -36,6 +37,9 @@ DTYPES: dict[str, torch.dtype | None] = {
     "float64": torch.float64,
     "inherit": None,
 }
+
+
+Config = TypeVar("Config", bound="TransformerConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +255,33 @@ def inherited_operator(own: NormSpec, chosen: str | NormSpec) -> NormSpec:
     named, known = dict(spec.options), norm_options(spec.name)
     inherited = {name: value for name, value in own.to_json().items() if name in ("eps", "offset")}
     return spec.with_options(**{name: v for name, v in inherited.items() if name in known and name not in named})
+
+
+def config_of_size(
+    kind: type[Config],
+    sizes: Mapping[str, Mapping[str, Any]],
+    size: str,
+    *,
+    topology: str | Topology,
+    norm: str | NormSpec | None,
+    **overrides: Any,
+) -> Config:
+    """Return the configuration of a named size with a topology, a norm and overridden fields.
+
+    A norm given as text has the eps and the offset of the size's. Raises UserError for an unknown size, topology, norm,
+    option or field.
+    """
+    if size not in sizes:
+        raise unknown("size", size, sizes)
+    fields = {**sizes[size], **overrides}
+    known = {field.name for field in dataclasses.fields(kind)}
+    for name in fields:
+        if name not in known:
+            raise unknown(f"field of a {kind.domain} model", name, known)
+    usual = fields.pop("norm", NormSpec())
+    fields["norm"] = inherited_operator(usual, norm) if isinstance(norm, str) else norm or usual
+    fields["topology"] = build_topology(topology) if isinstance(topology, str) else topology
+    return kind(**fields)
 
 
 def require_positive(config: object, name: str) -> None:

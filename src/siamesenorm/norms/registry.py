@@ -26,20 +26,12 @@ NORMS: dict[str, type[Norm]] = {
 }
 
 
-ENTRY_POINTS = EntryPointGroup("siamesenorm.norms")
-
-
 def register_norm(name: str, operator: type[Norm]) -> None:
     """Add an operator under a new name; raises ValueError if the name is taken, or it is not a subclass of `Norm`."""
     if not (isinstance(operator, type) and issubclass(operator, Norm)):
         raise ValueError(f"{operator!r} is not a subclass of Norm: register the class of an operator")
     if NORMS.setdefault(name, operator) is not operator:
         raise ValueError(f"norm name {name!r} is taken by {NORMS[name].__name__}: choose another")
-
-
-def load_entry_points() -> None:
-    """Register the operators of installed packages."""
-    ENTRY_POINTS.load(_register_found)
 
 
 def _register_found(name: str, found: Any) -> bool:
@@ -49,16 +41,19 @@ def _register_found(name: str, found: Any) -> bool:
     return is_operator
 
 
+ENTRY_POINTS = EntryPointGroup("siamesenorm.norms", _register_found)
+
+
 def available_norms() -> tuple[str, ...]:
     """Return the names that `build_norm` accepts."""
-    load_entry_points()
+    ENTRY_POINTS.load()
     return tuple(NORMS)
 
 
 def norm_options(name: str) -> dict[str, Scalar]:
     """Return the options of an operator with their default values; raises UserError for an unknown name."""
     if name not in NORMS:  # the package's own operators are used while it is imported, before others can be
-        load_entry_points()
+        ENTRY_POINTS.load()
     if name not in NORMS:
         raise unknown("norm", name, NORMS)
     return NORMS[name].option_defaults()

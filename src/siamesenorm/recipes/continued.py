@@ -14,36 +14,12 @@ from typing import Any
 
 import tyro
 
-from siamesenorm.comparison import formatting
-from siamesenorm.comparison.comparison_report import (
-    VERDICTS,
-    budget_sentence,
-    closing_sections,
-    data_sentence,
-)
-from siamesenorm.comparison.comparison_tables import (
-    VERDICT,
-    against_baselines,
-    comparisons_csv,
-    estimate_text,
-    runs_csv,
-    verdict_entry,
-)
+from siamesenorm.comparison import comparison_report, comparison_tables, formatting
 from siamesenorm.comparison.experiment_plan import ComparisonKind, Part, PlannedComparison, PlannedRun
 from siamesenorm.comparison.experiment_runner import Experiment, Planned
 from siamesenorm.comparison.findings import Comparison, Conclusion, Outcome, compare, corrected_together
 from siamesenorm.comparison.formatting import NOTHING
-from siamesenorm.comparison.report_parts import (
-    LOWER,
-    Column,
-    Entry,
-    Report,
-    RowGroup,
-    Statement,
-    Statements,
-    Table,
-    with_content,
-)
+from siamesenorm.comparison.report_parts import LOWER, Column, Entry, Report, RowGroup, Statement, Statements, Table
 from siamesenorm.comparison.results import ExperimentResults, RunResult
 from siamesenorm.comparison.sweep_grid import configured
 from siamesenorm.errors import UserError
@@ -191,8 +167,8 @@ class ContinuedFindings:
 def find_continued(results: ExperimentResults) -> ContinuedFindings:
     """Derive the findings; all comparisons are corrected together (Holm). Raises UserError where nothing has ended."""
     complete = [run for run in results.runs if run.complete]
-    bases = _outcomes([run for run in complete if run.planned.part is Part.BASE])
-    continued = _outcomes([run for run in complete if run.planned.part is Part.CONTINUED])
+    bases = _outcomes([run for run in complete if run.part is Part.BASE])
+    continued = _outcomes([run for run in complete if run.part is Part.CONTINUED])
     if not continued:
         raise UserError(f"no continuation in {results.path} has ended: train it with --data")
     by_id = {run.identity: run for run in results.runs}
@@ -214,20 +190,21 @@ def continued_report(findings: ContinuedFindings, *, title: str = "") -> Report:
     tables = (
         Table("The models to continue", (BASE, SEEDS, LOSS), (RowGroup("", bases),)),
         continuations_table(findings),
-        against_baselines(groups, results.unit),
+        comparison_tables.against_baselines(groups, results.unit),
     )
     return Report(
         title=title or "A Pre-Norm model, converted and continued",
-        subject=(data_sentence(results), budget_sentence(results.runs[-1])),
-        sections=with_content(
-            {
-                "What came out": Statements(conclusions(findings), tone="conclusions"),
-                **{table.title: table for table in tables},
-                "The verdicts": Statements(VERDICTS),
-                **closing_sections(results),
-            }
-        ),
-        records={"runs.csv": runs_csv(results), "comparisons.csv": comparisons_csv(findings.comparisons)},
+        subject=(comparison_report.data_sentence(results), comparison_report.budget_sentence(results.runs[-1])),
+        sections={
+            "What came out": Statements(conclusions(findings), tone="conclusions"),
+            **{table.title: table for table in tables},
+            "The verdicts": Statements(comparison_report.VERDICTS),
+            **comparison_report.closing_sections(results),
+        },
+        records={
+            "runs.csv": comparison_tables.runs_csv(results),
+            "comparisons.csv": comparison_tables.comparisons_csv(findings.comparisons),
+        },
     )
 
 
@@ -242,7 +219,8 @@ def continuations_table(findings: ContinuedFindings) -> Table:
         RowGroup(_title(rate), tuple(map(_row, (e for e in findings.continuations if e.outcome.learning_rate == rate))))
         for rate in findings.rates
     )
-    return Table("Continued, converted and unchanged", (BASE, CONTINUED_AS, jump, VERDICT, SEEDS, LOSS), groups)
+    columns = (BASE, CONTINUED_AS, jump, comparison_tables.VERDICT, SEEDS, LOSS)
+    return Table("Continued, converted and unchanged", columns, groups)
 
 
 def conclusions(findings: ContinuedFindings) -> tuple[Statement, ...]:
@@ -264,8 +242,8 @@ def _outcomes(runs: Sequence[RunResult]) -> dict[tuple[float, str], Outcome]:
 def _variant(outcome: Outcome, by_id: Mapping[str, RunResult]) -> ContinuedVariant:
     starts = [(run, by_id.get((run.facts.get("start") or {}).get("run", ""))) for run in outcome.runs]
     return ContinuedVariant(
-        base=next((base.planned.label for _, base in starts if base), NOTHING),
-        label=outcome.runs[0].planned.label,
+        base=next((base.label for _, base in starts if base), NOTHING),
+        label=outcome.runs[0].label,
         outcome=outcome,
         jump=max((_jump(run, base) for run, base in starts), key=abs),
     )
@@ -295,23 +273,20 @@ def _comparisons(results: ExperimentResults, outcomes: Mapping[tuple[float, str]
 
 def _row(each: ContinuedVariant) -> tuple[Entry, ...]:
     jump = "0" if each.jump == 0 else f"{each.jump:+.0e}".replace("-", formatting.MINUS)
-    entries = (Entry(each.base), Entry(each.label), Entry(jump), verdict_entry(each.outcome))
+    entries = (Entry(each.base), Entry(each.label), Entry(jump), comparison_tables.verdict_entry(each.outcome))
     return (*entries, *_seeds_and_loss(each.outcome))
 
 
 def _seeds_and_loss(outcome: Outcome) -> tuple[Entry, Entry]:
-    return Entry(str(len(outcome.complete))), Entry(estimate_text(outcome.held_out_loss, ".4f"))
+    return Entry(str(len(outcome.complete))), Entry(comparison_tables.estimate_text(outcome.held_out_loss, ".4f"))
 
 
 def _statement(comparison: Comparison, unit: str) -> Statement:
     topic, corrected = f"{comparison.method}, {formatting.rate(comparison.learning_rate)}", comparison.corrected
     if corrected is None:
         return Statement(topic, f"No conclusion: {comparison.conclusion}.")
-    words = {
-        Conclusion.CONFIRMED_LOWER: "Ends lower than unchanged, confirmed",
-        Conclusion.CONFIRMED_HIGHER: "Ends higher than unchanged, confirmed",
-    }
-    word = words.get(comparison.conclusion, "No difference from unchanged is confirmed")
+    end = {Conclusion.CONFIRMED_LOWER: "lower", Conclusion.CONFIRMED_HIGHER: "higher"}.get(comparison.conclusion)
+    word = f"Ends {end} than unchanged, confirmed" if end else "No difference from unchanged is confirmed"
     numbers = f"{formatting.signed(corrected.mean)} {unit}, Holm {formatting.interval(corrected)}"
     return Statement(topic, f"{word}: {numbers}, {formatting.plural(corrected.count, 'seed')}.")
 

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from siamesenorm.errors import unknown
+from siamesenorm.tasks.autoencoding import AutoencodingTaskConfig
 from siamesenorm.tasks.classification import ClassificationTaskConfig
 from siamesenorm.tasks.language import LanguageTaskConfig
 from siamesenorm.tasks.task import TaskConfig
 
-TASKS: dict[str, type[TaskConfig]] = {config.tag: config for config in (LanguageTaskConfig, ClassificationTaskConfig)}
+TASKS: dict[str, type[TaskConfig]] = {
+    config.tag: config for config in (LanguageTaskConfig, ClassificationTaskConfig, AutoencodingTaskConfig)
+}
 
 
 def available_tasks() -> tuple[str, ...]:

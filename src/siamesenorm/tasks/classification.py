@@ -1,72 +1,98 @@
-"""Image classification: scikit-learn's digits, 1,797 images of 8 x 8 pixels of handwritten digits."""
+"""Image classification: any labelled images, augmented or not; by default scikit-learn's digits."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import importlib.util
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self, get_args
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from siamesenorm.data import SampleOrder
+from siamesenorm.data.image_loader import ImageBatch
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.models.vision import VisionTransformer, VisionTransformerConfig, build_vision_transformer
+from siamesenorm.models.encoder_transfer import (
+    classifier_weights,
+    continued_from,
+    freeze_encoder,
+    layer_decay_factors,
+    require_encoder,
+    with_encoder_of,
+)
+from siamesenorm.models.vision import SIZES, ImageEncoderConfig, VisionTransformerConfig, vision_transformer_config
+from siamesenorm.tasks.image_task import ImageTaskConfig
 from siamesenorm.tasks.task import Losses, Metric, TaskConfig, describe_model
 from siamesenorm.topologies import Kernels
 from siamesenorm.world import World
 
-HELD_OUT = 360
-"""Images that are held out: the first of a fixed order, whatever the seed of a run."""
+TOP = 5
+CLASSES_FOR_TOP = 20
+"""From this many classes on the five most likely ones are evaluated too: among ten they say little."""
+METRICS = (
+    Metric(name="loss", label="loss", format=".4f", of_loss="same"),
+    Metric(name="accuracy", direction="higher", format=".1%", label="accuracy"),
+)
+TOP_METRIC = Metric(name="top5_accuracy", direction="higher", format=".1%", label="top-5 accuracy")
+OWN = ("classes", "channels", "image_size", "patch_size", "dropout", "drop_path")
+"""Fields of a model that its size leaves as they are."""
+Trainable = Literal["all", "head"]
 DIGITS = VisionTransformerConfig(
     depth=4, dim=48, heads=4, hidden=96, image_size=8, patch_size=2, channels=1, classes=10, bias=True
 )
 
 
-class LabelledImages(NamedTuple):
-    """Images [count, channels, height, width] in fp32, of mean 0 and variance 1, and their classes [count]."""
-
-    images: Tensor
-    labels: Tensor
-
-
 @dataclass(frozen=True, kw_only=True)
-class ClassificationTaskConfig(TaskConfig):
-    """A vision Transformer and its images."""
+class ClassificationTaskConfig(ImageTaskConfig):
+    """A classifier and its images."""
 
     tag: ClassVar[str] = "classification"
     model_type: ClassVar[type] = VisionTransformerConfig
+    available_sizes: ClassVar[tuple[str, ...]] = tuple(SIZES)
 
-    data: str = field(default="digits", metadata={"hashed": False})
-    """Name of the images: digits."""
     model: VisionTransformerConfig = DIGITS
     """The model."""
+    trainable: Trainable = "all"
+    """What is trained: all, or the head alone on a frozen encoder (a linear probe)."""
+    layer_decay: float = 1.0
+    """Factor on the learning rate from each layer to the one below it, for fine-tuning; MAE's ViT-B has 0.65."""
 
     def __post_init__(self) -> None:
-        """Refuse images that do not exist."""
-        if self.data != "digits":
-            raise unknown("images", str(self.data), ("digits",))
+        """Refuse choices that do not exist and numbers out of range."""
+        super().__post_init__()
+        if self.trainable not in get_args(Trainable):
+            raise unknown("trainable", str(self.trainable), get_args(Trainable))
+        if not 0 < self.layer_decay <= 1:
+            raise UserError(f"layer_decay is {self.layer_decay}: choose a number above 0, at most 1")
 
-    def resolved(self, precision: Literal["float32", "bfloat16"]) -> Self:
-        """Return the configuration with the digest of the images; see `TaskConfig`."""
-        digest = self.digest or _read_digits()[1]
-        return dataclasses.replace(self, digest=digest, model=self.model.resolved(precision))
+    def of_size(self, size: str) -> Self:
+        """Return the configuration with the model of a named size, for the same images and with the same drop rates."""
+        own = {name: getattr(self.model, name) for name in OWN}
+        return dataclasses.replace(self, model=vision_transformer_config(size, **own))
 
     def build(self, seed: int) -> ClassificationTask:
-        """Read the images and return the task; raises UserError where they do not fit the model."""
+        """Open the images and return the task; raises UserError where they do not fit the model."""
         return ClassificationTask(self, seed)
 
-    def describe_data(self) -> dict[str, str]:
-        """Return what the images are."""
-        return {"name": "scikit-learn's digits", "details": "1,797 images of 8 x 8 pixels, 10 classes"}
+    def starting_from(self, source: TaskConfig) -> Self:
+        """Return the configuration with the encoder of another run on images, and a head of its own."""
+        return dataclasses.replace(self, model=with_encoder_of(self.model, self.encoder_of(source)))
+
+    def continued(self, source: TaskConfig) -> Self:
+        """Return the configuration with the attention norm of the source's model; see `TaskConfig`."""
+        return dataclasses.replace(self, model=continued_from(self.model, self.encoder_of(source)))
+
+    def require_convertible(self, source: TaskConfig) -> None:
+        """Raise UserError unless the model can have the encoder of a model of `source`."""
+        require_encoder(self.encoder_of(source), self.model)
+
+    def encoder_of(self, source: TaskConfig) -> ImageEncoderConfig:
+        """Return the encoder of the model of `source`; raises UserError where it has none."""
+        if not isinstance(source.model, ImageEncoderConfig):
+            raise UserError(f"the run to start from trained the task {source.tag}: choose one on images")
+        return source.model
 
 
 class ClassificationTask:
@@ -75,93 +101,75 @@ class ClassificationTask:
     unit = "nats/image"
     item = "image"
     items_per_sample = 1
-    metrics: tuple[Metric, ...] = (
-        Metric(name="loss", label="loss", format=".4f", of_loss="same"),
-        Metric(name="accuracy", direction="higher", format=".1%", label="accuracy"),
-    )
+    metrics: tuple[Metric, ...]
     scale = 1.0
 
     def __init__(self, config: ClassificationTaskConfig, seed: int) -> None:
-        self.config, self.seed = config, seed
-        data, digest = _read_digits()
-        if digest != config.digest:
+        self.config, self.seed, model = config, seed, config.model
+        self.data, self.loader = config.open(seed)
+        if len(self.data.classes) != model.classes:
             raise UserError(
-                f"scikit-learn's digits are other images than the run was configured for (digest {digest[:12]}, not "
-                f"{config.digest[:12]}): start a new run"
+                f"{config.data} has {len(self.data.classes)} classes, the model {model.classes}: set --model.classes"
             )
-        expected = (config.model.channels, config.model.image_size, config.model.image_size)
-        classes = int(data.labels.max()) + 1
-        if data.images.shape[1:] != expected or classes != config.model.classes:
-            raise UserError(
-                f"the images are {list(data.images.shape[1:])} of {classes} classes, the model reads {list(expected)} "
-                f"of {config.model.classes}: give it their --model.image-size, --model.channels and --model.classes"
-            )
-        shuffled = torch.from_numpy(SampleOrder(len(data.images), 0).indices(0, len(data.images)))
-        held_out, train = shuffled[:HELD_OUT], shuffled[HELD_OUT:]
-        self.held_out = LabelledImages(data.images[held_out], data.labels[held_out])
-        self.train = LabelledImages(data.images[train], data.labels[train])
-        self.order = SampleOrder(len(train), seed)
-        self.floor: float | None = math.log(classes)
+        self.floor: float | None = math.log(model.classes)
+        self.metrics = METRICS if model.classes < CLASSES_FOR_TOP else (*METRICS, TOP_METRIC)
 
-    def build_model(self, device: torch.device, kernels: Kernels = "plain") -> VisionTransformer:
+    def build_model(self, device: torch.device, kernels: Kernels = "plain") -> nn.Module:
         """Return the model with its initial weights."""
-        return build_vision_transformer(self.config.model, seed=self.seed, device=device, kernels=kernels)
+        model = self.config.model.build(seed=self.seed, device=device, kernels=kernels)
+        if self.config.trainable == "head":
+            freeze_encoder(model)
+        return model
 
     def rate_factors(self, model: nn.Module) -> Mapping[str, float]:
-        """Return no factors: all parameters have one learning rate."""
-        return {}
+        """Return factors that decay from the head to the patches by `layer_decay`."""
+        config = self.config
+        return layer_decay_factors(model, config.model.depth, config.layer_decay) if config.layer_decay < 1 else {}
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """Return the entries of a run's first record on data and model, which is on the meta device."""
-        norm = self.config.model.attention_shape.attention_norm
-        described = describe_model(model, norm, self.train.images[:1].to("meta"))
-        return {**described, "train_items": len(self.train.images)}
+        config = self.config.model
+        images = torch.zeros(1, config.channels, config.image_size, config.image_size, device="meta")
+        described = describe_model(model, config.attention_shape.attention_norm, images)
+        return {**described, "train_items": len(self.data.train)}
 
     def loss(self, model: nn.Module, position: int, count: int) -> Losses:
         """Return the cross-entropy of `count` images, and the auxiliary losses of the sublayers."""
-        indices = torch.from_numpy(self.order.indices(position, count))
-        logits, labels, losses = _classify(model, self.train.images[indices], self.train.labels[indices])
-        return Losses(
-            total=F.cross_entropy(logits, labels, reduction="sum"),
-            count=count,
-            auxiliary={name: (loss, 1.0) for name, loss in losses.items()},
-        )
+        logits, batch, losses = _classify(model, self.loader.batch(position, count))
+        smoothing = self.config.augmentation.label_smoothing
+        if batch.others is None or batch.parts is None:
+            total = F.cross_entropy(logits, batch.labels, reduction="sum", label_smoothing=smoothing)
+        else:
+            own, other = (
+                F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+                for labels in (batch.labels, batch.others)
+            )
+            total = (batch.parts * own + (1 - batch.parts) * other).sum()
+        return Losses(total=total, count=count, auxiliary={name: (loss, 1.0) for name, loss in losses.items()})
 
     def evaluate(self, model: nn.Module, count: int, world: World) -> dict[str, float]:
-        """Return mean loss and accuracy over all held-out images."""
-        sums = [0.0, 0.0]
-        for start, counts in world.share_out(range(0, HELD_OUT, count)):
-            images, labels = (part[start : start + count] for part in self.held_out)
-            logits, labels, _ = _classify(model, images, labels)
+        """Return mean loss and accuracies over all held-out images."""
+        sums = [0.0, 0.0, 0.0]
+        items = len(self.data.held_out)
+        for images, counts in self.loader.held_out(world.share_out(range(0, items, count)), count):
+            logits, (_, labels, *_), _ = _classify(model, images)
             if counts:
+                best = logits.topk(min(TOP, logits.shape[-1])).indices == labels[:, None]
                 sums[0] += float(F.cross_entropy(logits, labels, reduction="sum"))
                 sums[1] += int((logits.argmax(dim=-1) == labels).sum())
-        total, correct = world.sum(*sums)
-        items = len(self.held_out.labels)
-        return {"loss": total / items, "accuracy": correct / items, "items": items}
+                sums[2] += int(best.sum())
+        means = [each / items for each in world.sum(*sums)]
+        return {**{metric.name: mean for metric, mean in zip(self.metrics, means, strict=False)}, "items": items}
 
     def convert_weights(
         self, source: TaskConfig, weights: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-        """Refuse: `TaskConfig.continued` does so before a run starts."""
-        raise UserError("a vision Transformer cannot start from the weights of another run: leave out --start")
+        """Return the weights of a model of `source` with its encoder, and what is new in it."""
+        return classifier_weights(self.config.encoder_of(source), weights, self.config.model, self.seed)
 
 
-def _classify(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return logits, labels on their device, and auxiliary losses."""
-    device = next(model.parameters()).device
-    logits, losses = model(images.to(device))
-    return logits, labels.to(device), losses
-
-
-@cache
-def _read_digits() -> tuple[LabelledImages, str]:
-    """Return the images and the digest of their content, read from scikit-learn's file without importing it."""
-    spec = importlib.util.find_spec("sklearn")
-    if spec is None or spec.origin is None:
-        raise UserError("scikit-learn, which has the digits, is not installed: pip install 'siamesenorm[lab]'")
-    rows = np.loadtxt(Path(spec.origin).parent / "datasets/data/digits.csv.gz", delimiter=",", dtype=np.uint8)
-    pixels = torch.from_numpy(rows[:, :-1].astype(np.float32)).view(-1, 1, 8, 8)
-    images = (pixels - pixels.mean()) / pixels.std()
-    labels = torch.from_numpy(rows[:, -1].astype(np.int64))
-    return LabelledImages(images, labels), hashlib.sha256(rows.tobytes()).hexdigest()
+def _classify(model: nn.Module, batch: ImageBatch) -> tuple[Tensor, ImageBatch, dict[str, Tensor]]:
+    """Return logits, the batch on their device, and auxiliary losses."""
+    batch = batch.to(next(model.parameters()).device)
+    logits, losses = model(batch.images)
+    return logits, batch, losses

@@ -139,6 +139,18 @@ class TaskConfig:
         """Open the data and return the task; raises UserError where data and configuration do not fit."""
         raise NotImplementedError
 
+    def starting_from(self, source: TaskConfig) -> Self:
+        """Return the configuration with the model that a run starting from one of `source` has by default.
+
+        Its attention norm and dtypes are open. Raises UserError where no model can have the source's weights.
+        """
+        if not isinstance(source, type(self)):
+            raise UserError(f"the run to start from trained the task {source.tag}: choose one of the task {self.tag}")
+        model = dataclasses.replace(
+            source.model, attention_norm="auto", residual_dtype="inherit", compute_dtype="inherit"
+        )
+        return dataclasses.replace(self, model=model)
+
     def continued(self, source: TaskConfig) -> Self:
         """Return the configuration with the options that its model needs to start from weights of `source`.
 

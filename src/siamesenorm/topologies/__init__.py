@@ -24,22 +24,8 @@ from siamesenorm.topologies.topology import (
 )
 
 __all__ = [
-    "TOPOLOGIES",
-    "AttentionNorm",
-    "BoundaryCost",
-    "Closing",
-    "Connection",
-    "Kernels",
-    "ResidualSpec",
-    "Opening",
-    "Place",
-    "Streams",
-    "Topology",
-    "available_topologies",
-    "build_topology",
-    "register_topology",
-    "topology_from_json",
-    "topology_name",
+    "TOPOLOGIES", "available_topologies", "build_topology", "register_topology", "topology_from_json", "topology_name",
     "topology_to_json",
-    "transformer_places",
-]
+    "AttentionNorm", "BoundaryCost", "Closing", "Connection", "Kernels", "Opening", "Place", "ResidualSpec", "Streams",
+    "Topology", "transformer_places",
+]  # fmt: skip

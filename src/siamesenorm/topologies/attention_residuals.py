@@ -12,22 +12,13 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from siamesenorm.errors import UserError
-from siamesenorm.norms import DeclaredModule, Inexact, NormFunction, assign
-from siamesenorm.topologies.start_as_pre_norm import copy_function
-from siamesenorm.topologies.topology import (
-    BoundaryCost,
-    Closing,
-    Connection,
-    Opening,
-    Place,
-    ResidualSpec,
-    Streams,
-    Topology,
-)
+from siamesenorm.norms import DeclaredModule
+from siamesenorm.topologies.start_as_pre_norm import NormClosing, NormConnection
+from siamesenorm.topologies.topology import BoundaryCost, Opening, Place, ResidualSpec, Streams, Topology
 
 DEFAULT_GROUPS = 8
 """Groups of blocks that `block_size="auto"` makes."""
@@ -109,11 +100,11 @@ class AttentionResiduals(Topology):
         """Return the embedding as the only source."""
         return Opening(spec)
 
-    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> NormConnection:
         """Return the connection with a query of its own."""
         return (SourceStart if self.starts_source(place) else AttentionResidual)(self, place, spec)
 
-    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> NormClosing:
         """Return the mix of all sources and the final norm."""
         return AttentionResidualClosing(self, last, spec)
 
@@ -137,7 +128,7 @@ class SourceMix(DeclaredModule):
         self.eps = topology.eps
         self.factor = float(count) if topology.rescale else 1.0
         self.multiple = self.factor / count
-        """The sum's multiple of Pre-Norm's stream at the start."""
+        """The sum's multiple of Pre-Norm's stream at the start, where q is 0."""
         self.declare("query", (spec.dim,), initial=0.0, decay=True)
         self.declare("gain", (spec.dim,), initial=1.0)
 
@@ -154,23 +145,6 @@ class SourceMix(DeclaredModule):
             )
         return mixed.movedim(-1, self.axis)
 
-    def init_as_pre_norm(self) -> None:
-        """Set q to 0."""
-        assign(self.query, torch.zeros_like(self.query))
-
-
-class OnlySource(nn.Module):
-    """The read of the first sublayer: over one source a query would have no effect and no gradient."""
-
-    multiple = 1.0
-
-    def forward(self, sources: Streams) -> Tensor:
-        """Return the source."""
-        return sources[0]
-
-    def init_as_pre_norm(self) -> None:
-        """Do nothing: there are no parameters."""
-
 
 def mix_sources(direction: Tensor, eps: float, factor: float, *sources: Tensor) -> Tensor:
     """Return factor sum_i softmax_i(direction . v_i / sqrt(mean v_i^2 + eps)) v_i in the dtype of `direction`.
@@ -186,27 +160,25 @@ def mix_sources(direction: Tensor, eps: float, factor: float, *sources: Tensor) 
     return total
 
 
-class AttentionResidual(Connection):
+class AttentionResidual(NormConnection):
     """Around one sublayer: h = norm(mix(V)); the last source <- the last source + O."""
 
     def __init__(self, topology: AttentionResiduals, place: Place, spec: ResidualSpec) -> None:
         super().__init__(spec)
         count = topology.count_sources(place.previous)
-        self.mix = SourceMix(topology, spec, count) if place.previous else OnlySource()
+        # At the first sublayer, over one source, a query would have no effect and no gradient.
+        self.mix = None if place.previous is None else SourceMix(topology, spec, count)
+        self.multiple = 1.0 if self.mix is None else self.mix.multiple
         self.norm = spec.build_input_norm(place)
 
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
         """Return the norm of the mixed sources."""
-        return self.to_compute(self.norm(self.mix(streams)).to(streams[0].dtype)), streams
+        mixed = streams[0] if self.mix is None else self.mix(streams)
+        return self.to_compute(self.norm(mixed).to(streams[0].dtype)), streams
 
     def write(self, streams: Streams, output: Tensor) -> Streams:
         """Return the sources with the output added to the last."""
         return (*streams[:-1], streams[-1] + output.to(streams[-1].dtype))
-
-    def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
-        """Set the query to 0 and give the input norm the function of `norm`."""
-        self.mix.init_as_pre_norm()
-        return copy_function(norm, None, self.norm, multiple=self.mix.multiple)
 
 
 class SourceStart(AttentionResidual):
@@ -217,19 +189,15 @@ class SourceStart(AttentionResidual):
         return (*streams, output.to(streams[-1].dtype))
 
 
-class AttentionResidualClosing(Closing):
+class AttentionResidualClosing(NormClosing):
     """The final norm of the mixed sources."""
 
     def __init__(self, topology: AttentionResiduals, last: Place, spec: ResidualSpec) -> None:
         super().__init__(spec)
         self.mix = SourceMix(topology, spec, topology.count_sources(last))
+        self.multiple = self.mix.multiple
         self.norm = spec.build_final_norm()
 
     def forward(self, streams: Streams) -> Tensor:
         """Return N_f(mix(V))."""
         return self.to_compute(self.norm(self.mix(streams)).to(streams[0].dtype))
-
-    def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
-        """Set the query to 0 and give the final norm the function of `norm`."""
-        self.mix.init_as_pre_norm()
-        return copy_function(norm, None, self.norm, multiple=self.mix.multiple)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,18 +26,6 @@ from siamesenorm.norms import DeclaredModule, Inexact, LayerNorm, Norm, NormFunc
 from siamesenorm.topologies.start_as_pre_norm import copy_function, zero_gain
 from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, Place, ResidualSpec, Streams, Topology
 
-DepthScale = Literal["code", "paper_block", "paper_sublayer", "none"]
-
-
-def depth_scale_at(place: Place, reading: DepthScale) -> float:
-    """Return the factor on a sublayer's output that shrinks with depth (arXiv 2602.08064), in one of its readings.
-
-    "code" = 1/sqrt(2(l+1)) with l the 0-based block, as in all released code; "paper_block" = 1/sqrt(l+1);
-    "paper_sublayer" = 1/sqrt(k+1) with k the 0-based sublayer; "none" = 1.
-    """
-    divisor = {"code": 2 * (place.block + 1), "paper_block": place.block + 1, "paper_sublayer": place.index + 1}
-    return 1 / math.sqrt(divisor.get(reading, 1))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteFactors:
@@ -46,6 +34,12 @@ class WriteFactors:
     skip: float | None = None
     scale: float | None = None
     identity_scale: float | None = None
+
+    @classmethod
+    def shrinking(cls, place: Place, reading: str) -> WriteFactors:
+        """Return a scale that shrinks with depth, in one of its readings: see `Siamese`."""
+        divisor = {"code": 2 * (place.block + 1), "paper_block": place.block + 1, "paper_sublayer": place.index + 1}
+        return cls(scale=1 / math.sqrt(divisor.get(reading, 1)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,18 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.norms import Inexact, NormFunction, NormSpec
-from siamesenorm.topologies.start_as_pre_norm import copy_function
-from siamesenorm.topologies.topology import (
-    BoundaryCost,
-    Closing,
-    Connection,
-    Opening,
-    Place,
-    ResidualSpec,
-    Streams,
-    Topology,
-)
+from siamesenorm.norms import NormSpec
+from siamesenorm.topologies.start_as_pre_norm import NormClosing, NormConnection
+from siamesenorm.topologies.topology import BoundaryCost, Opening, Place, ResidualSpec, Streams, Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +50,7 @@ class MultiStream(Topology):
             raise UserError(f"{self.title} needs channels last: it keeps its streams on the axis before the channels")
         return StackedOpening(spec, self.streams)
 
-    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> NormClosing:
         """Return the sum of the streams and the final norm."""
         return SumClosing(self.spec_for_multiple(spec, self.streams), self.streams)
 
@@ -124,7 +115,7 @@ class HyperConnections(MultiStream):
     stream_eps: float = 1e-5
     tanh: bool = True
 
-    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> NormConnection:
         """Return the static or dynamic connection."""
         if self.dynamic:
             return DynamicHyperConnection(spec, place, self)
@@ -146,21 +137,17 @@ class StackedOpening(Opening):
         return (torch.stack((self.to_residual(embedding),) * self.count, dim=-2),)
 
 
-class SumClosing(Closing):
-    """The final norm of the streams' sum."""
+class SumClosing(NormClosing):
+    """The final norm of the sum of `count` streams, which are equal at the start."""
 
     def __init__(self, spec: ResidualSpec, count: int) -> None:
         super().__init__(spec)
-        self.count = count
+        self.multiple = count
         self.norm = spec.build_final_norm()
 
     def forward(self, streams: Streams) -> Tensor:
         """Return N_f(sum_i H_i)."""
         return self.to_compute(self.norm(streams[0].sum(-2)))
-
-    def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
-        """Give the final norm the gain of `norm`: it sees n equal streams' sum, n x."""
-        return copy_function(norm, None, self.norm, multiple=self.count)
 
 
 def mix_streams(weights: Tensor, streams: Tensor) -> Tensor:
@@ -168,18 +155,11 @@ def mix_streams(weights: Tensor, streams: Tensor) -> Tensor:
     return torch.matmul(weights.unsqueeze(-2), streams).squeeze(-2)
 
 
-def mix_residuals(weights: Tensor | None, streams: Tensor) -> Tensor:
-    """Return sum_i weights_ij H_i for weights [..., n, n] (from, to), and the streams [..., n, dim] for None."""
-    return streams if weights is None else torch.matmul(weights.mT, streams)
-
-
-class MixingConnection(Connection):
+class MixingConnection(NormConnection):
     """Around one sublayer: h = norm(A_m^T H), H~ = A_r^T H; H <- H~ + B O, with weights from `mixing_weights`.
 
-    `multiple` is the sum of A_m at the start.
+    At their initial values the n streams stay equal, and `multiple` is the sum of A_m.
     """
-
-    multiple: float = 1.0
 
     def __init__(self, spec: ResidualSpec, place: Place) -> None:
         super().__init__(spec)
@@ -200,7 +180,8 @@ class MixingConnection(Connection):
         with without_autocast(packed.device):
             mix_in, mix_residual, mix_out = self.mixing_weights(wide)
             h = mix_streams(mix_in if gates is None else gates.to(wide.dtype), wide)
-            mixed = mix_residuals(mix_residual, wide).to(packed.dtype)
+            mixed = wide if mix_residual is None else torch.matmul(mix_residual.mT, wide)
+            mixed = mixed.to(packed.dtype)
         return self.to_compute(self.norm(h).to(packed.dtype)), mixed, mix_out, mix_in
 
     def write(self, streams: Streams, output: Tensor) -> Streams:
@@ -208,10 +189,6 @@ class MixingConnection(Connection):
         mixed, mix_out = streams
         update = mix_out.unsqueeze(-1) * output.unsqueeze(-2).to(mix_out.dtype)
         return ((mixed + update).to(mixed.dtype),)
-
-    def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
-        """Give the input norm the gain of `norm`: at their initial values the n streams stay equal."""
-        return copy_function(norm, None, self.norm, multiple=self.multiple)
 
 
 class HyperConnection(MixingConnection):
@@ -262,9 +239,7 @@ class DynamicHyperConnection(HyperConnection):
         """Return the static weights plus the dynamic ones, each [..., n] or [..., n, n]."""
         mix_in, mix_residual, mix_out = super().mixing_weights(streams)
         normalised = self.stream_norm(streams)
-        projections = torch.cat(
-            (self.project_in.unsqueeze(-1), self.project_residual, self.project_out.unsqueeze(-1)), dim=-1
-        )
+        projections = torch.cat((self.project_in[:, None], self.project_residual, self.project_out[:, None]), dim=-1)
         dynamic = self.squash(torch.matmul(normalised, projections.to(streams.dtype)))
         scale_in, scale_out = self.scale_in.to(streams.dtype), self.scale_out.to(streams.dtype)
         return (

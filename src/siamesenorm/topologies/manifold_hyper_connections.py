@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from siamesenorm.errors import UserError
-from siamesenorm.norms import DeclaredModule, Inexact, NormFunction, RMSNorm
+from siamesenorm.norms import DeclaredModule, RMSNorm
 from siamesenorm.topologies.hyper_connections import (
     MixingConnection,
     MultiStream,
@@ -26,17 +26,8 @@ from siamesenorm.topologies.hyper_connections import (
     mix_streams,
     without_autocast,
 )
-from siamesenorm.topologies.start_as_pre_norm import copy_function
-from siamesenorm.topologies.topology import (
-    BoundaryCost,
-    Closing,
-    Connection,
-    Opening,
-    Place,
-    ResidualSpec,
-    Streams,
-    Topology,
-)
+from siamesenorm.topologies.start_as_pre_norm import NormClosing, NormConnection
+from siamesenorm.topologies.topology import BoundaryCost, Opening, Place, ResidualSpec, Streams, Topology
 
 OWN_LOGIT = 2.0
 """Initial logit of the stream that a sublayer reads by sigma gates, minus that of the others: 0.88 and 0.12, so that
@@ -133,13 +124,13 @@ class ManifoldHyperConnections(MultiStream):
         """Return n copies of the embedding, and the gates of the first read in a single pass."""
         return GatedOpening(spec, self.streams) if self.single_pass else super().opening(spec)
 
-    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> NormConnection:
         """Return the connection with its logits and its projection."""
         source = place.previous if self.single_pass else place
         connection = SinglePassConnection if self.single_pass else ManifoldHyperConnection
         return connection(self.spec_for_multiple(spec, self.sum_of_gates(source)), place, self)
 
-    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> NormClosing:
         """Return the sum or the weighted sum of the streams, and the final norm."""
         if self.readout == "sum" and not self.single_pass:
             return super().closing(last, spec)
@@ -306,7 +297,7 @@ class GatedOpening(StackedOpening):
         return packed, pad(torch.ones_like(packed[..., 0, :1]), (0, self.count - 1))
 
 
-class CollapseClosing(Closing):
+class CollapseClosing(NormClosing):
     """The final norm of the streams' sum, weighted by the last gates in a single pass, else by sigma gates."""
 
     def __init__(self, spec: ResidualSpec, topology: ManifoldHyperConnections, multiple: float) -> None:
@@ -325,7 +316,3 @@ class CollapseClosing(Closing):
             gates = streams[1].to(wide.dtype) if self.logits is None else self.logits(wide)[0].sigmoid() + self.eps
             collapsed = mix_streams(gates, wide)
         return self.to_compute(self.norm(collapsed).to(packed.dtype))
-
-    def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
-        """Give the final norm the function of `norm`."""
-        return copy_function(norm, None, self.norm, multiple=self.multiple)

@@ -1,4 +1,4 @@
-"""Topologies that normalise the stream after additions: Post-Norm, DeepNorm, KEEL, Mix-LN, HybridNorm."""
+"""Topologies that normalise the stream after additions: Post-Norm, DeepNorm, KEEL, Mix-LN, HybridNorm and others."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.topologies.boundary_family import (
-    BoundaryClosing,
-    BoundaryConnection,
-    BoundaryTopology,
+from siamesenorm.norms import norm_options
+from siamesenorm.topologies.boundary_family import BoundaryClosing, BoundaryConnection, BoundaryTopology, WriteFactors
+from siamesenorm.topologies.topology import (
+    AttentionNorm,
+    BoundaryCost,
     DepthScale,
-    WriteFactors,
-    depth_scale_at,
+    Opening,
+    Place,
+    ResidualSpec,
+    Streams,
 )
-from siamesenorm.topologies.topology import AttentionNorm, Closing, Connection, Place, ResidualSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +44,11 @@ class PostNorm(BoundaryTopology):
 
     final_norm: bool = False
 
-    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> BoundaryConnection:
         """Return the connection whose post-norm is that of the previous addition, if there is one."""
         return BoundaryConnection(self, place, spec, post_norm=spec.build_post_norm(place))
 
-    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> BoundaryClosing:
         """Return the norm of the last addition, and the final norm if asked for."""
         final = spec.build_final_norm() if self.final_norm else None
         post_norm = spec.build_norm("final")
@@ -58,9 +60,8 @@ class DeepNorm(PostNorm):
     """DeepNorm (arXiv 2203.00555): x <- N(alpha x + F(x)), alpha = (2L)^(1/4), initial weights times (8L)^(-1/4).
 
     L counts blocks (decoder-only and encoder-only). The factor applies to the value and output projections of attention
-    and to the MLP's up and down matrices; a gate matrix, which the paper's MLP has not, is left unscaled. How the
-    factor combines with an initialisation that itself depends on depth is not published: `initial_scaling=False` leaves
-    it out.
+    and to the MLP's up and down matrices; a gate matrix, which the paper's MLP has not, is left unscaled. How it
+    combines with an initialisation that depends on depth is not published: `initial_scaling=False` leaves it out.
     """
 
     title: ClassVar[str] = "DeepNorm"
@@ -108,12 +109,12 @@ class Keel(BoundaryTopology):
         """Return alpha = 2L on the stream."""
         return WriteFactors(skip=2.0 * place.depth)
 
-    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> BoundaryConnection:
         """Return the connection with the norm of the previous addition and an input norm."""
         post_norm, input_norm = spec.build_post_norm(place), spec.build_input_norm(place)
         return BoundaryConnection(self, place, spec, post_norm=post_norm, input_norm=input_norm)
 
-    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> BoundaryClosing:
         """Return the norm of the last addition."""
         return BoundaryClosing(self, last, spec, post_norm=spec.build_norm("final"))
 
@@ -155,7 +156,7 @@ class MixLN(BoundaryTopology):
         # 0.29 * 100 is 28.999999999999996: the floor is meant of the decimal fraction.
         return place.block < math.floor(self.post_fraction * place.depth + 1e-9)
 
-    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> BoundaryConnection:
         """Return the connection with the previous sublayer's Post-Norm and its own Pre-Norm, where they are."""
         after_post = place.previous is not None and self.is_post(place.previous)
         return BoundaryConnection(
@@ -166,7 +167,7 @@ class MixLN(BoundaryTopology):
             input_norm=None if self.is_post(place) else spec.build_input_norm(place),
         )
 
-    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> BoundaryClosing:
         """Return the final norm, after the last Post-Norm if every block is one."""
         post_norm = spec.build_norm("final") if self.is_post(last) else None
         return BoundaryClosing(self, last, spec, post_norm=post_norm, output_norm=spec.build_final_norm())
@@ -208,9 +209,9 @@ class HybridNorm(BoundaryTopology):
 
     def write_factors(self, place: Place) -> WriteFactors:
         """Return the depth scale on the output."""
-        return WriteFactors(scale=None if self.depth_scale == "none" else depth_scale_at(place, self.depth_scale))
+        return WriteFactors() if self.depth_scale == "none" else WriteFactors.shrinking(place, self.depth_scale)
 
-    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> BoundaryConnection:
         """Return the connection of a Pre-Norm first block, of attention, or of the MLP with the attention's norm."""
         if self.first_block == "pre" and place.block == 0:
             return BoundaryConnection(self, place, spec, input_norm=spec.build_input_norm(place))
@@ -220,3 +221,164 @@ class HybridNorm(BoundaryTopology):
 def hybrid_post_norm(place: Place, spec: ResidualSpec) -> nn.Module | None:
     """Return the norm of the attention's addition at the MLP's place, None at the attention's."""
     return spec.build_post_norm(place) if place.kind == "mlp" else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResiDual(BoundaryTopology):
+    """ResiDual (arXiv 2304.14802): X <- N(X + O) feeds the sublayers, D <- D + c O only the closing a X + N_f(D).
+
+    `bounded_scale` is a, `dual_scale` c: c < 1 (0.05 in the official fp16 configuration) keeps D in range, and N_f
+    cancels it, but for its eps. The official N_f therefore has eps 1e-7 whatever the other norms have; `dual_eps` sets
+    it, and "auto" keeps the norm's own. `body="hybridnorm"` makes X a HybridNorm stream, which has a final norm of its
+    own: N^X_f(X) + N_f(D) (row 3 of SiameseNorm's Table 3).
+    """
+
+    title: ClassVar[str] = "ResiDual"
+    paper: ClassVar[str] = "Xie et al. 2023, arXiv 2304.14802"
+    formula: ClassVar[str] = """\
+        open    X = e,  D = c e
+        read    h = X
+        write   X <- N_k(X + O),  D <- D + c O
+        close   a X + N_f(D)           (a = c = 1)
+        body=hybridnorm:  X as in HybridNorm, close a N^X_f(X) + N_f(D)"""
+    diagram: ClassVar[str] = """\
+        X ──┬─────────── + ─▶ N ──▶ X
+            └─▶ F ─▶ O ──┤
+        D ────────────── + ───────▶ D"""
+    special_cases: ClassVar[tuple[str, ...]] = (
+        "D_K = e + sum of all outputs, exactly (c = 1)",
+        "its body alone (Post-Norm, HybridNorm): N_f = 0 and a = 1, exactly",
+        "N_f cancels c up to its eps",
+    )
+
+    body: Literal["post", "hybridnorm"] = "post"
+    bounded_scale: float = 1.0
+    dual_scale: float = 1.0
+    dual_eps: float | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        """Refuse a dual stream that is always zero, and a negative eps."""
+        super().__post_init__()
+        if self.dual_scale <= 0:
+            raise UserError(f"dual_scale of {self.title} is {self.dual_scale}: choose a positive number")
+        if self.dual_eps != "auto" and self.dual_eps < 0:
+            raise UserError(f"dual_eps of {self.title} is {self.dual_eps}: choose 0 or more, or auto (the norm's own)")
+
+    @property
+    def stream_names(self) -> tuple[str, ...]:
+        """The bounded stream X and the dual stream D."""
+        return ("bounded", "dual")
+
+    @property
+    def attention_norm(self) -> AttentionNorm:
+        """What the body needs."""
+        return "qkv-head" if self.body == "hybridnorm" else "auto"
+
+    def write_factors(self, place: Place) -> WriteFactors:
+        """Return c on what the dual stream adds."""
+        return WriteFactors(identity_scale=self.dual_scale)
+
+    def opening(self, spec: ResidualSpec) -> Opening:
+        """Return the embedding, and the embedding times c."""
+        return Opening(spec, count=2, scale=self.dual_scale)
+
+    def connection(self, place: Place, spec: ResidualSpec) -> BoundaryConnection:
+        """Return the connection of the body: it reads the bounded stream alone."""
+        post_norm = spec.build_post_norm(place) if self.body == "post" else hybrid_post_norm(place, spec)
+        return BoundaryConnection(self, place, spec, post_norm=post_norm)
+
+    def closing(self, last: Place, spec: ResidualSpec) -> BoundaryClosing:
+        """Return the sum of the normalised bounded stream, times a, and the dual stream's norm."""
+        return BoundaryClosing(
+            self,
+            last,
+            spec,
+            post_norm=spec.build_norm("final"),
+            identity_norm=self.build_dual_norm(spec),
+            bounded_scale=self.bounded_scale,
+        )
+
+    def build_dual_norm(self, spec: ResidualSpec) -> nn.Module:
+        """Return N_f; raises UserError if `dual_eps` is set and the norm has no eps."""
+        if self.dual_eps == "auto":
+            return spec.build_norm("final")
+        if "eps" not in norm_options(spec.norm_spec.name):
+            raise UserError(
+                f"dual_eps of {self.title} is {self.dual_eps}, but norm {spec.norm_spec.name} has no eps: leave "
+                "dual_eps at auto, or choose a norm with an eps, such as rmsnorm"
+            )
+        return spec.with_norm_options(eps=self.dual_eps).build_norm("final")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanNorm(BoundaryTopology):
+    """SpanNorm (arXiv 2601.22580), experimental: one residual spans a whole block, whose output is normalised.
+
+    The structure is that of a public port that cites the paper's equations (reading A with the initial norm). The
+    paper's scaling strategy was not found and is not applied: numbers obtained with it are not SpanNorm's.
+    `reading` "A": the residual goes from the block's input to its output, past both sublayers; "B", ours: Pre-Norm
+    inside the block, and one norm on the main path at its end. `initial_norm` normalises what the first attention sees,
+    but not its skip connection; in B every attention has such a norm.
+    """
+
+    title: ClassVar[str] = "SpanNorm (experimental)"
+    paper: ClassVar[str] = "arXiv 2601.22580 (the structure is that of a port)"
+    formula: ClassVar[str] = """\
+        open    x = e
+        block   z = N1(x + Attention(x)),     x <- N2(x + MLP(z))
+        close   x;  the first block with initial_norm: z = N1(x + Attention(N0(x)))
+        reading=B:  z = x + Attention(N(x)),  x <- N2(z + MLP(N(z)))"""
+    diagram: ClassVar[str] = """\
+        x ──┬──────────────────────────────────── + ─▶ N2 ──▶ x
+            ├─────────── + ─▶ N1 ─▶ MLP ─▶ O ─────┘
+            └─▶ Attn ────┘"""
+    special_cases: ClassVar[tuple[str, ...]] = ("the block's output is always normalised: no final norm",)
+
+    has_fused_kernels: ClassVar[bool] = False
+
+    reading: Literal["A", "B"] = "A"
+    initial_norm: bool = False
+
+    @property
+    def tells_sublayers_apart(self) -> bool:
+        """A block has one norm after attention and another at its end."""
+        return True
+
+    def boundary_cost(self, place: Place) -> BoundaryCost:
+        """Return the cost; in reading A the block's input passes through the boundary before the MLP."""
+        if self.reading == "B":
+            return super().boundary_cost(place)
+        return BoundaryCost(forward=4, backward=5 if place.kind == "mlp" else 4, saved=1)
+
+    def connection(self, place: Place, spec: ResidualSpec) -> BoundaryConnection:
+        """Return a half of the block: the first has the previous block's norm, in A the second the attention's."""
+        post_norm = spec.build_post_norm(place) if place.kind == "attention" else None
+        if self.reading == "B":
+            return BoundaryConnection(self, place, spec, post_norm=post_norm, input_norm=spec.build_input_norm(place))
+        if place.kind == "attention":
+            first = self.initial_norm and place.previous is None
+            input_norm = spec.build_input_norm(place) if first else None
+            return SpanStart(self, place, spec, post_norm=post_norm, input_norm=input_norm)
+        return SpanEnd(self, place, spec, post_norm=spec.build_input_norm(place))
+
+    def closing(self, last: Place, spec: ResidualSpec) -> BoundaryClosing:
+        """Return the norm of the last block's output."""
+        return BoundaryClosing(self, last, spec, post_norm=spec.build_norm("final"))
+
+
+class SpanStart(BoundaryConnection):
+    """The attention's connection: its write keeps the block's input beside the sum, (x, x + O)."""
+
+    def write(self, streams: Streams, output: Tensor) -> Streams:
+        """Add the output to a second stream that lives until the block's end."""
+        (x,) = streams
+        return x, x + output.to(x.dtype)
+
+
+class SpanEnd(BoundaryConnection):
+    """The MLP's connection: it reads the normalised sum, and writes to the block's input."""
+
+    def read(self, streams: Streams) -> tuple[Tensor, Streams]:
+        """Return the normalised sum, and the block's input as the only stream."""
+        x, total = streams
+        return self.to_compute(self.post_norm(total)), (x,)

@@ -1,4 +1,4 @@
-"""Topologies that never normalise the stream: Pre-Norm, LayerNorm-Scaling, LayerScale, ReZero, OLMo 2, Peri-LN."""
+"""Topologies that never normalise the stream: Pre-Norm, LayerNorm-Scaling, LayerScale, ReZero, OLMo 2 and others."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from torch import Tensor
+
 from siamesenorm.errors import UserError
 from siamesenorm.norms import RMSNorm
 from siamesenorm.topologies.boundary_family import BoundaryClosing, BoundaryConnection, BoundaryTopology, ScalarGate
-from siamesenorm.topologies.topology import Closing, Connection, Gate, Opening, Place, ResidualSpec, Topology
+from siamesenorm.topologies.start_as_pre_norm import NormClosing, NormConnection
+from siamesenorm.topologies.topology import BoundaryCost, Gate, Opening, Place, ResidualSpec, Streams, Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,7 @@ class PreNorm(BoundaryTopology):
         # e / sqrt(mean(e^2) + 1e-5), without parameters, whatever the model's norm is.
         return Opening(spec, norm=RMSNorm(spec.dim, affine=False, axis=spec.axis).select_kernels(spec.kernels))
 
-    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> BoundaryConnection:
         """Return the connection with an input norm."""
         return BoundaryConnection(self, place, spec, input_norm=spec.build_input_norm(place))
 
@@ -69,7 +72,7 @@ class LayerNormScaling(PreNorm):
         x ──┬──────────────────────────── + ──▶ x
             └─▶ N ─▶ 1/√(l+1) ─▶ F ─▶ O ──┘"""
 
-    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> BoundaryConnection:
         """Return the connection with a scaled input norm; raises UserError if the sublayer has an input norm itself."""
         if place.normalises_input:
             raise UserError(f"{self.title} before a sublayer that normalises its own input: the scale would be lost")
@@ -81,8 +84,7 @@ class LayerNormScaling(PreNorm):
 class LayerScale(BoundaryTopology):
     """LayerScale (CaiT, arXiv 2103.17239): Pre-Norm whose outputs are multiplied by a learned vector lambda.
 
-    `initial` is lambda's initial value; "auto" takes the paper's by depth: 0.1 up to 18 blocks, 1e-5 up to 24, else
-    1e-6.
+    `initial` is lambda's initial value; "auto" takes the paper's by depth: 0.1 up to 18 blocks, 1e-5 to 24, else 1e-6.
     """
 
     title: ClassVar[str] = "LayerScale"
@@ -117,7 +119,7 @@ class LayerScale(BoundaryTopology):
             return self.initial
         return 0.1 if depth <= 18 else 1e-5 if depth <= 24 else 1e-6
 
-    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> BoundaryConnection:
         """Return the Pre-Norm connection with a scaled output."""
         gate = Gate(spec, initial=self.initial_at(place.depth))
         return BoundaryConnection(self, place, spec, input_norm=spec.build_input_norm(place), output=gate)
@@ -142,11 +144,11 @@ class ReZero(BoundaryTopology):
     has_fused_kernels: ClassVar[bool] = False
     """No read has a norm, so there is nothing to fuse an addition with."""
 
-    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> BoundaryConnection:
         """Return the connection with a scaled output and no norm."""
         return BoundaryConnection(self, place, spec, output=ScalarGate(initial=0.0))
 
-    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> BoundaryClosing:
         """Return the stream as it is."""
         return BoundaryClosing(self, last, spec)
 
@@ -169,6 +171,7 @@ class OutputNorm(BoundaryTopology):
         x ──┬──────────────── + ──▶ x
             └─▶ F ─▶ O ─▶ N ──┘"""
     special_cases: ClassVar[tuple[str, ...]] = ("x_K = x_0 + sum of the normalised outputs, exactly",)
+    has_input_norm: ClassVar[bool] = False
     has_fused_kernels: ClassVar[bool] = False
     """No read has a norm, so there is nothing to fuse an addition with."""
     pre_norm_refusal: ClassVar[str | None] = "it normalises what a sublayer returns"
@@ -176,17 +179,12 @@ class OutputNorm(BoundaryTopology):
         "it normalises the sublayer's output, which cancels the size of the gate: a gate of zero could not silence it"
     )
 
-    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> BoundaryConnection:
         """Return the connection with an output norm; raises UserError if the sublayer is conditioned."""
-        self.refuse_conditioned(place)
-        return BoundaryConnection(self, place, spec, output=spec.build_norm("output"))
-
-    def refuse_conditioned(self, place: Place) -> None:
-        """Raise UserError if the sublayer is conditioned."""
         if place.conditioned:
-            raise UserError(
-                f"{self.title} takes no conditioned sublayer: {self.modulation_refusal}; use pre or siamese"
-            )
+            raise UserError(f"{self.title} takes no AdaLN sublayer: {self.modulation_refusal}; use pre or siamese")
+        norm = spec.build_input_norm(place) if self.has_input_norm else None
+        return BoundaryConnection(self, place, spec, input_norm=norm, output=spec.build_norm("output"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +205,7 @@ class PeriNorm(OutputNorm):
         x ──┬────────────────────── + ──▶ x
             └─▶ N ─▶ F ─▶ O ─▶ N' ──┘"""
 
+    has_input_norm: ClassVar[bool] = True
     has_fused_kernels: ClassVar[bool] = True
 
     embedding_norm: bool = False
@@ -215,8 +214,103 @@ class PeriNorm(OutputNorm):
         """Return the copy, or the embedding's norm."""
         return Opening(spec, norm=spec.build_norm("embedding") if self.embedding_norm else None)
 
-    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
-        """Return the connection with two norms; raises UserError if the sublayer is conditioned."""
-        self.refuse_conditioned(place)
-        norm, output = spec.build_input_norm(place), spec.build_norm("output")
-        return BoundaryConnection(self, place, spec, input_norm=norm, output=output)
+
+@dataclass(frozen=True, kw_only=True)
+class Lambdas(Topology):
+    """Pre-Norm with x <- r_l x + z_l e before block l, e the embedding and r_l, z_l learned scalars.
+
+    `start`: "neutral" is r = 1, z = 0, which is Pre-Norm; "public" is that of the published code,
+    r_l = 1.15 - 0.10 l / (L - 1) and z_l = 0.20 - 0.15 l / (L - 1).
+    """
+
+    title: ClassVar[str] = "Residual lambdas"
+    paper: ClassVar[str] = "public code of speed-run language models, https://github.com/KellerJordan/modded-nanogpt"
+    formula: ClassVar[str] = """\
+        open    x = e
+        read    x <- r_l x + z_l e     before the first sublayer of block l
+                h = N_k(x)
+        write   x <- x + O
+        close   N_f(x)"""
+    diagram: ClassVar[str] = """\
+        x ──▶ r ── + ──┬──────────────── + ──▶ x
+        e ──▶ z ───┘   └─▶ N ─▶ F ─▶ O ──┘"""
+    special_cases: ClassVar[tuple[str, ...]] = ("r = 1, z = 0 is Pre-Norm, exactly",)
+    pre_norm_refusal: ClassVar[str | None] = None
+
+    start: Literal["neutral", "public"] = "public"
+
+    @property
+    def stream_names(self) -> tuple[str, ...]:
+        """The residual stream and the embedding."""
+        return ("residual", "embedding")
+
+    def boundary_cost(self, place: Place) -> BoundaryCost:
+        """Return the cost of the plain operations; the embedding passes through every boundary."""
+        return BoundaryCost(6, 8, 3) if place.slot == 0 else BoundaryCost(5, 5, 1)
+
+    def connection(self, place: Place, spec: ResidualSpec) -> LambdaConnection:
+        """Return a Pre-Norm connection; the first of a block has the block's scalars."""
+        return BlockStart(self, place, spec) if place.slot == 0 else LambdaConnection(place, spec)
+
+    def closing(self, last: Place, spec: ResidualSpec) -> LambdaClosing:
+        """Return the final norm of the stream."""
+        return LambdaClosing(spec)
+
+    def preserving(self) -> Topology:
+        """Return the topology with the neutral start."""
+        return dataclasses.replace(self, start="neutral")
+
+    def initial_scalars(self, place: Place) -> tuple[float, float]:
+        """Return the initial r and z of a block."""
+        if self.start == "neutral":
+            return 1.0, 0.0
+        depth = place.block / max(place.depth - 1, 1)
+        return 1.15 - 0.10 * depth, 0.20 - 0.15 * depth
+
+
+class LambdaConnection(NormConnection):
+    """h = norm(x); x <- x + O."""
+
+    def __init__(self, place: Place, spec: ResidualSpec) -> None:
+        super().__init__(spec)
+        self.norm = spec.build_input_norm(place)
+
+    def read(self, streams: Streams) -> tuple[Tensor, Streams]:
+        """Return N(x), and x with the embedding."""
+        return self.to_compute(self.norm(streams[0])), streams
+
+    def write(self, streams: Streams, output: Tensor) -> Streams:
+        """Return x + O and the embedding."""
+        x, embedding = streams
+        return x + output.to(x.dtype), embedding
+
+
+class BlockStart(LambdaConnection):
+    """The same after x <- r x + z e. `residual_scale` r and `embedding_scale` z [1] are not decayed."""
+
+    residual_scale: Tensor
+    embedding_scale: Tensor
+
+    def __init__(self, topology: Lambdas, place: Place, spec: ResidualSpec) -> None:
+        super().__init__(place, spec)
+        residual, embedding = topology.initial_scalars(place)
+        self.declare("residual_scale", (1,), initial=residual)
+        self.declare("embedding_scale", (1,), initial=embedding)
+
+    def read(self, streams: Streams) -> tuple[Tensor, Streams]:
+        """Return N(x), and x with the embedding."""
+        x, embedding = streams
+        x = self.residual_scale.to(x.dtype) * x + self.embedding_scale.to(x.dtype) * embedding
+        return super().read((x, embedding))
+
+
+class LambdaClosing(NormClosing):
+    """The final norm of the stream."""
+
+    def __init__(self, spec: ResidualSpec) -> None:
+        super().__init__(spec)
+        self.norm = spec.build_final_norm()
+
+    def forward(self, streams: Streams) -> Tensor:
+        """Return N_f(x)."""
+        return self.to_compute(self.norm(streams[0]))

@@ -13,13 +13,18 @@ from siamesenorm.errors import unknown
 from siamesenorm.options import EntryPointGroup, Scalar, parse_specification
 from siamesenorm.topologies.attention_residuals import AttentionResiduals
 from siamesenorm.topologies.hyper_connections import HyperConnections
-from siamesenorm.topologies.lambdas import Lambdas
 from siamesenorm.topologies.manifold_hyper_connections import ManifoldHyperConnections
-from siamesenorm.topologies.post_norm_family import DeepNorm, HybridNorm, Keel, MixLN, PostNorm
-from siamesenorm.topologies.pre_norm_family import LayerNormScaling, LayerScale, OutputNorm, PeriNorm, PreNorm, ReZero
-from siamesenorm.topologies.resi_dual import ResiDual
+from siamesenorm.topologies.post_norm_family import DeepNorm, HybridNorm, Keel, MixLN, PostNorm, ResiDual, SpanNorm
+from siamesenorm.topologies.pre_norm_family import (
+    Lambdas,
+    LayerNormScaling,
+    LayerScale,
+    OutputNorm,
+    PeriNorm,
+    PreNorm,
+    ReZero,
+)
 from siamesenorm.topologies.siamese import SiameseHybridPre, SiamesePostPre
-from siamesenorm.topologies.span_norm import SpanNorm
 from siamesenorm.topologies.topology import Topology
 
 TOPOLOGIES: dict[str, Topology] = {
@@ -50,19 +55,14 @@ TOPOLOGIES: dict[str, Topology] = {
 }
 
 
-ENTRY_POINTS = EntryPointGroup("siamesenorm.topologies")
-
-
-def load_entry_points() -> None:
-    """Register the topologies of installed packages."""
-    ENTRY_POINTS.load(_register_found)
-
-
 def _register_found(name: str, found: Any) -> bool:
     topology = found() if isinstance(found, type) and issubclass(found, Topology) else found
     if isinstance(topology, Topology):
         register_topology(name, topology)
     return isinstance(topology, Topology)
+
+
+ENTRY_POINTS = EntryPointGroup("siamesenorm.topologies", _register_found)
 
 
 def register_topology(name: str, topology: Topology) -> None:
@@ -74,7 +74,7 @@ def register_topology(name: str, topology: Topology) -> None:
     if not isinstance(topology, Topology):
         raise ValueError(f"{topology!r} is not an instance of Topology: register an instance, such as MyTopology()")
     for other in {type(registered) for registered in TOPOLOGIES.values()} - {type(topology)}:
-        if other.__name__ == family_name(topology):
+        if other.__name__ == type(topology).__name__:
             raise ValueError(f"class name {other.__name__} is taken by {other.__module__}: rename the class")
     if TOPOLOGIES.setdefault(name, topology) != topology:
         raise ValueError(f"topology name {name!r} is taken: choose another")
@@ -82,23 +82,20 @@ def register_topology(name: str, topology: Topology) -> None:
 
 def available_topologies() -> tuple[str, ...]:
     """Return the registered names."""
-    load_entry_points()
+    ENTRY_POINTS.load()
     return tuple(TOPOLOGIES)
 
 
-def topology_options(name: str) -> dict[str, Scalar]:
-    """Return the options of a registered topology with their values; raises UserError for an unknown name."""
-    load_entry_points()
+def readable_options(name: str) -> dict[str, Scalar]:
+    """Return the options of a registered topology with values of the type in which a text is read.
+
+    That is the registered value, or "auto" where it is the family's default. Raises UserError for an unknown name.
+    """
+    ENTRY_POINTS.load()
     if name not in TOPOLOGIES:
         raise unknown("topology", name, TOPOLOGIES)
-    return dataclasses.asdict(TOPOLOGIES[name])
-
-
-def readable_options(name: str) -> dict[str, Scalar]:
-    """Return the options with values of the type in which a text is read: "auto" where it is the family's default."""
-    options = topology_options(name)
     ruled = {option.name: "auto" for option in dataclasses.fields(TOPOLOGIES[name]) if option.default == "auto"}
-    return {**options, **ruled}
+    return {**dataclasses.asdict(TOPOLOGIES[name]), **ruled}
 
 
 def build_topology(name: str, **options: Scalar) -> Topology:
@@ -107,7 +104,7 @@ def build_topology(name: str, **options: Scalar) -> Topology:
     Raises UserError for an unknown name, an unknown option, or a value that the option does not take.
     """
     name, given = parse_specification("topology", name, readable_options)
-    known = topology_options(name)
+    known = dataclasses.asdict(TOPOLOGIES[name])
     for option in options:
         if option not in known:
             raise unknown(f"option of topology {name}", option, known)
@@ -121,7 +118,7 @@ def topology_name(topology: Topology) -> str:
         registered = dataclasses.asdict(TOPOLOGIES[name])
         return {k: v for k, v in dataclasses.asdict(topology).items() if v != registered[k]}
 
-    load_entry_points()
+    ENTRY_POINTS.load()
     family = [name for name, registered in TOPOLOGIES.items() if type(registered) is type(topology)]
     if not family:
         raise ValueError(f"{type(topology).__name__} is not registered: call register_topology first")
@@ -130,15 +127,10 @@ def topology_name(topology: Topology) -> str:
     return f"{name}:{options}" if options else name
 
 
-def family_name(topology: Topology) -> str:
-    """Return the name of the topology's class, which stays the same whatever names are registered."""
-    return type(topology).__name__
-
-
 def topology_to_json(topology: Topology) -> dict[str, Scalar]:
-    """Return the nearest registered name, the family and every option."""
+    """Return the nearest registered name, the family (the class, whatever names are registered) and every option."""
     name = topology_name(topology).partition(":")[0]
-    return {"name": name, "family": family_name(topology), **dataclasses.asdict(topology)}
+    return {"name": name, "family": type(topology).__name__, **dataclasses.asdict(topology)}
 
 
 def topology_from_json(record: dict[str, Any]) -> Topology:
@@ -146,6 +138,6 @@ def topology_from_json(record: dict[str, Any]) -> Topology:
     options = {key: value for key, value in record.items() if key not in ("name", "family")}
     name = record["name"]
     if name not in available_topologies():
-        relatives = [known for known, topology in TOPOLOGIES.items() if family_name(topology) == record.get("family")]
+        relatives = [known for known, topology in TOPOLOGIES.items() if type(topology).__name__ == record.get("family")]
         name = relatives[0] if relatives else name
     return build_topology(name, **options)

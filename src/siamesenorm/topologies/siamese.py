@@ -11,25 +11,9 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from siamesenorm.topologies.boundary_family import (
-    BoundaryClosing,
-    BoundaryConnection,
-    BoundaryTopology,
-    DepthScale,
-    WriteFactors,
-    depth_scale_at,
-)
+from siamesenorm.topologies.boundary_family import BoundaryClosing, BoundaryConnection, BoundaryTopology, WriteFactors
 from siamesenorm.topologies.start_as_pre_norm import double_norm_eps
-from siamesenorm.topologies.topology import (
-    AttentionNorm,
-    Closing,
-    Connection,
-    Gate,
-    Opening,
-    Place,
-    ResidualSpec,
-    Topology,
-)
+from siamesenorm.topologies.topology import AttentionNorm, DepthScale, Gate, Opening, Place, ResidualSpec, Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +43,9 @@ class Siamese(BoundaryTopology):
 
     def write_factors(self, place: Place) -> WriteFactors:
         """Return s on what the bounded stream adds."""
-        return WriteFactors(scale=depth_scale_at(place, self.depth_scale))
+        return WriteFactors.shrinking(place, self.depth_scale)
 
-    def build_sum_read(self, place: Place, spec: ResidualSpec, *, post_norm: bool) -> Connection:
+    def build_sum_read(self, place: Place, spec: ResidualSpec, *, post_norm: bool) -> BoundaryConnection:
         """Return the connection that reads N^in(X + N^Y(Y)), or the sum itself without `normalized_input`.
 
         N^Y is the last norm before the sublayer where neither the read nor the sublayer has an N^in.
@@ -79,7 +63,7 @@ class Siamese(BoundaryTopology):
             input_scale=factor,
         )
 
-    def build_closing(self, last: Place, spec: ResidualSpec, *, output_norm: bool) -> Closing:
+    def build_closing(self, last: Place, spec: ResidualSpec, *, output_norm: bool) -> BoundaryClosing:
         """Return the closing N_out(N^X_f(X) + N^Y_f(Y))."""
         doubled = output_norm and spec.final_norm
         spec, factor = self.exact_double_norm(spec) if doubled else (spec, None)
@@ -148,11 +132,11 @@ class SiamesePostPre(Siamese):
         """Return two copies of the embedding, the first one gated if asked for."""
         return Opening(spec, count=2, gate=Gate(spec) if self.gated_opening else None)
 
-    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> BoundaryConnection:
         """Return the connection; without the eager form's post-norm where nothing was added yet."""
         return self.build_sum_read(place, spec, post_norm=place.previous is not None or self.post_norm == "lazy")
 
-    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> BoundaryClosing:
         """Return the last norms and the sum."""
         return self.build_closing(last, spec, output_norm=self.readout == "code")
 
@@ -195,7 +179,7 @@ class SiameseHybridPre(Siamese):
         """QKV-norm stands in for the attention's input norm."""
         return "qkv-head"
 
-    def connection(self, place: Place, spec: ResidualSpec) -> Connection:
+    def connection(self, place: Place, spec: ResidualSpec) -> BoundaryConnection:
         """Return the attention's or the MLP's connection."""
         if place.kind == "attention":
             own = place.normalises_input
@@ -203,6 +187,6 @@ class SiameseHybridPre(Siamese):
             return BoundaryConnection(self, place, spec, gate=Gate(spec), identity_norm=identity_norm)
         return self.build_sum_read(place, spec, post_norm=True)
 
-    def closing(self, last: Place, spec: ResidualSpec) -> Closing:
+    def closing(self, last: Place, spec: ResidualSpec) -> BoundaryClosing:
         """Return the three final norms."""
         return self.build_closing(last, spec, output_norm=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from siamesenorm.norms import Inexact, Norm, NormFunction
-from siamesenorm.topologies.topology import Gate
+from siamesenorm.topologies.topology import Closing, Connection, Gate
 
 
 def zero_gain(part: nn.Module) -> None:
@@ -32,8 +32,7 @@ def copy_function(
     """Set the gain of the last norm so that scale outer(inner(multiple x)) is the function of `source`.
 
     Without an outer norm it is scale inner(multiple x); the inner norm of two has unit gain. `source` is None where the
-    sublayer has a norm of its own, after `inner`. Returns the differences: none where the function is the same up to
-    rounding.
+    sublayer has a norm of its own, after `inner`. Returns the differences but for rounding.
     """
     if source is None:
         only = getattr(inner, "eps", None)
@@ -58,3 +57,28 @@ def copy_function(
     if multiple != 1.0:
         found.append(Inexact.norm_of_multiple(multiple))
     return found
+
+
+class NormConnection(Connection):
+    """A connection whose `norm` is the only one before the sublayer.
+
+    At the start the norm reads `multiple` times the stream of Pre-Norm.
+    """
+
+    norm: nn.Module
+    multiple: float = 1.0
+
+    def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
+        """Give the input norm the function of `norm`."""
+        return copy_function(norm, None, self.norm, multiple=self.multiple)
+
+
+class NormClosing(Closing):
+    """A closing whose `norm` is the final one; `multiple` as in `NormConnection`."""
+
+    norm: nn.Module
+    multiple: float = 1.0
+
+    def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
+        """Give the final norm the function of `norm`."""
+        return copy_function(norm, None, self.norm, multiple=self.multiple)

@@ -7,16 +7,16 @@
     hidden = closing(streams)                             # with every final norm
 
 The streams are a tuple of tensors; their number may change along the depth. A norm after an addition belongs to the
-next connection, as its `post_norm`, or to the closing: no parameter is shared across a block's edge, and a write may
-stay pending until the next read.
+next connection, as its `post_norm`, or to the closing: no parameter crosses a block's edge, and a write may stay
+pending until the next read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, fields, replace
-from itertools import chain
+from itertools import chain, product
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 import torch
@@ -28,6 +28,8 @@ from siamesenorm.options import Scalar, check_option
 
 Streams = tuple[Tensor, ...]
 AttentionNorm = Literal["auto", "none", "qk", "qk-head", "qkv-head"]
+Kind = Literal["attention", "mlp"]
+DepthScale = Literal["code", "paper_block", "paper_sublayer", "none"]
 Kernels = Literal["plain", "fused", "lean", "auto"]
 
 
@@ -38,7 +40,7 @@ class Place:
     index: int
     block: int
     slot: int
-    kind: Literal["attention", "mlp"]
+    kind: Kind
     depth: int
     previous: Place | None = field(default=None, repr=False)
     conditioned: bool = False
@@ -51,18 +53,20 @@ BLOCKS_OF_COST = 8
 """Number of blocks over whose boundaries `Topology.cost` is the mean."""
 
 
-def transformer_places(depth: int, *, conditioned: bool = False) -> list[tuple[Place, Place]]:
-    """Return the (attention, mlp) places of `depth` blocks."""
-    blocks: list[tuple[Place, Place]] = []
-    previous: Place | None = None
-    for block in range(depth):
-        attention = Place(
-            index=2 * block, block=block, slot=0, kind="attention", depth=depth, previous=previous,
-            conditioned=conditioned,
-        )  # fmt: skip
-        previous = replace(attention, index=2 * block + 1, slot=1, kind="mlp", previous=attention)
-        blocks.append((attention, previous))
-    return blocks
+def transformer_places(
+    depth: int,
+    *,
+    conditioned: bool = False,
+    sublayers: Sequence[tuple[Kind, bool]] = (("attention", False), ("mlp", False)),
+) -> list[tuple[Place, ...]]:
+    """Return the places of `depth` blocks; of each sublayer, its kind and whether it has its own input norm."""
+    places, count = list[Place](), len(sublayers)
+    for block, (slot, (kind, normalises_input)) in product(range(depth), enumerate(sublayers)):
+        places.append(Place(
+            index=len(places), block=block, slot=slot, kind=kind, depth=depth, previous=places[-1] if places else None,
+            conditioned=conditioned, normalises_input=normalises_input,
+        ))  # fmt: skip
+    return [tuple(places[first : first + count]) for first in range(0, len(places), count)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +74,8 @@ class ResidualSpec:
     """The arguments from which a topology builds its modules.
 
     `norm` is an operator, or its name. `residual_dtype` is the dtype of the streams, `compute_dtype` that of the input
-    of sublayers; None leaves it as it is. `final_norm=False` leaves the last norm of the closing to the model (a DiT
-    head has a conditioned one).
+    of sublayers; None leaves it as it is. `final_norm=False` leaves the last norm to the model (a DiT head has its
+    own).
 
     `kernels` applies to boundaries and norms. "plain": no custom operator. "fused": a write stays pending, and one
     operator completes it together with the next read. "auto": the same where it is faster (a GPU with Triton, norms
@@ -119,9 +123,7 @@ class ResidualSpec:
 
     def build_input_norm(self, place: Place) -> nn.Module:
         """Return the last norm before a sublayer: without gain if it is conditioned, none if it has its own."""
-        if place.normalises_input:
-            return nn.Identity()
-        return self.build_norm(place.kind, affine=not place.conditioned)
+        return nn.Identity() if place.normalises_input else self.build_norm(place.kind, affine=not place.conditioned)
 
     def build_post_norm(self, place: Place) -> nn.Module | None:
         """Return the norm after the predecessor's addition, in the role of its reader; None where nothing was added."""
@@ -249,7 +251,7 @@ class Connection(Reader):
             del vars(self)["write"]
 
     def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
-        """Set initial parameters so that the connection equals a Pre-Norm's with the input norm `norm`.
+        """Set norms and gates of a new connection so that it equals a Pre-Norm's with the input norm `norm`.
 
         `norm` is None for a sublayer that normalises its own input. Returns the differences: none where the function
         is the same up to rounding. Called only for topologies that `Topology.preserving` returns.
@@ -286,8 +288,7 @@ class BoundaryCost:
 class Topology:
     """The wiring of the residual path: a frozen set of options that makes openings, connections and closings.
 
-    Fields are scalars, so that a topology is JSON-serialisable, comparable and hashable. `explain` prints the class
-    variables.
+    Fields are scalars: a topology is JSON-serialisable, comparable and hashable. `explain` prints the class variables.
     """
 
     revision: ClassVar[int] = 0
@@ -389,9 +390,7 @@ class Topology:
 
     def pack(self, streams: Streams) -> Tensor:
         """Return the streams as one tensor [..., streams, dim], for loops that pass one tensor from block to block."""
-        if len(streams) == 1:
-            return streams[0].unsqueeze(-2)
-        return torch.stack(streams, dim=-2)
+        return streams[0].unsqueeze(-2) if len(streams) == 1 else torch.stack(streams, dim=-2)
 
     def unpack(self, packed: Tensor) -> Streams:
         """Return the streams of a packed tensor."""

@@ -108,9 +108,9 @@ def require_memory(model: nn.Module, device: torch.device) -> None:
 
 # --- blocks
 #
-# Checkpointing, compilation and sharding, in this order, work on any model that has `.blocks`, and leave its code, the
-# names of its parameters and its state dict alone. A block's connections are inside it, so norms and gates travel with
-# it; a compiled block holds its own recomputation, and sharding gathers a block's weights around both.
+# Checkpointing, compilation and sharding, in this order, work on any model whose stacks are named `blocks`, and leave
+# its code, the names of its parameters and its state dict alone. A block's connections are inside it, so norms and
+# gates travel with it; a compiled block holds its own recomputation, and sharding gathers its weights around both.
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
@@ -181,7 +181,10 @@ def synchronise_gradients(model: nn.Module, wanted: bool) -> None:
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    return model.get_submodule("blocks").children()
+    """Yield the blocks of every stack: the children of each module that is named `blocks`."""
+    for name, module in tuple(model.named_modules()):
+        if name.rpartition(".")[2] == "blocks":
+            yield from module.children()
 
 
 def compiler_for_cpu() -> str | None:

@@ -64,6 +64,100 @@ def digits(data: Any) -> RunConfig:
     )
 
 
+def cifar(data: Any) -> RunConfig:
+    """Return a run of a small vision Transformer on 10,000 images of 32 x 32 pixels in `data`, eight epochs."""
+    from siamesenorm.data.augmentation import Augmentation
+    from siamesenorm.models.vision import VisionTransformerConfig
+    from siamesenorm.tasks.classification import ClassificationTaskConfig
+    from siamesenorm.training.config import RunConfig
+    from siamesenorm.training.optimizer import OptimizerConfig
+
+    model = VisionTransformerConfig(
+        depth=8, dim=64, heads=2, hidden=128, activation="gelu", bias=True, image_size=32, patch_size=4, classes=10
+    )
+    return RunConfig(
+        task=ClassificationTaskConfig(data=data, model=model, augmentation=Augmentation(crop="pad", flip=0.5)),
+        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=100),
+        steps=1250,
+        batch=64,
+        validation_every=625,
+    )
+
+
+def digits_mae(data: Any) -> RunConfig:
+    """Return a run of a masked autoencoder on scikit-learn's digits."""
+    from siamesenorm.tasks.autoencoding import AutoencodingTaskConfig
+    from siamesenorm.training.config import RunConfig
+    from siamesenorm.training.optimizer import OptimizerConfig
+
+    return RunConfig(
+        task=AutoencodingTaskConfig(),
+        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=20, weight_decay=0.05),
+        steps=600,
+        batch=64,
+        validation_every=100,
+    )
+
+
+def mae_b(data: Any) -> RunConfig:
+    """Return the pre-training of MAE's ViT-B (arXiv 2111.06377), 800 epochs of ImageNet, on the images in `data`."""
+    from siamesenorm.data.augmentation import Augmentation
+    from siamesenorm.models.masked_autoencoder import masked_autoencoder_config
+    from siamesenorm.tasks.autoencoding import AutoencodingTaskConfig
+    from siamesenorm.training.config import Execution, RunConfig
+    from siamesenorm.training.optimizer import OptimizerConfig
+
+    return RunConfig(
+        task=AutoencodingTaskConfig(
+            data=data,
+            model=masked_autoencoder_config("mae-b"),
+            fit="resize",
+            crop_fraction=0.875,
+            augmentation=Augmentation(crop="resized", least_area=0.2, flip=0.5),
+        ),
+        optimizer=OptimizerConfig(
+            learning_rate=1.5e-4 * 4096 / 256, warmup_steps=40 * 312, final_fraction=0.0, weight_decay=0.05, clip=0.0
+        ),
+        steps=800 * 312,
+        batch=4096,
+        precision="bfloat16",
+        validation_every=3120,
+        execution=Execution(device="cuda", compile="on", checkpoint_every=1560),
+    )
+
+
+def deit_s(data: Any) -> RunConfig:
+    """Return DeiT-S (arXiv 2012.12877) with SiameseNorm, 300 epochs of ImageNet, on the images in `data`."""
+    from siamesenorm.data.augmentation import Augmentation
+    from siamesenorm.models.vision import vision_transformer_config
+    from siamesenorm.tasks.classification import ClassificationTaskConfig
+    from siamesenorm.training.config import Execution, RunConfig
+    from siamesenorm.training.optimizer import OptimizerConfig
+
+    return RunConfig(
+        task=ClassificationTaskConfig(
+            data=data,
+            model=vision_transformer_config("vit-s", drop_path=0.1),
+            fit="resize",
+            crop_fraction=0.875,
+            augmentation=Augmentation(
+                crop="resized", flip=0.5, magnitude=9, erasing=0.25, mixup=0.8, cutmix=1.0, repeats=3,
+                label_smoothing=0.1,
+            ),
+        ),
+        optimizer=OptimizerConfig(
+            learning_rate=5e-4 * 1024 / 512, warmup_steps=5 * 1251, final_fraction=0.01, beta2=0.999, weight_decay=0.05,
+            clip=0.0,
+        ),
+        steps=300 * 1251,
+        batch=1024,
+        precision="bfloat16",
+        ema=0.99996,
+        validation_every=1251,
+        execution=Execution(device="cuda", compile="on", checkpoint_every=1251),
+    )  # fmt: skip
+
+
 def paper(data: Any) -> RunConfig:
     """Return the run of the SiameseNorm paper's Table 4 on the prepared data in `data`."""
     from siamesenorm.models.language import language_model_config
@@ -87,6 +181,10 @@ PRESETS: dict[str, Preset] = {
     "mini": Preset("a small language model on a CPU: minutes", mini),
     "mini-moe": Preset("a small mixture of experts on a CPU: minutes", mini_moe),
     "digits": Preset("a vision Transformer on scikit-learn's digits: a minute on a CPU", digits),
+    "cifar": Preset("a vision Transformer on images of 32 x 32 pixels in ten classes: minutes on a CPU", cifar),
+    "deit-s": Preset("DeiT-S by its recipe: 300 epochs of ImageNet, on GPUs", deit_s),
+    "digits-mae": Preset("a masked autoencoder on scikit-learn's digits: a minute on a CPU", digits_mae),
+    "mae-b": Preset("MAE's pre-training of ViT-B: 800 epochs of ImageNet, on GPUs", mae_b),
     "paper": Preset("Table 4 of the SiameseNorm paper: 1.3 B parameters, 100 B tokens, on GPUs", paper),
 }
 """The runs by name."""

@@ -43,10 +43,8 @@ def continue_run(config: RunConfig, directory: Path) -> RunConfig:
 
 
 def start_defaults(config: RunConfig, directory: Path) -> RunConfig:
-    """Return the run of `config` with the model of the finished run in `directory`, dtypes and attention norm open."""
-    model = finished_run(directory).task.model
-    model = dataclasses.replace(model, attention_norm="auto", residual_dtype="inherit", compute_dtype="inherit")
-    return dataclasses.replace(config, task=dataclasses.replace(config.task, model=model))
+    """Return the run of `config` with the model of the finished run in `directory`, as its task starts from one."""
+    return dataclasses.replace(config, task=config.task.starting_from(finished_run(directory).task))
 
 
 def require_start(config: RunConfig) -> None:

@@ -37,15 +37,10 @@ class SiameseNormConfig(OwnRemoteCode, PreTrainedConfig):
     model_type = MODEL_TYPE
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     attribute_map: ClassVar[dict[str, str]] = {
-        "hidden_size": "dim",
-        "num_hidden_layers": "depth",
-        "num_attention_heads": "heads",
-        "num_key_value_heads": "kv_heads",
-        "intermediate_size": "hidden",
-        "vocab_size": "vocabulary",
-        "max_position_embeddings": "context",
-        "tie_word_embeddings": "tied",
-    }
+        "hidden_size": "dim", "intermediate_size": "hidden", "num_hidden_layers": "depth",
+        "num_attention_heads": "heads", "num_key_value_heads": "kv_heads",
+        "vocab_size": "vocabulary", "max_position_embeddings": "context", "tie_word_embeddings": "tied",
+    }  # fmt: skip
     # Declared, or transformers takes them for parameters of generation.
     use_cache: bool = True
     bos_token_id: int | None = None

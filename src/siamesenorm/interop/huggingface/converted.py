@@ -230,8 +230,6 @@ def __getattr__(name: str) -> Any:
     host: Any = getattr(transformers, name.removeprefix(PREFIX).removeprefix(REWIRED), None) if ours else None
     is_config, is_model = (isinstance(host, type) and issubclass(host, c) for c in (PreTrainedConfig, PreTrainedModel))
     if not (is_config or is_model):
-        raise AttributeError(
-            f"the host of {name} is none of transformers {transformers.__version__}: use converted_class(host)"
-        )
+        raise AttributeError(f"no host of {name} in transformers {transformers.__version__}: use converted_class(host)")
     register(host if is_config else host.config_class)
     return converted_config(host) if is_config else converted_class(host)

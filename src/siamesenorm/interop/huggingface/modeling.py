@@ -281,9 +281,7 @@ def attention_mask_for(
     if attention_mask is not None and attention_mask.dim() == 4:
         return attention_mask
     if attention_mask is not None and attention_mask.dim() != 2:
-        raise UserError(
-            f"attention_mask has {attention_mask.dim()} dimensions: give [batch, tokens], with 0 for padding"
-        )
+        raise UserError(f"attention_mask has {attention_mask.dim()} dimensions: give [batch, tokens], 0 for padding")
     new = len(steps)
     total = new if cache is None else cache.get_mask_sizes(new, 0)[0]
     if attention_mask is not None and not torch.compiler.is_compiling() and bool(attention_mask.all()):

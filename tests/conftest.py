@@ -1,0 +1,48 @@
+"""Which cases run: pairs of a topology and a norm by default, their whole product with `--laws` (`make laws`)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+
+TOPOLOGY, NORM = ("topology", "name"), ("norm", "operator")
+"""Names of the parameters whose product is thinned out."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--laws", action="store_true", help="run every combination of a topology and a norm")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep each topology with the first norm of its test and with one other, in turn, so that every norm stays."""
+    if config.getoption("--laws"):
+        return
+    topologies: dict[str, list[str]] = defaultdict(list)
+    norms: dict[str, list[str]] = defaultdict(list)
+    pairs = {item: pair for item in items if (pair := _pair(item))}
+    for item, (topology, norm) in pairs.items():
+        for known, value in ((topologies, topology), (norms, norm)):
+            if value not in known[_test(item)]:
+                known[_test(item)].append(value)
+
+    def is_kept(item: pytest.Item) -> bool:
+        mine, others = topologies[_test(item)], len(norms[_test(item)]) - 1
+        if item not in pairs or len(mine) < others or others < 2:
+            return True
+        topology, norm = mine.index(pairs[item][0]), norms[_test(item)].index(pairs[item][1])
+        return norm in (0, 1 + topology % others)
+
+    config.hook.pytest_deselected(items=[item for item in items if not is_kept(item)])
+    items[:] = [item for item in items if is_kept(item)]
+
+
+def _test(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def _pair(item: pytest.Item) -> tuple[str, str] | None:
+    """Return the topology and the norm of a case as texts; None of one that has not both."""
+    values = item.callspec.params if hasattr(item, "callspec") else {}
+    found = [str(values[name]) for names in (TOPOLOGY, NORM) for name in names if name in values]
+    return (found[0], found[1]) if len(found) == 2 else None
