@@ -81,7 +81,7 @@ class MaskedAutoencoderConfig(ImageEncoderConfig):
     def decoder(self) -> ImageEncoderConfig:
         """The decoder's stack: as the encoder's, with its own depth and widths, and without stochastic depth."""
         shared = {each.name: getattr(self, each.name) for each in dataclasses.fields(ImageEncoderConfig)}
-        own = {"positions": "sine-cosine", "kv_heads": 0, "token_position": False, "drop_path": 0.0}
+        own: dict[str, Any] = {"positions": "sine-cosine", "kv_heads": 0, "token_position": False, "drop_path": 0.0}
         of_decoder = {name: getattr(self, f"decoder_{name}") for name in ("depth", "dim", "heads", "hidden")}
         return ImageEncoderConfig(**{**shared, **own, **of_decoder})
 

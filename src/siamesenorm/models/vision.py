@@ -211,9 +211,11 @@ class VisionTransformer(ImageEncoder):
 
     def pool(self, streams: Streams) -> Tensor:
         """Return what the head reads, [batch, dim]."""
-        if self.token is not None:
-            return self.closing(tuple(stream[:, 0] for stream in streams))
-        return self.closing(streams).mean(dim=1)
+        if self.token is None:
+            mean: Tensor = self.closing(streams).mean(dim=1)
+            return mean
+        token: Tensor = self.closing(tuple(stream[:, 0] for stream in streams))
+        return token
 
 
 def build_vision_transformer(
