@@ -29,7 +29,7 @@ from siamesenorm.training.verdict_calibration import (
 )
 
 ROOT = Path(__file__).parents[1]
-CALIBRATIONS = {"safe": 27, "safe_digits": 20}
+CALIBRATIONS = {"safe": 27, "safe_digits": 20, "safe_mae": 8}
 """Directories of committed calibrations, and how many runs they are of."""
 SMALL = Grid(
     spike_heights=(0.02, 2.0),
@@ -177,6 +177,8 @@ def committed(directory):
         gradient_spiked=values["gradient_spiked"],
         detections=detections,
         thresholds=Thresholds(**values["thresholds"]),
+        unit=values["unit"],
+        scale=values["scale"],
         detector=values["detector"],
     )
 
@@ -214,6 +216,14 @@ def test_every_spike_of_one_nat_and_two_steps_is_detected_wherever_it_is():
             assert each.detected == each.trials > 0
 
 
+def test_heights_are_in_the_unit_of_the_record_and_tasks_are_not_mixed():
+    report = calibrate({"a": curve(0, unit="bits", scale=0.5)}, grid=SMALL)
+    assert (report.unit, report.scale) == ("bits", 0.5) and "0.5 bits" in report.markdown()
+    for other in ({"unit": "nats", "scale": 0.5}, {"unit": "bits", "scale": 1.0}):
+        with pytest.raises(UserError, match="each task by itself"):
+            calibrate({"a": curve(0, unit="bits", scale=0.5), "b": curve(1, **other)}, grid=SMALL)
+
+
 def test_calibrating_twice_gives_the_same_report():
     curves = {"run": curve(4)}
     assert calibrate(curves, grid=SMALL).to_json() == calibrate(curves, grid=SMALL).to_json()
@@ -223,12 +233,12 @@ def test_run_directories_are_read_by_name(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     with MetricsLog(run / "metrics.jsonl") as log:
-        log.append({"kind": "model", "steps": 2, "warmup_steps": 1, "floor": 2.9})
+        log.append({"kind": "model", "steps": 2, "warmup_steps": 1, "floor": 2.9, "unit": "nats/token"})
         log.append({"kind": "train", "step": 1, "loss": 5.0})
         log.append({"kind": "train", "step": 2, "loss": 4.0})
     (name, read), *others = read_runs([run]).items()
     assert (name, others) == ("run", [])
-    assert (read.losses, read.steps_total, read.floor) == ((5.0, 4.0), 2, 2.9)
+    assert (read.losses, read.steps_total, read.floor, read.unit) == ((5.0, 4.0), 2, 2.9, "nats/token")
 
 
 def test_two_runs_of_one_name_are_refused(tmp_path):

@@ -116,6 +116,7 @@ def test_the_head_is_copied_where_the_classes_are_as_many() -> None:
         ({"activation": "gelu"}, "activation"),
         ({"patch_size": 4}, "patch_size"),
         ({"pooling": "mean"}, "pooling"),
+        ({"distillation": True}, "distillation"),
         ({"attention_norm": "none", "topology": build_topology("pre")}, "attention_norm|topology"),
     ],
 )

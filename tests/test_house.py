@@ -119,7 +119,7 @@ def test_everything_imported_is_declared() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
     declared = {canonical(requirement) for group in groups for requirement in group} | requirements("torch")
-    distributions = {"PIL": "pillow"}
+    distributions = {"PIL": "pillow", "sklearn": "scikit-learn"}
     imported = {name: short(file) for file in FILES for name in foreign(file)}
     assert {
         name: file for name, file in imported.items() if canonical(distributions.get(name, name)) not in declared

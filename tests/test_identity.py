@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from siamesenorm.data.augmentation import Augmentation
+from siamesenorm.models.convnext import ConvNextConfig
 from siamesenorm.models.language import LanguageModelConfig
 from siamesenorm.models.masked_autoencoder import MaskedAutoencoderConfig
 from siamesenorm.models.vision import VisionTransformerConfig
@@ -46,6 +47,7 @@ CLASSES = (
     LanguageModelConfig,
     VisionTransformerConfig,
     MaskedAutoencoderConfig,
+    ConvNextConfig,
     Augmentation,
     *TASKS.values(),
 )

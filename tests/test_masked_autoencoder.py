@@ -112,6 +112,8 @@ def test_the_published_size_has_the_published_number_of_parameters() -> None:
     ("changes", "value"),
     [
         ({"mask_ratio": 0.0}, "0.0"),
+        ({"mask_ratio": float("nan")}, "nan"),
+        ({"mask_ratio": float("inf")}, "inf"),
         ({"mask_ratio": 0.99}, "0.99"),
         ({"patch_size": 4}, "4"),
         ({"decoder_heads": 5}, "5"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +13,20 @@ import torch
 from timm.models.convnext import ConvNeXt
 from torch import nn
 
+from siamesenorm.cli import main
+from siamesenorm.cli.sweep import template_of
+from siamesenorm.comparison.sweep_grid import comparisons_of
 from siamesenorm.errors import UserError
-from siamesenorm.models.convnext import SIZES, ConvNext, ConvNextConfig, build_convnext
+from siamesenorm.models.convnext import SIZES, ConvNext, ConvNextConfig, build_convnext, convnext_config
 from siamesenorm.models.cost import count_flops, count_parameters
 from siamesenorm.norms import Norm, NormSpec, declared_parameters
+from siamesenorm.training.config import Execution, RunConfig
+from siamesenorm.training.loop import Instrument, train
+from siamesenorm.training.presets import presets
+from training_runs import records
 
 TINY = ConvNextConfig(depths=(1, 2, 1, 1), dims=(8, 16, 16, 24), image_size=8, patch_size=1, channels=1, classes=5)
+DIGITS = dataclasses.replace(TINY, dims=(16, 16, 24, 32), classes=10, layer_scale=0.1)
 IMAGES = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -86,7 +96,9 @@ def test_seednorm_has_its_settings_for_vision_and_the_eps_of_timm() -> None:
     assert {(norm.dim, norm.settings()["heads"], norm.settings()["scale"]) for norm in norms} == {
         (8, 8, "1/d"), (16, 16, "1/d"), (24, 8, "1/d")
     }  # fmt: skip
-    assert {norm.settings()["eps"] for norm in norms} == {1e-6}
+    assert {(norm.settings()["eps"], norm.settings()["dropout"]) for norm in norms} == {(1e-6, 0.0)}
+    dropped = [each for each in tiny("seednorm", drop_path=0.2).modules() if isinstance(each, Norm)]
+    assert {norm.settings()["dropout"] for norm in dropped} == {0.2}
 
 
 def test_initial_weights_follow_from_the_seed_alone() -> None:
@@ -111,7 +123,7 @@ def test_initial_weights_follow_from_the_seed_alone() -> None:
 def test_the_sizes_have_the_published_numbers_of_parameters_and_operations(size: str) -> None:
     """28, 50, 89 and 198 M parameters, 4.5, 8.7, 15.4 and 34.4 G multiply-adds (arXiv 2201.03545, Table 1)."""
     published = {"convnext-t": (28, 4.5), "convnext-s": (50, 8.7), "convnext-b": (89, 15.4), "convnext-l": (198, 34.4)}
-    model = build_convnext(ConvNextConfig(**SIZES[size]), device="meta")
+    model = build_convnext(convnext_config(size), device="meta")
     millions, multiply_adds = published[size]
     assert count_parameters(model)[0] / 1e6 == pytest.approx(millions, rel=0.03)
     operations = count_flops(model, torch.zeros(1, 3, 224, 224, device="meta"))
@@ -143,3 +155,80 @@ def test_methods_that_need_a_transformer_are_refused(method: str) -> None:
 def test_what_cannot_be_built_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(UserError):
         dataclasses.replace(TINY, **changes)
+
+
+# --- trained by the loop
+
+
+def run_of(norm: str = "seednorm", **changes: Any) -> RunConfig:
+    """Return a run of a small model on the digits."""
+    model = dataclasses.replace(DIGITS, norm=NormSpec.parse(norm), **changes.pop("model", {}))
+    config = presets(Path())["digits"]
+    optimizer = dataclasses.replace(config.optimizer, learning_rate=1e-2, warmup_steps=2)
+    fixed = {"batch": 16, "execution": Execution(threads=1, checkpoint_every=4, compile="off", keep_states=True)}
+    task = dataclasses.replace(config.task, model=model)
+    return dataclasses.replace(config, task=task, optimizer=optimizer, **fixed, **changes).resolved()
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "seednorm"])
+def test_the_train_loop_trains_it_on_the_digits(norm: str, tmp_path: Path) -> None:
+    config = run_of(norm, steps=60, validation_every=60, checkpoint_activations=norm == "seednorm")
+    assert RunConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    train(config, tmp_path / "run")
+    last = records(tmp_path / "run", "validation")[-1]
+    assert last["accuracy"] > 0.5 and records(tmp_path / "run", "model")[0]["attention_norm"] == "none"
+    assert records(tmp_path / "run", "model")[0]["label"].startswith(f"convnext + {norm}")
+
+
+def test_interrupted_it_ends_with_the_same_bits(tmp_path: Path) -> None:
+    class Interruption(Instrument):
+        def on_step(self, loop: Any, record: dict[str, Any]) -> None:
+            if record["step"] == 6:
+                raise KeyboardInterrupt
+
+    config = run_of(steps=8, validation_every=8, model={"drop_path": 0.2})
+    train(config, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path / "resumed", instruments=(Interruption(),))
+    train(config, tmp_path / "resumed")
+    assert records(tmp_path / "resumed") == records(tmp_path / "whole")
+    files = [tmp_path / run / "checkpoints/step-00000008/model.safetensors" for run in ("whole", "resumed")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_the_command_trains_and_evaluates_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--data digits --model.image-size 8 --model.patch-size 1 --model.channels 1 --model.classes 10 --ema 0"
+    small = "--model.depths 1 1 1 1 --model.dims 8 16 16 24 --model.norm seednorm:heads=4 --fit exact"
+    rest = "--steps 2 --batch 8 --micro-batch 8 --optimizer.warmup-steps 1 --precision float32 --execution.device cpu"
+    run = str(tmp_path / "run")
+    assert main(["train", "convnext-b", *words.split(), *small.split(), *rest.split(), "--out", run]) == 0
+    assert main(["evaluate", run, "--knn", "5"]) == 0
+    assert "top1" in capsys.readouterr().out
+
+
+def test_without_timm_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm.models.convnext", None)
+    with pytest.raises(UserError, match="siamesenorm\\[vision\\]"):
+        build_convnext(TINY)
+
+
+def test_a_size_is_chosen_by_name_and_keeps_images_and_norm() -> None:
+    task = run_of("seednorm").task.of_size("convnext-t")
+    assert (task.model.dims, task.model.classes, task.model.norm.name) == (SIZES["convnext-t"]["dims"], 10, "seednorm")
+    with pytest.raises(UserError, match="multiple of 32"):
+        presets(Path())["digits"].task.of_size("convnext-t")
+    for refused in (lambda: task.of_size("vit-s"), lambda: dataclasses.replace(task, layer_decay=0.5)):
+        with pytest.raises(UserError, match="convnext"):
+            refused()
+
+
+def test_a_sweep_compares_norms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its processes need a torchvision that imports, so no run is trained here."""
+    template = template_of(run_of("layernorm", steps=4))
+    methods = ("pre", "pre + dyt", "pre + seednorm")
+    found = [(each.method, each.baseline, each.kind.value) for each in comparisons_of(methods, template)]
+    assert found == [("pre + dyt", "pre", "operator"), ("pre + seednorm", "pre", "operator")]
+    assert (
+        main(["sweep", "convnext-b", "--data", "digits", "--methods", "siamese", "--out", str(tmp_path / "out")]) == 2
+    )
+    assert "pre + NORM" in capsys.readouterr().err and not (tmp_path / "out").exists()

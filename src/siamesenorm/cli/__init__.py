@@ -23,6 +23,7 @@ COMMANDS = {
     "runs": "list runs: directory, method, learning rate, seed, verdict, step",
     "report": "make tables, figures and a page of an experiment",
     "verdict": "classify loss curves as stable, spiked, diverged or not learned",
+    "evaluate": "evaluate a trained run: held-out metrics, features of images, Frechet distance of samples",
     "calibrate": "measure how often the verdict is wrong on given runs",
     "rewire": "give an existing model in a local directory another residual topology",
     "export": "write a trained model for Hugging Face",
@@ -32,7 +33,7 @@ COMMANDS = {
     "sizes": "count parameters and FLOPs of every size",
 }
 PRESET_COMMANDS = ("train", "sweep")
-LABORATORY = {"numpy", "tyro", "rich", "matplotlib", "tokenizers", "safetensors", "scipy"}
+LABORATORY = {"numpy", "tyro", "rich", "matplotlib", "tokenizers", "safetensors", "scipy", "sklearn"}
 BROKEN_PIPE = 141  # as shells report it: 128 and the number of SIGPIPE
 
 

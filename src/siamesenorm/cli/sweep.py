@@ -18,6 +18,7 @@ from siamesenorm.comparison.experiment_console import ExperimentConsole
 from siamesenorm.comparison.experiment_runner import Experiment, Stages, usual_jobs
 from siamesenorm.comparison.sweep_grid import SweepGrid, comparisons_of
 from siamesenorm.errors import UserError
+from siamesenorm.models.transformer import TransformerConfig
 from siamesenorm.topologies import build_topology, topology_name
 from siamesenorm.training.config import RunConfig
 
@@ -100,10 +101,11 @@ def chosen_jobs(jobs: int, template: RunConfig) -> int:
 def template_of(run: RunConfig) -> RunConfig:
     """Return the run that all runs of a grid are made from; raises UserError for options that methods have."""
     model = run.task.model
-    if model.attention_norm != "auto":
+    is_transformer = isinstance(model, TransformerConfig)
+    if is_transformer and model.attention_norm != "auto":
         value = model.attention_norm
         raise UserError(f"attention norm {value!r} for all methods: write it in the methods, as in 'pre + {value}'")
-    if model.topology not in (build_topology("pre"), type(model)().topology):
+    if is_transformer and model.topology not in (build_topology("pre"), type(model)().topology):
         name = topology_name(model.topology)
         raise UserError(f"topology {name!r} for all methods: name topologies with --methods")
     execution = dataclasses.replace(run.execution, threads=run.execution.threads or 1)

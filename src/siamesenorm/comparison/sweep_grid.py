@@ -15,7 +15,7 @@ from siamesenorm.comparison.experiment_runner import Experiment, Planned
 from siamesenorm.comparison.findings import choose_learning_rate
 from siamesenorm.comparison.results import read_experiment
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.models.transformer import read_method
+from siamesenorm.models.transformer import TransformerConfig, read_method
 from siamesenorm.topologies import available_topologies, build_topology, topology_name
 from siamesenorm.training.config import RunConfig
 
@@ -135,8 +135,9 @@ def comparisons_of(methods: Sequence[str], template: RunConfig) -> tuple[Planned
     pre = build_topology("pre")
     baselines: dict[tuple[str, str], ComparisonKind] = {}
     for method, model in models.items():
-        name = topology_name(model.topology)
-        plain, attention = name.partition(":")[0], model.attention_shape.attention_norm
+        topology, _, attention = _signature(model)
+        name = topology_name(topology)
+        plain = name.partition(":")[0]
         changes: dict[ComparisonKind, dict[str, Any]] = {}
         if name != "pre":
             changes[ComparisonKind.TOPOLOGY] = {"topology": pre, "attention_norm": "auto"}
@@ -166,6 +167,11 @@ def _planned(template: RunConfig, method: str, rate: float, seed: int, part: Par
 
 
 def _signature(model: Any, **changes: Any) -> tuple[Any, ...]:
-    """Return what makes a method, with some fields of the model changed."""
+    """Return what makes a method, with some fields of the model changed: topology, operator, attention norm.
+
+    A model that is no Transformer has an operator alone.
+    """
+    if not isinstance(model, TransformerConfig):
+        return build_topology("pre"), changes.get("norm", model.norm), "none"
     model = dataclasses.replace(model, **changes)
     return model.topology, model.norm, model.attention_shape.attention_norm

@@ -3,7 +3,7 @@
 * timm builds the modules (extra `vision`); `blocks` lists its blocks and the downsampling between its stages, so that
   they are recomputed, compiled and sharded as those of a Transformer are
 * every LayerNorm, channels first in stem and downsampling, channels last in the blocks, becomes the operator `norm` in
-  its setting for vision, with the eps of timm's
+  its setting for vision, with the eps of timm's; SeeDNorm's dropout is the rate of stochastic depth
 * every weight is drawn from the seed and its own name, N(0, 0.02^2) truncated at three standard deviations; biases
   are 0
 """
@@ -13,16 +13,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from siamesenorm.errors import UserError, unknown
+from siamesenorm.errors import UserError, reason, unknown
 from siamesenorm.models.block import TransformerOutput
 from siamesenorm.models.initialisation import build_initialised, fill_normal
 from siamesenorm.models.transformer import inherited_operator, read_method, require_positive
-from siamesenorm.norms import DeclaredModule, Norm, NormSpec, Role
+from siamesenorm.norms import DeclaredModule, Norm, NormSpec, Role, norm_options
 from siamesenorm.norms.foreign_norms import looks_like_norm, replace_norm
 from siamesenorm.topologies import Kernels, build_topology
 
@@ -44,7 +44,7 @@ class ConvNextConfig:
     Raises UserError for values from which no model can be built.
     """
 
-    domain: ClassVar[Literal["language", "vision"]] = "vision"
+    tag: ClassVar[str] = "convnext"
 
     depths: tuple[int, ...] = SIZES["convnext-b"]["depths"]
     """Blocks of the four stages."""
@@ -86,6 +86,12 @@ class ConvNextConfig:
         return int(self.patch_size * 2 ** (STAGES if self.patch_size == 2 else STAGES - 1))
 
     @property
+    def operator(self) -> NormSpec:
+        """The norm; a dropout of it (SeeDNorm's) is the rate of stochastic depth, unless it sets its own."""
+        takes_rate = "dropout" in norm_options(self.norm.name) and "dropout" not in dict(self.norm.options)
+        return self.norm.with_options(dropout=self.drop_path) if takes_rate else self.norm
+
+    @property
     def label(self) -> str:
         """A short name for tables."""
         return f"convnext + {self.norm}"
@@ -103,24 +109,41 @@ class ConvNextConfig:
         """Return the configuration: nothing of it is chosen automatically."""
         return self
 
+    def build(self, *, seed: int, device: torch.device, kernels: Kernels = "plain") -> ConvNext:
+        """Return the model with its initial weights, as `build_convnext` does."""
+        return build_convnext(self, seed=seed, device=device, kernels=kernels)
+
     def to_json(self) -> dict[str, Any]:
-        """Return every field as JSON values."""
+        """Return every field as JSON values, with the tag."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**fields, "depths": list(self.depths), "dims": list(self.dims), "norm": self.norm.to_json()}
+        return {
+            **fields,
+            "tag": self.tag,
+            "depths": list(self.depths),
+            "dims": list(self.dims),
+            "norm": self.norm.to_json(),
+        }
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Self:
         """Read a record of `to_json`; a missing field has its default. Raises UserError for an unknown field."""
         known = {field.name for field in dataclasses.fields(cls)}
-        for name in record:
-            if name not in known:
+        fields: dict[str, Any] = {}
+        for name, value in record.items():
+            if name not in (*known, "tag"):
                 raise unknown("field of a model", name, known)
-        fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
-        }
+            if name != "tag":
+                fields[name] = tuple(value) if isinstance(value, list) else value
         if "norm" in fields:
             fields["norm"] = NormSpec.from_json(fields["norm"])
         return cls(**fields)
+
+
+def convnext_config(size: str, **fields: Any) -> ConvNextConfig:
+    """Return the configuration of a named size with other fields; raises UserError for an unknown size."""
+    if size not in SIZES:
+        raise unknown("size", size, SIZES)
+    return ConvNextConfig(**{**SIZES[size], **fields})
 
 
 class ConvNext(nn.Module):
@@ -137,7 +160,7 @@ class ConvNext(nn.Module):
             self.blocks.extend([*downsampling, *stage.blocks])
         role = Role(kind="mlp", domain="vision")
         for name in [name for name, module in self.named_modules() if looks_like_norm(module)]:
-            replace_norm(self, name, config.norm, role)
+            replace_norm(self, name, config.operator, role)
         for module in self.modules():
             if isinstance(module, Norm):
                 module.select_kernels(kernels)
@@ -157,10 +180,10 @@ class ConvNext(nn.Module):
 
     def forward(self, images: Tensor) -> TransformerOutput:
         """Return the logits, in at least fp32, of images [batch, channels, height, width]."""
-        logits = self.head.fc(self.encode(images))
+        logits = self.head.fc(self.features(images))
         return TransformerOutput(logits.to(torch.promote_types(logits.dtype, torch.float32)), {})
 
-    def encode(self, images: Tensor) -> Tensor:
+    def features(self, images: Tensor) -> Tensor:
         """Return [batch, dims[-1]]: what the head's projection reads."""
         x = self.stem(images)
         for block in self.blocks:
@@ -180,8 +203,8 @@ def _build_with_timm(config: ConvNextConfig) -> Any:
     """Return timm's model, on torch's default device; raises UserError where timm is not installed."""
     try:
         from timm.models.convnext import ConvNeXt
-    except ImportError as error:
-        raise UserError(f"ConvNeXt needs timm ({error}): pip install 'siamesenorm[vision]'") from error
+    except (ImportError, RuntimeError) as error:  # a torchvision of another torch raises the latter
+        raise UserError(f"ConvNeXt needs timm ({reason(error)}): pip install 'siamesenorm[vision]'") from error
     return ConvNeXt(
         in_chans=config.channels,
         num_classes=config.classes,

@@ -57,10 +57,12 @@ class MaskedAutoencoderConfig(ImageEncoderConfig):
         super().__post_init__()
         for name in ("decoder_depth", "decoder_dim", "decoder_heads", "decoder_hidden"):
             require_positive(self, name)
+        if not 0 < self.mask_ratio < 1:
+            raise UserError(f"mask_ratio is {self.mask_ratio}: choose a number between 0 and 1, such as 0.75")
         if not 0 < self.masked < self.patches:
             raise UserError(
-                f"mask_ratio {self.mask_ratio} hides {self.masked} of {self.patches} patches: choose a ratio between 0 "
-                "and 1 that hides some and leaves some"
+                f"mask_ratio {self.mask_ratio} hides {self.masked} of {self.patches} patches: choose one that hides "
+                "some and leaves some, or smaller patches"
             )
         try:
             self.decoder  # noqa: B018 - refuses widths and heads

@@ -163,6 +163,18 @@ class ImageEncoder(nn.Module):
             losses.append(found)
         return streams, losses
 
+    def features(self, images: Tensor) -> Tensor:
+        """Return what a head reads, [batch, dim], of images [batch, channels, height, width]."""
+        return self.pool(self.encode(images)[0])
+
+    def pool(self, streams: Streams) -> Tensor:
+        """Return what a head reads, [batch, dim], of the streams after the last block."""
+        if self.token is None:
+            mean: Tensor = self.closing(streams).mean(dim=1)
+            return mean
+        token: Tensor = self.closing(tuple(stream[:, 0] for stream in streams))
+        return token
+
     def embed(self, images: Tensor, visible: Tensor | None = None) -> Tensor:
         """Return [batch, tokens, dim]: the tokens, if there are any, and the patches with their positions.
 
@@ -208,14 +220,6 @@ class VisionTransformer(ImageEncoder):
             distilled = self.closing(tuple(stream[:, 1] for stream in streams))
             logits = (logits + self.distillation_head(distilled)) / 2
         return TransformerOutput(logits.to(torch.promote_types(logits.dtype, torch.float32)), mean_losses(losses))
-
-    def pool(self, streams: Streams) -> Tensor:
-        """Return what the head reads, [batch, dim]."""
-        if self.token is None:
-            mean: Tensor = self.closing(streams).mean(dim=1)
-            return mean
-        token: Tensor = self.closing(tuple(stream[:, 0] for stream in streams))
-        return token
 
 
 def build_vision_transformer(

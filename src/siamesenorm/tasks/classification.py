@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 from siamesenorm.data.image_loader import ImageBatch
 from siamesenorm.errors import UserError, unknown
+from siamesenorm.models.convnext import SIZES as CONVNEXT_SIZES
+from siamesenorm.models.convnext import ConvNextConfig, convnext_config
 from siamesenorm.models.encoder_transfer import (
     classifier_weights,
     continued_from,
@@ -22,6 +24,7 @@ from siamesenorm.models.encoder_transfer import (
     require_encoder,
     with_encoder_of,
 )
+from siamesenorm.models.transformer import TransformerConfig
 from siamesenorm.models.vision import SIZES, ImageEncoderConfig, VisionTransformerConfig, vision_transformer_config
 from siamesenorm.tasks.image_task import ImageTaskConfig
 from siamesenorm.tasks.task import Losses, Metric, TaskConfig, describe_model
@@ -44,15 +47,30 @@ DIGITS = VisionTransformerConfig(
 )
 
 
+class ImageClassifier:
+    """Configurations of the models that classify images, by their tags; a vision Transformer's has none."""
+
+    kinds: ClassVar[Mapping[str, type[Any]]] = {"": VisionTransformerConfig, ConvNextConfig.tag: ConvNextConfig}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> VisionTransformerConfig | ConvNextConfig:
+        """Read what a configuration's `to_json` wrote; raises UserError for an unknown tag or field."""
+        tag = str(record.get("tag", ""))
+        if tag not in cls.kinds:
+            raise unknown("kind of model", tag, filter(None, cls.kinds))
+        config: VisionTransformerConfig | ConvNextConfig = cls.kinds[tag].from_json(record)
+        return config
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClassificationTaskConfig(ImageTaskConfig):
     """A classifier and its images."""
 
     tag: ClassVar[str] = "classification"
-    model_type: ClassVar[type] = VisionTransformerConfig
-    available_sizes: ClassVar[tuple[str, ...]] = tuple(SIZES)
+    model_type: ClassVar[type] = ImageClassifier
+    available_sizes: ClassVar[tuple[str, ...]] = (*SIZES, *CONVNEXT_SIZES)
 
-    model: VisionTransformerConfig = DIGITS
+    model: Any = DIGITS
     """The model."""
     trainable: Trainable = "all"
     """What is trained: all, or the head alone on a frozen encoder (a linear probe)."""
@@ -66,9 +84,17 @@ class ClassificationTaskConfig(ImageTaskConfig):
             raise unknown("trainable", str(self.trainable), get_args(Trainable))
         if not 0 < self.layer_decay <= 1:
             raise UserError(f"layer_decay is {self.layer_decay}: choose a number above 0, at most 1")
+        if self.layer_decay < 1 or self.trainable == "head":
+            self.require_transformer()
 
     def of_size(self, size: str) -> Self:
         """Return the configuration with the model of a named size, for the same images and with the same drop rates."""
+        if size in CONVNEXT_SIZES:
+            kept = {name: getattr(self.model, name) for name in ("classes", "channels", "image_size", "drop_path")}
+            if isinstance(self.model, ConvNextConfig):
+                kept |= {"norm": self.model.norm, "patch_size": self.model.patch_size}
+            return dataclasses.replace(self, model=convnext_config(size, **kept))
+        self.require_transformer()
         own = {name: getattr(self.model, name) for name in OWN}
         return dataclasses.replace(self, model=vision_transformer_config(size, **own))
 
@@ -89,10 +115,19 @@ class ClassificationTaskConfig(ImageTaskConfig):
         require_encoder(self.encoder_of(source), self.model)
 
     def encoder_of(self, source: TaskConfig) -> ImageEncoderConfig:
-        """Return the encoder of the model of `source`; raises UserError where it has none."""
+        """Return the encoder of the model of `source`; raises UserError where it or this model has none."""
+        self.require_transformer()
         if not isinstance(source.model, ImageEncoderConfig):
             raise UserError(f"the run to start from trained the task {source.tag}: choose one on images")
         return source.model
+
+    def require_transformer(self) -> None:
+        """Raise UserError for a model without the layers of a vision Transformer."""
+        if not isinstance(self.model, ImageEncoderConfig):
+            raise UserError(
+                f"the model is a {self.model.tag}: sizes, --start, layer_decay and trainable are those of a vision "
+                "Transformer: leave them out"
+            )
 
 
 class ClassificationTask:
@@ -116,7 +151,7 @@ class ClassificationTask:
 
     def build_model(self, device: torch.device, kernels: Kernels = "plain") -> nn.Module:
         """Return the model with its initial weights."""
-        model = self.config.model.build(seed=self.seed, device=device, kernels=kernels)
+        model: nn.Module = self.config.model.build(seed=self.seed, device=device, kernels=kernels)
         if self.config.trainable == "head":
             freeze_encoder(model)
         return model
@@ -130,7 +165,8 @@ class ClassificationTask:
         """Return the entries of a run's first record on data and model, which is on the meta device."""
         config = self.config.model
         images = torch.zeros(1, config.channels, config.image_size, config.image_size, device="meta")
-        described = describe_model(model, config.attention_shape.attention_norm, images)
+        attention = config.attention_shape.attention_norm if isinstance(config, TransformerConfig) else "none"
+        described = describe_model(model, attention, images)
         return {**described, "train_items": len(self.data.train)}
 
     def loss(self, model: nn.Module, position: int, count: int) -> Losses:

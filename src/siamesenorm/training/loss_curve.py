@@ -29,7 +29,8 @@ class LossCurve:
 
     `gradient_norms` has None where none was logged. `floor` is the loss of a model that has learned nothing (unigram
     entropy, ln(classes), variance), `scale` the unit of a verdict's thresholds (1 nat for language), `held_out` the
-    last held-out loss. The facts are those of a run's own record; of other curves they are unknown unless given.
+    last held-out loss, `unit` that of the losses ("nats/token"). The facts are those of a run's own record; of other
+    curves they are unknown unless given.
     """
 
     steps: tuple[int, ...]
@@ -40,6 +41,7 @@ class LossCurve:
     floor: float | None = None
     scale: float = 1.0
     held_out: float | None = None
+    unit: str = ""
 
     @classmethod
     def of(cls, losses: Iterable[float], **facts: Any) -> LossCurve:
@@ -216,6 +218,7 @@ def _facts(rows: Sequence[_Row]) -> dict[str, Any]:
         if row.cells.get("kind") == "model":
             facts |= {name: row.whole_number(name) for name in ("steps", "warmup_steps") if row.has(name)}
             facts |= {name: row.number(name) for name in ("floor", "scale") if row.has(name)}
+            facts |= {"unit": str(row.cells["unit"])} if row.has("unit") else {}
         elif row.cells.get("kind") == "validation" and "loss" in row.cells:
             facts["held_out"] = row.number("loss")
     if "steps" in facts:

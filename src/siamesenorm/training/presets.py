@@ -158,6 +158,36 @@ def deit_s(data: Any) -> RunConfig:
     )  # fmt: skip
 
 
+def convnext_b(data: Any) -> RunConfig:
+    """Return the run of ConvNeXt-B's paper (arXiv 2201.03545, Table 5) on ImageNet, given by `data`; it was not run."""
+    from siamesenorm.data.augmentation import Augmentation
+    from siamesenorm.models.convnext import convnext_config
+    from siamesenorm.tasks.classification import ClassificationTaskConfig
+    from siamesenorm.training.config import Execution, RunConfig
+    from siamesenorm.training.optimizer import OptimizerConfig
+
+    steps = 1_281_167 // 4096  # of an epoch
+    augmentation = Augmentation(
+        crop="resized", flip=0.5, magnitude=9.0, erasing=0.25, mixup=0.8, cutmix=1.0, label_smoothing=0.1
+    )
+    model = convnext_config("convnext-b", drop_path=0.5)
+    return RunConfig(
+        task=ClassificationTaskConfig(
+            data=data, model=model, fit="resize", crop_fraction=0.875, augmentation=augmentation
+        ),
+        optimizer=OptimizerConfig(
+            learning_rate=4e-3, warmup_steps=20 * steps, final_fraction=0.0, beta2=0.999, weight_decay=0.05, clip=0.0
+        ),
+        steps=300 * steps,
+        batch=4096,
+        micro_batch=256,
+        precision="bfloat16",
+        ema=0.9999,
+        validation_every=10 * steps,
+        execution=Execution(device="cuda", checkpoint_every=steps),
+    )
+
+
 def paper(data: Any) -> RunConfig:
     """Return the run of the SiameseNorm paper's Table 4 on the prepared data in `data`."""
     from siamesenorm.models.language import language_model_config
@@ -185,6 +215,7 @@ PRESETS: dict[str, Preset] = {
     "deit-s": Preset("DeiT-S by its recipe: 300 epochs of ImageNet, on GPUs", deit_s),
     "digits-mae": Preset("a masked autoencoder on scikit-learn's digits: a minute on a CPU", digits_mae),
     "mae-b": Preset("MAE's pre-training of ViT-B: 800 epochs of ImageNet, on GPUs", mae_b),
+    "convnext-b": Preset("ConvNeXt-B on ImageNet, given by --data: 300 epochs, on GPUs", convnext_b),
     "paper": Preset("Table 4 of the SiameseNorm paper: 1.3 B parameters, 100 B tokens, on GPUs", paper),
 }
 """The runs by name."""

@@ -33,6 +33,7 @@ class RunDirectory:
         self.environment_file = path / "environment.json"
         self.metrics_file = path / "metrics.jsonl"
         self.verdict_file = path / "verdict.json"
+        self.evaluations_file = path / "evaluations.jsonl"
         self.log_file = path / LOG_FILE
         self.checkpoints = path / "checkpoints"
 

@@ -1,7 +1,7 @@
 """How far the verdict can be trusted: false positives on safe runs, and detection of faults injected into them.
 
 Everything is deterministic: faults are added to recorded curves, so their noise is that of real batches. Heights are in
-units of the task's scale (1 nat for language).
+units of the task's scale, which the runs' records give (1 nat for language).
 """
 
 from __future__ import annotations
@@ -199,7 +199,8 @@ class CalibrationReport:
     """What `calibrate` measured.
 
     `flagged` has the verdict's sentence of every safe run that was not called stable: the false positives.
-    `gradient_spiked` counts the safe runs that a rule on gradient norms would have called spiked.
+    `gradient_spiked` counts the safe runs that a rule on gradient norms would have called spiked. Heights are in units
+    of `scale`, in the `unit` of the losses.
     """
 
     runs: tuple[str, ...]
@@ -207,11 +208,13 @@ class CalibrationReport:
     gradient_spiked: int
     detections: tuple[Detection, ...]
     thresholds: Thresholds
+    unit: str = ""
+    scale: float = 1.0
     detector: int = DETECTOR
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values, without the fields that a fault does not have."""
-        record = {"schema": 2, **dataclasses.asdict(self)}
+        record = {"schema": 3, **dataclasses.asdict(self)}
         record["detections"] = [{k: v for k, v in each.items() if v is not None} for each in record["detections"]]
         return record
 
@@ -222,10 +225,12 @@ class CalibrationReport:
     def markdown(self) -> str:
         """Return the report as Markdown: false positives, and a table for every fault."""
         flagged = "".join(f"\n* `{name}`: {sentence}" for name, sentence in self.flagged.items())
+        unit = f"Heights are in units of the scale, {self.scale:.4g} {self.unit}."
         return "\n\n".join(
             [
                 f"False positives: {len(self.flagged)} of {len(self.runs)} safe runs were not called stable; by "
                 f"gradient norms {self.gradient_spiked} would have been called spiked.{flagged}",
+                *([unit] if self.unit else []),
                 self.table(Fault.SPIKE),
                 self.table(Fault.STAYS, Fault.RISES, Fault.NAN),
                 self.table(Fault.OFTEN_HIGH),
@@ -275,10 +280,18 @@ def calibrate(
     """Judge safe curves as they are, and those called stable again with every fault of the grid.
 
     Plateaus and short runs need the floor and a run that fell below it. `on_detection` is called after every fault.
-    Raises UserError without curves.
+    Raises UserError without curves, and for curves of losses in different units, which are runs of different tasks.
     """
     if not curves:
         raise UserError("there are no runs to calibrate on: name the directories of runs that are known to be safe")
+    kinds = {(curve.unit, curve.scale): name for name, curve in curves.items()}
+    (unit, scale), *others = kinds
+    if others:
+        other, other_scale = others[0]
+        raise UserError(
+            f"{kinds[unit, scale]} has losses in {scale:g} {unit or 'of no unit'}, {kinds[other, other_scale]} in "
+            f"{other_scale:g} {other or 'of no unit'}: calibrate each task by itself"
+        )
     verdicts = {name: judge(curve, thresholds) for name, curve in curves.items()}
     stable = [_by_points(curves[name]) for name, verdict in verdicts.items() if verdict.label == "stable"]
     detections = []
@@ -300,6 +313,8 @@ def calibrate(
         gradient_spiked=sum(verdict.gradient_spikes > 0 for verdict in verdicts.values()),
         detections=tuple(detections),
         thresholds=thresholds,
+        unit=unit,
+        scale=scale,
     )
 
 

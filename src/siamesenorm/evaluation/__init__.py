@@ -1,0 +1,1 @@
+"""Evaluation of finished runs beyond the metrics of their tasks."""

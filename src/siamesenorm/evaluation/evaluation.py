@@ -1,0 +1,179 @@
+"""The contract of an evaluation, and `evaluate`, which applies some to a trained run and keeps the results beside it.
+
+Results are records in the run's `evaluations.jsonl`, one for each evaluation and each kind of weights: those that were
+trained, and their average where the run has one. The record of training is not changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from siamesenorm.errors import UserError
+from siamesenorm.files import decode_json, disk_errors, encode_json, write_atomically
+from siamesenorm.tasks.task import Task
+from siamesenorm.training import execution
+from siamesenorm.training.checkpoint import Checkpoint, load_checkpoint
+from siamesenorm.training.config import RunConfig
+from siamesenorm.training.run_directory import RunDirectory
+from siamesenorm.training.run_record import read_metrics
+from siamesenorm.world import World
+
+RAW, AVERAGE, NONE = "raw", "ema", "none"
+KEY = ("step", "weights", "evaluation", "options")
+"""The fields of a record that say what was evaluated: a repeated evaluation replaces the record."""
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is evaluated: a run's task, its model with one kind of weights in evaluation mode, and how many at once."""
+
+    config: RunConfig
+    task: Task
+    model: nn.Module
+    device: torch.device
+
+
+class Evaluation(Protocol):
+    """One kind of evaluation with its options; a frozen dataclass.
+
+    `name` is that of its records, `options` are what its results depend on besides the run.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name in records."""
+
+    @property
+    def uses_model(self) -> bool:
+        """Whether the results depend on the model's weights."""
+
+    def options(self) -> Mapping[str, Any]:
+        """Return the options as JSON values."""
+
+    def require(self, task: Task) -> None:
+        """Raise UserError, with the reason, for a task that cannot be evaluated so, before anything is computed."""
+
+    def run(self, subject: Subject) -> Mapping[str, Any]:
+        """Return the results by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskMetrics:
+    """The metrics of the run's own task on its held-out data, as during training."""
+
+    name = "held-out"
+    uses_model = True
+
+    def options(self) -> Mapping[str, Any]:
+        """Return no options."""
+        return {}
+
+    def require(self, task: Task) -> None:
+        """Every task has metrics."""
+
+    def run(self, subject: Subject) -> Mapping[str, Any]:
+        """Return the metrics and the number of items."""
+        at_once = subject.config.samples_at_once
+        return subject.task.evaluate(subject.model, at_once, World(device=subject.device))
+
+
+class TrainedRun:
+    """The newest whole checkpoint of a run, with its task on the run's data, or on `data` where they were moved.
+
+    Raises UserError for a directory without a run or without a checkpoint.
+    """
+
+    def __init__(self, path: Path, *, device: str = "cpu", data: str | None = None) -> None:
+        self.directory = RunDirectory(path)
+        self.config = self.directory.read_config()
+        if data is not None:
+            task = dataclasses.replace(self.config.task, data=self.config.task.data_type(data))
+            self.config = dataclasses.replace(self.config, task=task)
+        self.device = execution.find_device(device)
+        found = load_checkpoint(self.directory.checkpoints, groups=("model", AVERAGE))
+        if found is None:
+            raise UserError(f"{path} has no checkpoint: evaluate a run where it was trained, records hold no weights")
+        self.checkpoint: Checkpoint = found
+
+    @cached_property
+    def task(self) -> Task:
+        """The task, with its data."""
+        return self.config.task.build(self.config.seed)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of weights there are."""
+        return (RAW, AVERAGE) if AVERAGE in self.checkpoint.tensors else (RAW,)
+
+    def build_model(self, kind: str = RAW) -> nn.Module:
+        """Return the model with one kind of weights, in evaluation mode."""
+        choices = execution.choose(self.config.execution, 0.0, next(iter(self.directory.read_environments()), None))
+        kernels = choices.kernels if self.device.type == "cuda" else "plain"
+        model = self.task.build_model(self.device, kernels)
+        model.load_state_dict(self.checkpoint.tensors["model"])
+        if kind == AVERAGE:
+            model.load_state_dict(self.checkpoint.tensors[AVERAGE], strict=False)  # of trained weights alone
+        return model.eval()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Compute without gradients, in the precision of the run."""
+        lowered = self.config.precision == "bfloat16"
+        with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=lowered):
+            yield
+
+    def evaluate(
+        self, evaluations: Sequence[Evaluation], on_progress: Callable[[int, str], None] = lambda done, what: None
+    ) -> list[Record]:
+        """Return a record of each evaluation with each kind of weights that it uses, and keep them with the run.
+
+        `on_progress` is called before each of them. Raises UserError before anything is computed where the task does
+        not have what an evaluation needs.
+        """
+        for evaluation in evaluations:
+            evaluation.require(self.task)
+        records: list[Record] = []
+        for kind in self.kinds:
+            model = self.build_model(kind)
+            subject = Subject(config=self.config, task=self.task, model=model, device=self.device)
+            for evaluation in evaluations:
+                if not evaluation.uses_model and kind != RAW:
+                    continue
+                on_progress(len(records), f"{evaluation.name}, {kind} weights")
+                with self.computing():
+                    results = evaluation.run(subject)
+                records.append(
+                    {
+                        "kind": "evaluation",
+                        "step": self.checkpoint.step,
+                        "weights": kind if evaluation.uses_model else NONE,
+                        "evaluation": evaluation.name,
+                        "options": dict(evaluation.options()),
+                        "results": dict(results),
+                    }
+                )
+        self.keep(records)
+        return records
+
+    def keep(self, records: Sequence[Record]) -> None:
+        """Write records behind the earlier ones of the run, in the place of those of the same evaluation."""
+        file = self.directory.evaluations_file
+        new = {_key(record) for record in records}
+        earlier = [record for record in read_metrics(file) if _key(record) not in new] if file.exists() else []
+        with disk_errors(file):
+            write_atomically(file, "".join(f"{encode_json(record)}\n" for record in [*earlier, *records]).encode())
+
+
+def _key(record: Record) -> str:
+    return encode_json(decode_json(encode_json([record.get(name) for name in KEY])))

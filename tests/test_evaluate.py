@@ -1,0 +1,127 @@
+"""`siamesenorm evaluate`: what it computes of each kind of run, what it keeps, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from siamesenorm.cli import main
+from siamesenorm.evaluation.evaluation import TrainedRun
+from siamesenorm.evaluation.frechet import FeatureStatistics, PixelFeatures
+from siamesenorm.evaluation.images import ImageEncoding, real_images
+from siamesenorm.training.config import Execution, RunConfig
+from siamesenorm.training.loop import train
+from siamesenorm.training.presets import presets
+from siamesenorm.training.run_record import read_metrics
+from training_runs import records, tiny_run, with_model, write_data
+
+EXECUTION = Execution(threads=1, compile="off")
+
+
+def short(preset: str, steps: int, **model: Any) -> RunConfig:
+    """Return a preset with few steps and a small model."""
+    config = presets(Path())[preset]
+    optimizer = dataclasses.replace(config.optimizer, learning_rate=1e-2, warmup_steps=2)
+    changes = {"steps": steps, "batch": 32, "validation_every": steps, "execution": EXECUTION, "optimizer": optimizer}
+    return with_model(dataclasses.replace(config, **changes), depth=1, dim=16, hidden=32, **model).resolved()
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "classifier"
+    train(dataclasses.replace(short("digits", 60), ema=0.9), run)
+    return run
+
+
+@pytest.fixture
+def copied(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Return a copy of a run, in which nothing was evaluated before."""
+    return Path(shutil.copytree(request.getfixturevalue(request.param), tmp_path / "run"))
+
+
+def evaluate(capsys: pytest.CaptureFixture[str], *words: object) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the results that the command prints as JSON, by evaluation and kind of weights."""
+    capsys.readouterr()
+    assert main(["evaluate", *map(str, words), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    return {(record["evaluation"], record["weights"]): record["results"] for record in found}
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    capsys.readouterr()
+    assert main(["evaluate", *map(str, words)]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("siamesenorm: ")]
+    return line
+
+
+@pytest.mark.parametrize("copied", ["classifier"], indirect=True)
+def test_a_classifier_has_the_metrics_of_its_training_with_both_kinds_of_weights(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = evaluate(capsys, copied, "--knn", 5, "--linear-probe")
+    last = records(copied, "validation")[-1]
+    for kind, prefix in (("raw", ""), ("ema", "ema_")):
+        held_out = found["held-out", kind]
+        assert held_out["accuracy"] == last[f"{prefix}accuracy"]
+        assert held_out["loss"] == pytest.approx(last[f"{prefix}loss"], rel=1e-5)
+        assert found["knn", kind]["top1"] > 0.6 and found["linear probe", kind]["top1"] > 0.6
+        assert found["knn", kind]["top5"] > found["knn", kind]["top1"]
+    assert found["held-out", "raw"] != found["held-out", "ema"]
+
+
+@pytest.mark.parametrize("copied", ["classifier"], indirect=True)
+def test_results_are_records_of_the_run_one_for_each_evaluation(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (copied / "metrics.jsonl").read_bytes()
+    for neighbours in (3, 4, 3):
+        evaluate(capsys, copied, "--knn", neighbours)
+    kept = read_metrics(copied / "evaluations.jsonl")
+    names = sorted((each["weights"], each["evaluation"], each["options"].get("neighbours", 0)) for each in kept)
+    assert names == [
+        ("ema", "held-out", 0), ("ema", "knn", 3), ("ema", "knn", 4),
+        ("raw", "held-out", 0), ("raw", "knn", 3), ("raw", "knn", 4),
+    ]  # fmt: skip
+    assert {each["step"] for each in kept} == {60} and (copied / "metrics.jsonl").read_bytes() == before
+    assert main(["evaluate", str(copied)]) == 0
+    assert "accuracy" in capsys.readouterr().out
+
+
+def test_features_are_what_the_head_reads(classifier: Path) -> None:
+    run = TrainedRun(classifier)
+    model: Any = run.build_model()
+    encoding = ImageEncoding.of(run.task, model, option="")
+    some = encoding.data.held_out.part(range(20))
+    with torch.no_grad():
+        features = encoding.labelled(some).features
+        images = torch.stack([some.image(number) for number in range(20)])
+        torch.testing.assert_close(model.head(features), model(encoding.data.normalised(images)).logits)
+        white = images.float() * (255 / 16)
+        torch.testing.assert_close(encoding.encode(white), features)
+
+
+def test_real_images_have_the_white_of_samples(classifier: Path) -> None:
+    data = ImageEncoding.of(TrainedRun(classifier).task, option="").data
+    images = torch.cat(list(real_images(data, 8)))
+    assert images.dtype == torch.uint8 and images.max() == 255 and len(images) == len(data.train)
+    assert FeatureStatistics.of([images], PixelFeatures()).mean.mean() == pytest.approx(4.88 / 16, abs=0.01)
+
+
+def test_a_language_model_has_its_metrics_and_no_features(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    train(tiny_run(write_data(tmp_path / "data"), steps=4, validation_every=4), run)
+    found = evaluate(capsys, run)
+    assert found["held-out", "raw"]["loss"] == pytest.approx(records(run, "validation")[-1]["loss"], rel=1e-5)
+    (run / "evaluations.jsonl").unlink()
+    for option in (["--knn", 3], ["--linear-probe"], ["--frechet"]):
+        assert str(option[0]) in refusal(capsys, run, *option)
+    assert not (run / "evaluations.jsonl").exists(), "refused before anything is computed"
+    shutil.move(tmp_path / "data", tmp_path / "moved")
+    refusal(capsys, run)
+    assert evaluate(capsys, run, "--data", tmp_path / "moved") == found
