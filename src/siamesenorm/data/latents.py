@@ -153,7 +153,8 @@ class Autoencoder:
         except ModuleNotFoundError as error:
             raise UserError(f"{error.name} is not installed: pip install 'siamesenorm[diffusion]'") from error
         try:
-            return AutoencoderKL.from_pretrained(self.path, local_files_only=True).eval().requires_grad_(False)
+            kind: Any = AutoencoderKL
+            return kind.from_pretrained(self.path, local_files_only=True).eval().requires_grad_(False)
         except Exception as error:  # the library raises anything
             raise UserError(f"{self.path}: not an AutoencoderKL that can be loaded ({reason(error)})") from error
 

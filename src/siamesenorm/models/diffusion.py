@@ -117,7 +117,7 @@ class DiffusionTransformerConfig(TransformerConfig):
         """Channels of the prediction: those of the noise, and of the variance if it is learned."""
         return self.channels * (2 if self.learned_sigma else 1)
 
-    def places(self) -> list[tuple[Place, Place]]:
+    def places(self) -> list[tuple[Place, ...]]:
         """Return the places of the sublayers of each block: conditioned ones."""
         return transformer_places(self.depth, conditioned=True)
 
@@ -216,7 +216,7 @@ class DiffusionTransformer(nn.Module):
             losses = add_losses(losses, found)
         hidden = self.final_norm(self.closing(streams), conditions[0])
         prediction = self.join(self.head(hidden))
-        noise, *variance = prediction.split(config.channels, dim=1)
+        noise, *variance = torch.split(prediction, config.channels, dim=1)
         return DiffusionOutput(noise, variance[0] if variance else None, losses)
 
     def join(self, patches: Tensor) -> Tensor:

@@ -183,7 +183,7 @@ class TransformerConfig:
         )
         return path.opening, blocks, path.closing
 
-    def places(self) -> list[tuple[Place, Place]]:
+    def places(self) -> list[tuple[Place, ...]]:
         """Return the places of the sublayers of each block."""
         return transformer_places(self.depth)
 

@@ -210,7 +210,8 @@ def paper(data: Any) -> RunConfig:
 def digits_dit(data: Any) -> RunConfig:
     """Return a run of a diffusion Transformer on scikit-learn's digits."""
     from siamesenorm.tasks.diffusion import DiffusionTaskConfig
-    from siamesenorm.training.config import OptimizerConfig, RunConfig
+    from siamesenorm.training.config import RunConfig
+    from siamesenorm.training.optimizer import OptimizerConfig
 
     return RunConfig(
         task=DiffusionTaskConfig(),
@@ -226,7 +227,8 @@ def mnist_dit(data: Any) -> RunConfig:
     """Return a run of a diffusion Transformer on MNIST's images in `data`."""
     from siamesenorm.models.diffusion import DiffusionTransformerConfig
     from siamesenorm.tasks.diffusion import DiffusionTaskConfig
-    from siamesenorm.training.config import OptimizerConfig, RunConfig
+    from siamesenorm.training.config import RunConfig
+    from siamesenorm.training.optimizer import OptimizerConfig
 
     model = DiffusionTransformerConfig(
         depth=8, dim=64, heads=4, hidden=256, image_size=28, patch_size=4, channels=1, classes=10
@@ -245,7 +247,8 @@ def dit_l_4(data: Any) -> RunConfig:
     """Return the run of DiT-L/4 in the SiameseNorm paper on latents of the images in `data`."""
     from siamesenorm.models.diffusion import diffusion_transformer_config
     from siamesenorm.tasks.diffusion import DiffusionTaskConfig
-    from siamesenorm.training.config import Execution, OptimizerConfig, RunConfig
+    from siamesenorm.training.config import Execution, RunConfig
+    from siamesenorm.training.optimizer import OptimizerConfig
 
     return RunConfig(
         task=DiffusionTaskConfig(
