@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from boundary_cases import CASES, Case, Inputs, draw_inputs, reference, weighted
-from siamesenorm import build_language_model
+from siamesenorm import build_language_model, build_topology
 from siamesenorm.kernels import boundary_launch, boundary_plain
 from siamesenorm.kernels import operators as operator
 from siamesenorm.kernels.boundary_plain import Grads, Kept
 from siamesenorm.kernels.launch import Launch
+from siamesenorm.models.diffusion import DiffusionTransformerConfig, build_diffusion_transformer
+from siamesenorm.models.vision import OFFICIAL
 
 EACH = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -211,6 +213,27 @@ def test_a_model(topology: str, launched: list[str]) -> None:
     assert launched == ["boundary_forward"] * 3 + ["boundary_backward"] * 3
     for fused, plain in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("topology", ["siamese", OFFICIAL, "pre"])
+def test_a_conditioned_model(topology: str, launched: list[str]) -> None:
+    """Norms without gain before the sublayers, LayerNorms with gain and bias beside them."""
+    config = DiffusionTransformerConfig(
+        depth=2, dim=24, heads=2, hidden=16, image_size=4, channels=1, classes=3, topology=build_topology(topology)
+    )
+    images, numbers = torch.randn(2, 1, 4, 4, generator=torch.Generator().manual_seed(3)), torch.tensor([1, 2])
+    found = []
+    for kernels in ("plain", "fused"):
+        model = build_diffusion_transformer(config, kernels=kernels)
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+        noise = model(images, numbers, numbers).noise
+        found.append((noise, *torch.autograd.grad(weighted((noise,)), list(model.parameters()))))
+    assert launched == ["boundary_forward"] * 3 + ["boundary_backward"] * 3
+    for fused, plain in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-4 * max(1.0, plain.abs().max().item()))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 
 from siamesenorm.data.augmentation import Augmentation
 from siamesenorm.models.convnext import ConvNextConfig
+from siamesenorm.models.diffusion import DiffusionTransformerConfig
 from siamesenorm.models.language import LanguageModelConfig
 from siamesenorm.models.masked_autoencoder import MaskedAutoencoderConfig
 from siamesenorm.models.vision import VisionTransformerConfig
@@ -46,6 +47,7 @@ CLASSES = (
     WarmStart,
     LanguageModelConfig,
     VisionTransformerConfig,
+    DiffusionTransformerConfig,
     MaskedAutoencoderConfig,
     ConvNextConfig,
     Augmentation,

@@ -28,6 +28,7 @@ COMMANDS = {
     "rewire": "give an existing model in a local directory another residual topology",
     "export": "write a trained model for Hugging Face",
     "generate": "continue a text with a trained, exported or rewired model",
+    "sample": "draw images from a run of a diffusion model",
     "explain": "show formula, diagram, cost and special cases of a topology, or a norm",
     "bench": "measure speed and memory of boundaries, norms and training steps",
     "sizes": "count parameters and FLOPs of every size",

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError, unknown
+from siamesenorm.models.diffusion import DiffusionTransformer, DiffusionTransformerConfig
 from siamesenorm.models.language import LanguageModel, LanguageModelConfig
 from siamesenorm.models.vision import VisionTransformer, VisionTransformerConfig
 from siamesenorm.norms import NormSpec
@@ -191,6 +192,83 @@ _OLMOE_BLOCK = {
     "mlp.gate": "mlp.router.weight",
 }
 
+# --- DiT of diffusers
+
+
+def _dit_fields(foreign: Any) -> dict[str, Any]:
+    """Return the fields; a diffusers model has an embedding of its condition in every block, DiT's own code one."""
+    config, blocks = foreign.config, foreign.transformer_blocks
+    if config.activation_fn != "gelu-approximate" or not config.attention_bias or config.norm_elementwise_affine:
+        raise UserError(
+            "a DiT with another activation, without biases or with gains in its norms: our models have none"
+        )
+    if eps := {block.norm3.eps for block in blocks} - {DIT_EPS}:
+        raise UserError(
+            f"norm3 of its blocks has eps {eps.pop():g}, norm1 {DIT_EPS:g}: set norm3.eps to {DIT_EPS:g}, that of DiT"
+        )
+    embeddings = [block.norm1.emb.state_dict() for block in blocks]
+    shared = all(torch.equal(each[name], first) for each in embeddings for name, first in embeddings[0].items())
+    return {
+        "depth": config.num_layers,
+        "dim": config.num_attention_heads * config.attention_head_dim,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_attention_heads,
+        "hidden": blocks[0].ff.net[0].proj.out_features,
+        "topology": PreNorm(),
+        "norm": NormSpec.parse(f"layernorm:eps={DIT_EPS}"),
+        "attention_norm": "none",
+        "activation": "gelu-tanh",
+        "bias": True,
+        "image_size": config.sample_size,
+        "patch_size": config.patch_size,
+        "channels": config.in_channels,
+        "classes": config.num_embeds_ada_norm,
+        "learned_sigma": foreign.out_channels == 2 * config.in_channels,
+        "frequencies": "diffusers",
+        "condition_embeddings": "shared" if shared else "per-block",
+    }
+
+
+def _is_dit(config: DiffusionTransformerConfig) -> bool:
+    attention = config.attention_shape
+    return (
+        config.topology == PreNorm()
+        and config.norm == NormSpec.parse(f"layernorm:eps={DIT_EPS}")
+        and (attention.attention_norm, attention.context_norm, attention.kv_heads) == ("none", False, config.heads)
+        and (config.activation, config.bias, config.frequencies) == ("gelu-tanh", True, "diffusers")
+    )
+
+
+def _dit_rows(config: DiffusionTransformerConfig) -> Iterator[Row]:
+    size = (config.dim, config.channels, config.patch_size, config.patch_size)
+    yield Row("pos_embed.proj.weight", ("patch.weight",), shape=size)
+    yield Row("pos_embed.proj.bias", ("patch.bias",))
+    for name in ("weight", "bias"):
+        yield Row(f"proj_out_1.{name}", (f"final_norm.modulation.{name}",))
+        yield Row(f"proj_out_2.{name}", (f"head.{name}",))
+    for index in range(config.depth):
+        there, here = f"transformer_blocks.{index}.", f"blocks.{index}."
+        embedding = f"conditions.{index if config.condition_embeddings == 'per-block' else 0}."
+        yield Row(f"{there}norm1.emb.class_embedder.embedding_table.weight", (f"{embedding}label.weight",))
+        for name in ("weight", "bias"):
+            modulations = tuple(f"{here}{part}.modulation.{name}" for part in ("attention", "mlp"))
+            yield Row(f"{there}norm1.linear.{name}", modulations)
+            for foreign, own in _DIT_EMBEDDING.items():
+                yield Row(f"{there}norm1.emb.timestep_embedder.{foreign}.{name}", (f"{embedding}{own}.{name}",))
+            for foreign, own in _DIT_BLOCK.items():
+                yield Row(f"{there}{foreign}.{name}", (f"{here}{own}.{name}",))
+
+
+DIT_EPS = 1e-6
+_DIT_EMBEDDING = {"linear_1": "timestep_up", "linear_2": "timestep_output"}
+_DIT_BLOCK = {
+    "attn1.to_q": "attention.sublayer.query",
+    "attn1.to_k": "attention.sublayer.key",
+    "attn1.to_v": "attention.sublayer.value",
+    "attn1.to_out.0": "attention.sublayer.output",
+    "ff.net.0.proj": "mlp.sublayer.up",
+    "ff.net.2": "mlp.sublayer.output",
+}
 # --- ViT and DeiT of timm
 
 
@@ -288,6 +366,9 @@ TIMM_VIT = Family(own=VisionTransformer, fits=_is_vit, fields=_vit_fields, rows=
 FAMILIES: dict[str, Family] = {
     "transformers.models.olmoe.modeling_olmoe.OlmoeForCausalLM": Family(
         own=LanguageModel, fits=_is_olmoe, fields=_olmoe_fields, rows=_olmoe_rows
+    ),
+    "diffusers.models.transformers.dit_transformer_2d.DiTTransformer2DModel": Family(
+        own=DiffusionTransformer, fits=_is_dit, fields=_dit_fields, rows=_dit_rows
     ),
     "timm.models.vision_transformer.VisionTransformer": TIMM_VIT,
     "timm.models.deit.VisionTransformerDistilled": TIMM_VIT,

@@ -21,6 +21,7 @@ from siamesenorm.topologies import (
     Closing,
     Kernels,
     Opening,
+    Place,
     ResidualSpec,
     Topology,
     build_topology,
@@ -52,6 +53,8 @@ class TransformerConfig:
 
     domain: ClassVar[Literal["language", "vision"]] = "language"
     """Domain of the recipes of norms; attention is causal in language."""
+    usual_attention_norm: ClassVar[Literal["none", "qk"]] = "qk"
+    """Norm inside the attention where neither the topology nor the configuration names one."""
 
     depth: int = 8
     """Number of blocks."""
@@ -68,7 +71,7 @@ class TransformerConfig:
     norm: NormSpec = NormSpec()
     """Norm operator, with options as in seednorm:heads=4; `siamesenorm explain` lists them."""
     attention_norm: AttentionNorm = "auto"
-    """Norm inside the attention; auto is what the topology needs, else QK-norm over the whole width."""
+    """Norm inside the attention; auto is what the topology needs, else what is usual for the model."""
     context_norm: bool = False
     """Normalise the attention's output per head."""
     activation: Activation = "swiglu"
@@ -103,7 +106,7 @@ class TransformerConfig:
         """Return the resolved attention; raises UserError when an explicit attention norm conflicts."""
         needed = self.topology.attention_norm
         if self.attention_norm == "auto":
-            resolved = "qk" if needed == "auto" else needed
+            resolved = self.usual_attention_norm if needed == "auto" else needed
         elif needed in ("auto", self.attention_norm):
             resolved = self.attention_norm
         else:
@@ -133,11 +136,12 @@ class TransformerConfig:
         """A short name for tables: the topology, and attention norm and operator where they are not the defaults."""
         parts = [topology_name(self.topology)]
         attention_norm = self.attention_shape.attention_norm
-        if attention_norm != ("qk" if self.topology.attention_norm == "auto" else self.topology.attention_norm):
+        needed = self.topology.attention_norm
+        if attention_norm != (self.usual_attention_norm if needed == "auto" else needed):
             parts.append("qkv" if attention_norm == "qkv-head" else attention_norm)
         if self.context_norm:
             parts.append("context-norm")
-        if self.norm != NormSpec():
+        if self.norm != type(self).norm:
             parts.append(str(self.norm))
         return " + ".join(parts)
 
@@ -167,13 +171,10 @@ class TransformerConfig:
 
         Raises UserError for kernels that the topology does not have.
         """
-        path = build_residual_path(self.topology, self.residual_spec(kernels), transformer_places(self.depth))
+        path = build_residual_path(self.topology, self.residual_spec(kernels), self.places())
         blocks = nn.ModuleList(
             Block(
-                {
-                    "attention": Attention(self.attention_shape, kernels),
-                    "mlp": self.build_mlp(),
-                },
+                self.build_sublayers(kernels),
                 connections,
                 self.dropout,
                 build_drop_path(self.drop_path, index, self.depth),
@@ -181,6 +182,14 @@ class TransformerConfig:
             for index, connections in enumerate(path.connections)
         )
         return path.opening, blocks, path.closing
+
+    def places(self) -> list[tuple[Place, Place]]:
+        """Return the places of the sublayers of each block."""
+        return transformer_places(self.depth)
+
+    def build_sublayers(self, kernels: Kernels) -> dict[str, nn.Module]:
+        """Return the sublayers of a block by name."""
+        return {"attention": Attention(self.attention_shape, kernels), "mlp": self.build_mlp()}
 
     def build_mlp(self) -> nn.Module:
         """Return the MLP of a block."""

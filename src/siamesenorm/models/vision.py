@@ -261,16 +261,20 @@ def build_positions(config: ImageEncoderConfig, tokens: int) -> nn.Embedding:
 
 @torch.no_grad()
 def set_positions(position: nn.Embedding, config: ImageEncoderConfig) -> None:
-    """Set fixed positions to sines and cosines, those of tokens before the patches to 0; learned ones stay as drawn.
+    """Set fixed positions to sines and cosines, those of tokens before the patches to 0; learned ones stay as drawn."""
+    if config.positions == "learned":
+        return
+    table = sine_cosine_positions(config.image_size // config.patch_size, config.dim)
+    position.weight.zero_()
+    position.weight[-config.patches :] = table.to(position.weight)
+
+
+def sine_cosine_positions(side: int, dim: int) -> Tensor:
+    """Return the fixed positions of side x side patches, row by row, [side^2, dim] in fp64.
 
     Of a patch in row y and column x they are [sin(x w), cos(x w), sin(y w), cos(y w)], w_i = 10000^(-4 i / dim).
     """
-    if config.positions == "learned":
-        return
-    side = config.image_size // config.patch_size
-    frequencies = 10_000.0 ** -(torch.arange(config.dim // 4, dtype=torch.float64) / (config.dim // 4))
+    frequencies = 10_000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
     angles = torch.outer(torch.arange(side, dtype=torch.float64), frequencies)
-    one_axis = torch.cat((angles.sin(), angles.cos()), dim=-1)
-    table = torch.cat((one_axis.repeat(side, 1), one_axis.repeat_interleave(side, dim=0)), dim=-1)
-    position.weight.zero_()
-    position.weight[-config.patches :] = table.to(position.weight)
+    axis = torch.cat((angles.sin(), angles.cos()), dim=-1)
+    return torch.cat((axis.repeat(side, 1), axis.repeat_interleave(side, dim=0)), dim=-1)

@@ -8,11 +8,13 @@ from typing import Any
 from siamesenorm.errors import unknown
 from siamesenorm.tasks.autoencoding import AutoencodingTaskConfig
 from siamesenorm.tasks.classification import ClassificationTaskConfig
+from siamesenorm.tasks.diffusion import DiffusionTaskConfig
 from siamesenorm.tasks.language import LanguageTaskConfig
 from siamesenorm.tasks.task import TaskConfig
 
 TASKS: dict[str, type[TaskConfig]] = {
-    config.tag: config for config in (LanguageTaskConfig, ClassificationTaskConfig, AutoencodingTaskConfig)
+    config.tag: config
+    for config in (LanguageTaskConfig, ClassificationTaskConfig, AutoencodingTaskConfig, DiffusionTaskConfig)
 }
 
 

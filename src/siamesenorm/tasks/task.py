@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
@@ -107,6 +107,32 @@ class Task(Protocol):
         """Return weights of a model of `source` as weights of this model, and the differences in its function."""
 
 
+class ImageSampler(Protocol):
+    """What draws images from a model of a generative task; it needs none of the data that the model was trained on."""
+
+    classes: int
+
+    def build_model(self, device: torch.device) -> nn.Module:
+        """Return a model to load weights into."""
+
+    def sample(
+        self,
+        model: nn.Module,
+        classes: Sequence[int],
+        *,
+        guidance: float,
+        seed: int,
+        first: int,
+        steps: int,
+        sampler: str,
+        progress: Callable[[], None],
+    ) -> Tensor:
+        """Return one image for each of `classes`, uint8 [count, channels, height, width].
+
+        The i-th depends on seed and `first` + i. `progress` is called after each of the steps.
+        """
+
+
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
     """What every task's configuration has: frozen dataclasses, registered by their tag in `tasks.TASKS`.
@@ -138,6 +164,10 @@ class TaskConfig:
     def build(self, seed: int) -> Task:
         """Open the data and return the task; raises UserError where data and configuration do not fit."""
         raise NotImplementedError
+
+    def build_sampler(self) -> ImageSampler:
+        """Return what draws images from a model of this configuration; raises UserError for a task that has none."""
+        raise UserError(f"a run of the task {self.tag} generates no images: name a run of a task that does")
 
     def starting_from(self, source: TaskConfig) -> Self:
         """Return the configuration with the model that a run starting from one of `source` has by default.

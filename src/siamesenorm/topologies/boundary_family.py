@@ -59,6 +59,13 @@ class BoundaryTopology(Topology):
             raise UserError(f"{self.title} has no {spec.kernels} kernels: use kernels plain or auto")
         return spec.kernels != "plain" and self.has_fused_kernels
 
+    def refuse_conditioned(self, place: Place) -> None:
+        """Raise UserError if the sublayer is conditioned; for topologies with a `modulation_refusal`."""
+        if place.conditioned:
+            raise UserError(
+                f"{self.title} takes no conditioned sublayer: {self.modulation_refusal}; use pre or siamese"
+            )
+
     def closing(self, last: Place, spec: ResidualSpec) -> Closing:
         """Return the final norm."""
         return BoundaryClosing(self, last, spec, output_norm=spec.build_final_norm())

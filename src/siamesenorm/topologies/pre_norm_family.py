@@ -141,11 +141,15 @@ class ReZero(BoundaryTopology):
             └─▶ F ─▶ O ─▶ α ──┘"""
     special_cases: ClassVar[tuple[str, ...]] = ("the identity at the start, exactly",)
     pre_norm_refusal: ClassVar[str | None] = "it has no norm"
+    modulation_refusal: ClassVar[str | None] = (
+        "its factor and the condition's gate multiply each other and are both zero at the start: neither ever learns"
+    )
     has_fused_kernels: ClassVar[bool] = False
     """No read has a norm, so there is nothing to fuse an addition with."""
 
     def connection(self, place: Place, spec: ResidualSpec) -> BoundaryConnection:
-        """Return the connection with a scaled output and no norm."""
+        """Return the connection with a scaled output and no norm; raises UserError if the sublayer is conditioned."""
+        self.refuse_conditioned(place)
         return BoundaryConnection(self, place, spec, output=ScalarGate(initial=0.0))
 
     def closing(self, last: Place, spec: ResidualSpec) -> BoundaryClosing:
@@ -181,8 +185,7 @@ class OutputNorm(BoundaryTopology):
 
     def connection(self, place: Place, spec: ResidualSpec) -> BoundaryConnection:
         """Return the connection with an output norm; raises UserError if the sublayer is conditioned."""
-        if place.conditioned:
-            raise UserError(f"{self.title} takes no AdaLN sublayer: {self.modulation_refusal}; use pre or siamese")
+        self.refuse_conditioned(place)
         norm = spec.build_input_norm(place) if self.has_input_norm else None
         return BoundaryConnection(self, place, spec, input_norm=norm, output=spec.build_norm("output"))
 

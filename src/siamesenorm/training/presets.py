@@ -207,10 +207,67 @@ def paper(data: Any) -> RunConfig:
     )
 
 
+def digits_dit(data: Any) -> RunConfig:
+    """Return a run of a diffusion Transformer on scikit-learn's digits."""
+    from siamesenorm.tasks.diffusion import DiffusionTaskConfig
+    from siamesenorm.training.config import OptimizerConfig, RunConfig
+
+    return RunConfig(
+        task=DiffusionTaskConfig(),
+        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=50, weight_decay=0.0),
+        steps=1500,
+        batch=64,
+        ema=0.995,
+        validation_every=250,
+    )
+
+
+def mnist_dit(data: Any) -> RunConfig:
+    """Return a run of a diffusion Transformer on MNIST's images in `data`."""
+    from siamesenorm.models.diffusion import DiffusionTransformerConfig
+    from siamesenorm.tasks.diffusion import DiffusionTaskConfig
+    from siamesenorm.training.config import OptimizerConfig, RunConfig
+
+    model = DiffusionTransformerConfig(
+        depth=8, dim=64, heads=4, hidden=256, image_size=28, patch_size=4, channels=1, classes=10
+    )
+    return RunConfig(
+        task=DiffusionTaskConfig(data=data, model=model, validation_images=500),
+        optimizer=OptimizerConfig(learning_rate=1.2e-2, warmup_steps=50, weight_decay=0.0),
+        steps=500,
+        batch=32,
+        ema=0.99,
+        validation_every=100,
+    )
+
+
+def dit_l_4(data: Any) -> RunConfig:
+    """Return the run of DiT-L/4 in the SiameseNorm paper on latents of the images in `data`."""
+    from siamesenorm.models.diffusion import diffusion_transformer_config
+    from siamesenorm.tasks.diffusion import DiffusionTaskConfig
+    from siamesenorm.training.config import Execution, OptimizerConfig, RunConfig
+
+    return RunConfig(
+        task=DiffusionTaskConfig(
+            data=data, vae="vae", model=diffusion_transformer_config("dit-l-4"), validation_images=5000
+        ),
+        optimizer=OptimizerConfig(learning_rate=1e-4, shape="constant", beta2=0.999, weight_decay=0.0, clip=0.0),
+        steps=400_000,
+        batch=256,
+        precision="bfloat16",
+        ema=0.9999,
+        validation_every=5000,
+        execution=Execution(device="cuda", compile="on", checkpoint_every=5000),
+    )
+
+
 PRESETS: dict[str, Preset] = {
     "mini": Preset("a small language model on a CPU: minutes", mini),
     "mini-moe": Preset("a small mixture of experts on a CPU: minutes", mini_moe),
     "digits": Preset("a vision Transformer on scikit-learn's digits: a minute on a CPU", digits),
+    "digits-dit": Preset("a diffusion Transformer on scikit-learn's digits: two minutes on a CPU", digits_dit),
+    "mnist-dit": Preset("a diffusion Transformer on MNIST, given by --data: minutes on a CPU", mnist_dit),
+    "dit-l-4": Preset("DiT-L/4 on latents of ImageNet, given by --data and --vae, on GPUs", dit_l_4),
     "cifar": Preset("a vision Transformer on images of 32 x 32 pixels in ten classes: minutes on a CPU", cifar),
     "deit-s": Preset("DeiT-S by its recipe: 300 epochs of ImageNet, on GPUs", deit_s),
     "digits-mae": Preset("a masked autoencoder on scikit-learn's digits: a minute on a CPU", digits_mae),
