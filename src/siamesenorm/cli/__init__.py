@@ -15,7 +15,7 @@ from siamesenorm.errors import UserError, unknown
 from siamesenorm.training.presets import PRESETS
 
 COMMANDS = {
-    "demo": "compare Pre-Norm, Post-Norm, HybridNorm and SiameseNorm on the built-in corpus",
+    "demo": "compare Pre-Norm, Post-Norm and SiameseNorm in minutes, on built-in text or images",
     "prepare": "turn text into memory-mapped tokens",
     "train": "train one model, or resume it where it stopped",
     "sweep": "train a grid of topologies, norms, learning rates and seeds, and report on it",

@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from siamesenorm.data.rand_augment import rand_augment
 from siamesenorm.errors import UserError, unknown
 
 Crop = Literal["none", "pad", "resized"]
@@ -120,6 +121,9 @@ def augmented(
         image = padded_crop(image, augmentation.padding, generator)
     if augmentation.flip and _uniform(generator) < augmentation.flip:
         image = image.flip(-1)
+    if augmentation.magnitude:
+        changed = rand_augment(to_pil(image), augmentation.magnitude, augmentation.operations, generator)
+        image = from_pil(changed)
     return image
 
 

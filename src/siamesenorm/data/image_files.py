@@ -166,10 +166,16 @@ def _list_classes(tree: _Tree) -> Stored:
         raise UserError(f"{tree.path}: no images in it: give train/CLASS/NAME with names in {' '.join(SUFFIXES)}")
     top = ""
     while True:
-        inside = {name.removeprefix(top).partition("/")[0] for name in tree.images}
-        if TRAIN in inside or len(inside) > 1 or all(name.count("/") < 2 for name in _below(tree.images, top)):
+        inside = {name.partition("/")[0] for name in _below(tree.images, top)}
+        if (
+            len(inside) > 1
+            or inside <= {TRAIN, *HELD_OUT}
+            or all(name.count("/") < 2 for name in _below(tree.images, top))
+        ):
             break
         top += f"{inside.pop()}/"
+    if inside <= set(HELD_OUT):
+        raise UserError(f"{tree.path}: no images to train on, only {top}{min(inside)}: add the folder {top}{TRAIN}")
     chosen = (TRAIN, *[part for part in HELD_OUT if part in inside][:1]) if TRAIN in inside else (TRAIN,)
     prefixes = {part: f"{top}{part}/" if TRAIN in inside else top for part in chosen}
     found = {part: _list_part(tree, prefix) for part, prefix in prefixes.items()}

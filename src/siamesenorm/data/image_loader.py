@@ -19,6 +19,7 @@ from siamesenorm.data.randomness import generator_at
 from siamesenorm.errors import UserError
 
 THREADS = min(8, os.cpu_count() or 1)
+WHITE = 255
 PIECES = 2
 """Pieces of a batch for each thread: images take unequal times."""
 Sample = tuple[Tensor, int]
@@ -69,6 +70,10 @@ class ImageLoader:
     ) -> None:
         self.data, self.size, self.fit, self.crop_fraction, self.seed = data, size, fit, crop_fraction, seed
         self.augmentation = augmentation
+        if augmentation.magnitude and data.largest != WHITE:
+            raise UserError(
+                f"magnitude: white is {data.largest} in {data.name}, RandAugment needs {WHITE}: leave it out"
+            )
         self.order = SampleOrder(len(data.train), seed)
         self._ahead: tuple[int, int, Samples] | None = None
         self._last = 0

@@ -87,7 +87,7 @@ def list_parquet(files: Sequence[Path]) -> Stored:
     if total > PARQUET_BYTES:
         raise UserError(f"{files[0].parent}: {total:,} bytes of parquet do not stay in memory: give a saved dataset")
     of_part = {
-        part: [file for file in files if re.match(rf"{part}\b", file.name) or file.parent.name == part]
+        part: [file for file in files if re.match(rf"{part}(?![a-z])", file.name) or file.parent.name == part]
         for part in (TRAIN, *HELD_OUT)
     }
     parts = {part: each for part, each in of_part.items() if each} if of_part[TRAIN] else {TRAIN: list(files)}
