@@ -220,6 +220,7 @@ def test_a_mixed_batch_is_made_of_its_pairs() -> None:
         other, part = partner_of(position), float(batch.parts[position])
         expected = part * plain.images[position] + (1 - part) * plain.images[other]
         assert torch.allclose(batch.images[position], expected, atol=1e-6)
+        assert batch.parts[position] == batch.parts[other], "both of a pair have the same part"
         assert batch.others[position] == plain.labels[other] and batch.labels[position] == plain.labels[position]
 
 

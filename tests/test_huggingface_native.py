@@ -554,3 +554,22 @@ def test_trainer_takes_a_step_and_saves_what_loads(tmp_path: Path) -> None:
     trainer.save_model(str(tmp_path / "saved"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert torch.equal(loaded(batch).logits, model.eval()(batch).logits)
+
+
+# --- a mixture of experts
+
+
+def test_a_mixture_is_exported_generates_and_has_weighted_losses(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"experts": 4, "active_experts": 2, "renormalise_experts": True, "router_z_weight": 0.25}
+    model, batch = causal_model("siamese", **fields), tokens()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.model.config == model.model.config and loaded.model.config.experts == 4
+    assert torch.equal(loaded(batch).logits, model(batch).logits)
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    cached, uncached = (loaded.generate(batch, use_cache=use, **options) for use in (True, False))
+    assert torch.equal(cached, uncached)
+    logits, losses = loaded.model(batch)
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+    expected = expected + 0.01 * losses["load_balancing_loss"] + 0.25 * losses["router_z_loss"]
+    torch.testing.assert_close(loaded(batch, labels=batch).loss, expected)

@@ -360,7 +360,7 @@ def test_writes_are_out_of_place(name: str) -> None:
 def test_conditioned_sublayers_compose_or_are_refused(name: str) -> None:
     topology = build_topology(name)
     if topology.modulation_refusal is not None:
-        with pytest.raises(UserError, match="conditioned") as refusal:
+        with pytest.raises(UserError) as refusal:
             wire(name, conditioned=True)
         assert topology.modulation_refusal in str(refusal.value) and "\n" not in str(refusal.value)
         return

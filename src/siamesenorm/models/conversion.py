@@ -104,7 +104,8 @@ def convert(model: LanguageModel, target: LanguageModelConfig) -> tuple[Inexact,
     model.opening, model.closing = path.opening, path.closing
     for index, (block, connections) in enumerate(zip(model.blocks, path.connections, strict=True)):
         block.set_connections(connections)  # type: ignore[operator]
-        block.drop_path = build_drop_path(target.drop_path, index, target.depth).to(like.device)
+        drop_path = build_drop_path(target.drop_path, index, target.depth)
+        block.drop_path = drop_path.to(like.device).train(block.training)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = target.dropout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,35 +100,14 @@ class MixtureOfExperts(nn.Module):
 
     def _experts(self, tokens: Tensor, weights: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
         """Return [tokens, dim]; row i of the experts is choice order[i], of token order[i] // active."""
-        inverse = order.argsort()
-        rows = _rearranged(tokens, order, inverse, self.shape.active)
+        # Copies are made before they are put in order: no row is taken twice, so that no gradient is a sum whose order
+        # differs between runs.
+        copies = tokens.unsqueeze(1).expand(-1, self.shape.active, -1).flatten(0, 1)
+        rows = copies.index_select(0, order)
         hidden = F.silu(self.gate(rows, offsets)) * self.up(rows, offsets)
-        outputs = _rearranged(self.output(hidden, offsets), inverse, order)
+        outputs: Tensor = self.output(hidden, offsets).index_select(0, order.argsort())
         outputs = outputs.view(len(tokens), self.shape.active, -1)
         return (outputs * weights.unsqueeze(-1).to(outputs.dtype)).sum(dim=1)
-
-
-def _rearranged(x: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
-    """Return the rows order // copies of x: each row `copies` times, in an order whose inverse is given.
-
-    The gradient gathers by the inverse: autograd's own would add at places, in an order that differs between runs.
-    """
-    result: Tensor = _Rearranged.apply(x, order, inverse, copies)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Rearranged(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.copies = copies
-        return x[order // copies]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (inverse,) = ctx.saved_tensors
-        copies = gradient[inverse].view(-1, ctx.copies, gradient.shape[-1])
-        return copies.sum(dim=1), None, None, None
 
 
 def _scalars(logits: Tensor, probabilities: Tensor, offsets: Tensor, rows: int) -> Losses:
