@@ -29,7 +29,7 @@ from siamesenorm.training.verdict_calibration import (
 )
 
 ROOT = Path(__file__).parents[1]
-CALIBRATIONS = {"safe": 27, "safe_digits": 20, "safe_mae": 8}
+CALIBRATIONS = {"safe": 27, "safe_digits": 20, "safe_mae": 8, "safe_dit": 8}
 """Directories of committed calibrations, and how many runs they are of."""
 SMALL = Grid(
     spike_heights=(0.02, 2.0),

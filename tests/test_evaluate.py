@@ -8,12 +8,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from siamesenorm.cli import main
 from siamesenorm.evaluation.evaluation import TrainedRun
-from siamesenorm.evaluation.frechet import FeatureStatistics, PixelFeatures
+from siamesenorm.evaluation.frechet import FeatureStatistics, PixelFeatures, frechet_distance
 from siamesenorm.evaluation.images import ImageEncoding, real_images
 from siamesenorm.training.config import Execution, RunConfig
 from siamesenorm.training.loop import train
@@ -36,6 +37,13 @@ def short(preset: str, steps: int, **model: Any) -> RunConfig:
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("runs") / "classifier"
     train(dataclasses.replace(short("digits", 60), ema=0.9), run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def generator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "generator"
+    train(dataclasses.replace(short("digits-dit", 3), ema=0.0), run)
     return run
 
 
@@ -106,6 +114,32 @@ def test_features_are_what_the_head_reads(classifier: Path) -> None:
         torch.testing.assert_close(encoding.encode(white), features)
 
 
+@pytest.mark.parametrize("copied", ["generator"], indirect=True)
+def test_samples_have_a_distance_to_the_training_images(
+    copied: Path, classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = TrainedRun(copied)
+    assert run.kinds == ("raw",)
+    few = ["--frechet", "--samples", 20, "--sampling-steps", 2]
+    found = evaluate(capsys, copied, *few)["frechet", "raw"]
+    images: Any = run.task
+    drawn = images.sample(run.build_model(), [number % 10 for number in range(20)], 1.0, 0, steps=2)
+    data = ImageEncoding.of(TrainedRun(classifier).task, option="").data
+    sides = [FeatureStatistics.of(each, PixelFeatures()) for each in (real_images(data, 8), [drawn])]
+    assert found["Frechet distance (features: pixels, at most 8 x 8)"] == pytest.approx(frechet_distance(*sides))
+    assert (found["real"], found["samples"]) == (1437, 20)
+    np.savez(tmp_path / "samples.npz", arr_0=drawn.permute(0, 2, 3, 1).numpy())
+    again = evaluate(capsys, copied, "--frechet", "--samples", 20, "--sample-file", tmp_path / "samples.npz")
+    assert again["frechet", "none"] == found
+    np.savez(tmp_path / "samples.npz", arr_0=drawn.permute(0, 2, 3, 1).expand(-1, -1, -1, 3).numpy())
+    again = evaluate(capsys, copied, "--frechet", "--samples", 20, "--sample-file", tmp_path / "samples.npz")
+    assert again["frechet", "none"] == found, "grey written as RGB, as siamesenorm sample does"
+    (name, *_), (distance, *_) = zip(
+        *evaluate(capsys, copied, *few, "--features", classifier)["frechet", "raw"].items(), strict=True
+    )
+    assert name.startswith("Frechet distance (features: siamese") and distance > 0
+
+
 def test_real_images_have_the_white_of_samples(classifier: Path) -> None:
     data = ImageEncoding.of(TrainedRun(classifier).task, option="").data
     images = torch.cat(list(real_images(data, 8)))
@@ -125,3 +159,29 @@ def test_a_language_model_has_its_metrics_and_no_features(tmp_path: Path, capsys
     shutil.move(tmp_path / "data", tmp_path / "moved")
     refusal(capsys, run)
     assert evaluate(capsys, run, "--data", tmp_path / "moved") == found
+
+
+@pytest.mark.parametrize("copied", ["generator"], indirect=True)
+def test_what_cannot_be_evaluated_gets_one_line(
+    copied: Path, classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = tmp_path / "samples.npz"
+    file = ["--frechet", "--samples", 3, "--sample-file", samples]
+    assert "samples.npz" in refusal(capsys, copied, *file)
+    np.savez(samples, other=np.zeros(3))
+    assert "arr_0" in refusal(capsys, copied, *file)
+    np.savez(samples, arr_0=np.zeros((3, 8, 8, 1)))
+    assert "float64" in refusal(capsys, copied, *file)
+    np.savez(samples, arr_0=np.zeros((2, 8, 8, 1), np.uint8))
+    assert "2 samples" in refusal(capsys, copied, *file)
+    np.savez(samples, arr_0=np.arange(3 * 8 * 8 * 3).reshape(3, 8, 8, 3).astype(np.uint8))
+    assert "3 channels" in refusal(capsys, copied, *file)
+    assert "--samples 1" in refusal(capsys, copied, "--frechet", "--samples", 1)
+    assert "--frechet" in refusal(capsys, copied, "--features", classifier)
+    assert "--knn" in refusal(capsys, copied, "--knn", 3)
+    assert "--knn 2000" in refusal(capsys, classifier, "--knn", 2000)
+    assert "weights.pth" in refusal(capsys, copied, "--frechet", "--inception-weights", tmp_path / "weights.pth")
+    assert not (copied / "evaluations.jsonl").exists()
+    shutil.rmtree(copied / "checkpoints")
+    assert "checkpoint" in refusal(capsys, copied)
+    refusal(capsys, tmp_path / "nowhere")
