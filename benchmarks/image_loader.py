@@ -79,7 +79,7 @@ def measured(data: ImageData, config: VisionTransformerConfig, recipe: Augmentat
     fixed = ImageLoader(data, size=config.image_size, augmentation=recipe, fit="resize").batch(0, batch)
 
     def train(pixels: torch.Tensor, labels: torch.Tensor) -> None:
-        F.cross_entropy(model(pixels).logits, labels).backward()
+        F.cross_entropy(model(pixels).logits, labels).backward()  # type: ignore[no-untyped-call]
         model.zero_grad()
 
     loader = ImageLoader(data, size=config.image_size, augmentation=recipe, fit="resize")

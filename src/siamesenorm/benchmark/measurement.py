@@ -163,8 +163,8 @@ def ratio(timings: Timings, names: str | Sequence[str], references: str | Sequen
 
 def allow_many_graphs() -> AbstractContextManager[object]:
     """Let the compiler keep one graph per topology: they share the code of the block, by which it counts graphs."""
-    limits = {"recompile_limit": 256, "accumulated_recompile_limit": 1024}
-    return cast(AbstractContextManager[object], torch._dynamo.config.patch(**limits))
+    patched = torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024)
+    return cast(AbstractContextManager[object], patched)
 
 
 def allow_kept_graphs() -> AbstractContextManager[object]:
