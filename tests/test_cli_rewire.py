@@ -256,15 +256,15 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a record of another kind": (
         lambda directory: spoil_configuration(directory, siamesenorm="x"),
-        "the configuration is damaged",
+        "config.json is damaged",
     ),
     "a record of other steps": (
         lambda directory: spoil_configuration(directory, siamesenorm=["rewire"]),
-        "the configuration is damaged",
+        "config.json is damaged",
     ),
     "a record cut short": (
         lambda directory: spoil_configuration(directory, siamesenorm=[{"operation": "rewire"}]),
-        "the configuration is damaged",
+        "config.json is damaged",
     ),
     "pickles": (pickle_weights, "pytorch_model.bin is a pickle, which can run code"),
     "pickles in shards": (pickled_shards, "pytorch_model-00001-of-00001.bin is a pickle, which can run code"),

@@ -351,7 +351,7 @@ def test_a_second_rewiring_is_refused() -> None:
 @pytest.mark.parametrize("topology", available_topologies())
 def test_every_topology_starts_from_scratch_or_says_why_not(topology: str) -> None:
     model = build_host()
-    if topology in ("peri", "olmo2"):
+    if topology in ("peri", "olmo2", "rezero"):
         assert "gate" in refusal(model, topology, preserve=False)
     elif topology == "ln-scaling":
         assert "the scale would be lost" in refusal(model, topology, preserve=False)
