@@ -226,7 +226,7 @@ def refusal(model: nn.Module, topology: str = "siamese-post-pre", **options: Any
 
 def test_pooling_before_the_last_norm_is_refused() -> None:
     assert "fc_norm=False" in refusal(build_host(global_pool="avg"))
-    assert "norm of the VisionTransformer" in refusal(build_host(final_norm=False))
+    assert "final_norm=True" in refusal(build_host(final_norm=False))
     assert "features_only" in refusal(build_host(features_only=True))
 
 
