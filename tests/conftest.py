@@ -1,4 +1,5 @@
-"""Which cases run: pairs of a topology and a norm by default, their whole product with `--laws` (`make laws`)."""
+"""Which cases run by default, where `--laws` (`make laws`) runs all: pairs of a topology and a norm, and, of tests that
+are marked `one_of_each_family`, one topology for each class of connections."""
 
 from __future__ import annotations
 
@@ -8,10 +9,16 @@ import pytest
 
 TOPOLOGY, NORM = ("topology", "name"), ("norm", "operator")
 """Names of the parameters whose product is thinned out."""
+FAMILIES = {"pre", "hybridnorm", "spannorm", "dhc-2", "mhc-4", "attnres", "siamese-post-pre", "siamese"}
+"""A topology of each class of connections."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--laws", action="store_true", help="run every combination of a topology and a norm")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "one_of_each_family: run some topologies, with --laws all of them")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -27,6 +34,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 known[_test(item)].append(value)
 
     def is_kept(item: pytest.Item) -> bool:
+        if item.get_closest_marker("one_of_each_family"):
+            return item.callspec.params["topology"] in FAMILIES
         mine, others = topologies[_test(item)], len(norms[_test(item)]) - 1
         if item not in pairs or len(mine) < others or others < 2:
             return True
