@@ -9,6 +9,8 @@ import pytest
 
 TOPOLOGY, NORM = ("topology", "name"), ("norm", "operator")
 """Names of the parameters whose product is thinned out."""
+LONGEST = ("test_kernels_interpreter.py", "test_parallel.py", "test_clients.py", "test_sweep.py", "test_examples.py")
+"""Files with the longest single tests, which run first: at the end one of two processes would wait for them."""
 FAMILIES = {"pre", "hybridnorm", "spannorm", "dhc-2", "mhc-4", "attnres", "siamese-post-pre", "siamese"}
 """A topology of each class of connections."""
 
@@ -23,6 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep each topology with the first norm of its test and with one other, in turn, so that every norm stays."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     if config.getoption("--laws"):
         return
     topologies: dict[str, list[str]] = defaultdict(list)
