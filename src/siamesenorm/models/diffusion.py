@@ -21,7 +21,7 @@ from siamesenorm.errors import UserError
 from siamesenorm.models.block import add_losses
 from siamesenorm.models.initialisation import build_embedding, build_initialised, initialise
 from siamesenorm.models.transformer import TransformerConfig, config_of_size, require_positive
-from siamesenorm.models.vision import OFFICIAL, cut, sine_cosine_positions
+from siamesenorm.models.vision import OFFICIAL, cut, require_patches, sine_cosine_positions
 from siamesenorm.norms import AdaLN, NormSpec
 from siamesenorm.sublayers.mlp import Activation
 from siamesenorm.sublayers.sublayer import Context, Losses, Modulated, Projection
@@ -88,12 +88,8 @@ class DiffusionTransformerConfig(TransformerConfig):
     def __post_init__(self) -> None:
         """Raise UserError for values from which no model can be built."""
         super().__post_init__()
-        for name in ("image_size", "patch_size", "channels", "classes"):
-            require_positive(self, name)
-        if self.image_size % self.patch_size:
-            raise UserError(
-                f"patch_size {self.patch_size} does not divide the image ({self.image_size}): choose another"
-            )
+        require_patches(self)
+        require_positive(self, "classes")
         if self.dim % 4:
             raise UserError(f"dim is {self.dim}: sine-cosine positions need a multiple of 4")
         if self.topology.modulation_refusal is not None:

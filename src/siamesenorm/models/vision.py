@@ -67,12 +67,7 @@ class ImageEncoderConfig(TransformerConfig):
     def __post_init__(self) -> None:
         """Raise UserError for values from which no model can be built."""
         super().__post_init__()
-        for name in ("image_size", "patch_size", "channels"):
-            require_positive(self, name)
-        if self.image_size % self.patch_size:
-            raise UserError(
-                f"patch_size {self.patch_size} does not divide the image ({self.image_size}): choose another"
-            )
+        require_patches(self)
         if self.positions == "sine-cosine" and self.dim % 4:
             raise UserError(f"dim is {self.dim}: sine-cosine positions need a multiple of 4")
 
@@ -278,3 +273,13 @@ def sine_cosine_positions(side: int, dim: int) -> Tensor:
     angles = torch.outer(torch.arange(side, dtype=torch.float64), frequencies)
     axis = torch.cat((angles.sin(), angles.cos()), dim=-1)
     return torch.cat((axis.repeat(side, 1), axis.repeat_interleave(side, dim=0)), dim=-1)
+
+
+def require_patches(config: Any) -> None:
+    """Raise UserError unless an image of a configuration can be cut into its patches."""
+    for name in ("image_size", "patch_size", "channels"):
+        require_positive(config, name)
+    if config.image_size % config.patch_size:
+        raise UserError(
+            f"patch_size {config.patch_size} does not divide the image ({config.image_size}): choose another"
+        )

@@ -7,7 +7,6 @@ out images are the same in every run.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -25,7 +24,7 @@ from siamesenorm.models.masked_autoencoder import (
 )
 from siamesenorm.models.vision import cut
 from siamesenorm.tasks.image_task import ImageTaskConfig
-from siamesenorm.tasks.task import Losses, Metric, TaskConfig, describe_model
+from siamesenorm.tasks.task import Losses, Metric, Task, describe_model
 from siamesenorm.topologies import Kernels
 from siamesenorm.world import World
 
@@ -74,7 +73,7 @@ class AutoencodingTaskConfig(ImageTaskConfig):
         return AutoencodingTask(self, seed)
 
 
-class AutoencodingTask:
+class AutoencodingTask(Task):
     """The model, and its mean squared error on hidden patches."""
 
     unit = "mean squared error"
@@ -91,10 +90,6 @@ class AutoencodingTask:
     def build_model(self, device: torch.device, kernels: Kernels = "plain") -> MaskedAutoencoder:
         """Return the model with its initial weights."""
         return build_masked_autoencoder(self.config.model, seed=self.seed, device=device, kernels=kernels)
-
-    def rate_factors(self, model: nn.Module) -> Mapping[str, float]:
-        """Return no factors: all parameters have one learning rate."""
-        return {}
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """Return the entries of a run's first record on data and model, which is on the meta device."""
@@ -124,12 +119,6 @@ class AutoencodingTask:
             found, _ = self._squared_error(model, images, visible)
             total += float(found) if counts else 0.0
         return {"loss": world.sum(total)[0] / items, "items": items}
-
-    def convert_weights(
-        self, source: TaskConfig, weights: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-        """Refuse: `TaskConfig.continued` does so before a run starts."""
-        raise UserError("an autoencoder cannot start from the weights of another run: leave out --start")
 
     def visible_patches(self, purpose: str, seed: int, positions: range) -> Tensor:
         """Return the numbers of the visible patches [positions, visible] of samples."""

@@ -27,7 +27,7 @@ from siamesenorm.models.encoder_transfer import (
 from siamesenorm.models.transformer import TransformerConfig
 from siamesenorm.models.vision import SIZES, ImageEncoderConfig, VisionTransformerConfig, vision_transformer_config
 from siamesenorm.tasks.image_task import ImageTaskConfig
-from siamesenorm.tasks.task import Losses, Metric, TaskConfig, describe_model
+from siamesenorm.tasks.task import Losses, Metric, Task, TaskConfig, describe_model
 from siamesenorm.topologies import Kernels
 from siamesenorm.world import World
 
@@ -130,7 +130,7 @@ class ClassificationTaskConfig(ImageTaskConfig):
             )
 
 
-class ClassificationTask:
+class ClassificationTask(Task):
     """The model, its loss in nats an image, and loss and accuracy on held-out images."""
 
     unit = "nats/image"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
@@ -29,7 +29,7 @@ from siamesenorm.models.diffusion import (
 )
 from siamesenorm.tasks.diffusion_process import BetaSchedule, DiffusionProcess
 from siamesenorm.tasks.diffusion_samples import DiffusionSampler
-from siamesenorm.tasks.task import Losses, Metric, TaskConfig, describe_model
+from siamesenorm.tasks.task import Losses, Metric, Task, TaskConfig, describe_model
 from siamesenorm.topologies import Kernels
 from siamesenorm.world import World
 
@@ -136,7 +136,7 @@ class Noised(NamedTuple):
     labels: Tensor
 
 
-class DiffusionTask:
+class DiffusionTask(Task):
     """The model, the squared error of its noise, and the same on held-out images."""
 
     unit = "squared error of the noise"
@@ -180,10 +180,6 @@ class DiffusionTask:
         """Return the model with its initial weights."""
         return build_diffusion_transformer(self.config.model, seed=self.seed, device=device, kernels=kernels)
 
-    def rate_factors(self, model: nn.Module) -> Mapping[str, float]:
-        """Return no factors: all parameters have one learning rate."""
-        return {}
-
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """Return the entries of a run's first record on data and model, which is on the meta device."""
         config = self.config.model
@@ -216,12 +212,6 @@ class DiffusionTask:
         """Return images of the classes, uint8 [count, channels, height, width]; see `DiffusionSampler.sample`."""
         sampler = DiffusionSampler(self.config.model, self.process, self.autoencoder)
         return sampler.sample(model, classes, guidance=guidance, seed=seed, **options)
-
-    def convert_weights(
-        self, source: TaskConfig, weights: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-        """Refuse: `TaskConfig.continued` does so before a run starts."""
-        raise UserError("a diffusion Transformer cannot start from the weights of another run: leave out --start")
 
     def _draw(
         self, split: Split, indices: Sequence[int], generators: Sequence[torch.Generator], dropped: float

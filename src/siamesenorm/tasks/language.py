@@ -22,7 +22,7 @@ from siamesenorm.models.language import (
     build_language_model,
     language_model_config,
 )
-from siamesenorm.tasks.task import Losses, Metric, TaskConfig, describe_model
+from siamesenorm.tasks.task import Losses, Metric, Task, TaskConfig, describe_model
 from siamesenorm.topologies import Kernels
 from siamesenorm.world import World
 
@@ -99,7 +99,7 @@ class LanguageTaskConfig(TaskConfig):
         return same_data and other.model.context == self.model.context
 
 
-class LanguageTask:
+class LanguageTask(Task):
     """The model, its loss in nats a token, and its evaluation on the validation split."""
 
     unit = "nats/token"
@@ -127,10 +127,6 @@ class LanguageTask:
     def build_model(self, device: torch.device, kernels: Kernels = "plain") -> LanguageModel:
         """Return the model with its initial weights."""
         return build_language_model(self.config.model, seed=self.seed, device=device, kernels=kernels)
-
-    def rate_factors(self, model: nn.Module) -> Mapping[str, float]:
-        """Return no factors: all parameters have one learning rate."""
-        return {}
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """Return the entries of a run's first record on data and model, which is on the meta device."""

@@ -87,7 +87,8 @@ class Task(Protocol):
         """Return the model with its initial weights; on the meta device nothing is allocated."""
 
     def rate_factors(self, model: nn.Module) -> Mapping[str, float]:
-        """Return factors on the learning rate by parameter name; a missing one is 1."""
+        """Return factors on the learning rate by parameter name; a missing one is 1: none by default."""
+        return {}
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """Return the entries of a run's first record on data and model, which may be on the meta device."""
@@ -104,7 +105,11 @@ class Task(Protocol):
     def convert_weights(
         self, source: TaskConfig, weights: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-        """Return weights of a model of `source` as weights of this model, and the differences in its function."""
+        """Return weights of a model of `source` as weights of this model, and the differences in its function.
+
+        By default raises UserError, as `TaskConfig.continued` does before a run starts.
+        """
+        raise UserError("this task's model cannot start from the weights of another run: leave out --start")
 
 
 class ImageSampler(Protocol):
