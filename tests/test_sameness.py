@@ -112,9 +112,8 @@ def test_one_graph_for_each_kind_of_block(topology: str, norm: str) -> None:
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_ten_numbers_of_streams_have_ten_graphs() -> None:
-    """More than torch's own limit of graphs for one piece of code."""
+    """More than the 8 graphs of one piece of code that torch allows by itself."""
     model, graphs = tiny_model("attnres:block_size=1", depth=10), 0
-    assert torch._dynamo.config.recompile_limit < 10
 
     def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         nonlocal graphs
