@@ -362,12 +362,13 @@ def _sensitivity(results: ExperimentResults, method: str) -> float | None:
     None where a rate has not been run, where only one was tried, where none survived, and where a run diverged and the
     loss of a model that has learned nothing is not known.
     """
-    runs = [run for run in results.runs_of(method) if run.part is Part.SELECTION and run.complete]
-    losses = {run.learning_rate: run.score for run in runs}
-    floor = next((run.floor for run in runs if run.floor is not None), None)
-    if losses.keys() != set(results.learning_rates):
-        return None
-    return rate_sensitivity(losses, floor=floor)
+    selection = [run for run in results.runs if run.part is Part.SELECTION and run.complete]
+    planned = [run for run in results.plan.runs.values() if run.part is Part.SELECTION]
+    # A method may have been tried outside the grid of all.
+    grid = set.intersection(*({run.learning_rate for run in planned if run.method == m} for m in results.methods))
+    losses = {run.learning_rate: run.score for run in selection if run.method == method and run.learning_rate in grid}
+    floor = next((run.floor for run in selection if run.method == method and run.floor is not None), None)
+    return rate_sensitivity(losses, floor=floor) if losses.keys() == grid else None
 
 
 def _edge(chosen: float, tried: Collection[float]) -> Edge | None:

@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from siamesenorm.comparison.experiment_plan import PLAN_FILE, RUNS, ExperimentPlan, Part, PlannedRun, read_plan
+from siamesenorm.comparison.experiment_plan import (
+    PLAN_FILE,
+    ExperimentPlan,
+    Part,
+    PlannedRun,
+    find_planned,
+    read_plan,
+)
 from siamesenorm.errors import UserError
 from siamesenorm.tasks.task import Metric
 from siamesenorm.training.run_directory import RunDirectory
@@ -245,7 +252,7 @@ def read_run(path: Path, planned: PlannedRun | None = None) -> RunResult:
 
 
 def read_experiment(path: Path, *, mixed: bool = False) -> ExperimentResults:
-    """Read the directory of an experiment with all its runs.
+    """Read the directory of an experiment with all its runs, in the stores that its plan names.
 
     Raises `UserError` where it has no plan or no run has started, and, unless `mixed`, where its runs were computed
     with different kernels or partly compiled: their numbers differ for another reason than the methods.
@@ -256,7 +263,7 @@ def read_experiment(path: Path, *, mixed: bool = False) -> ExperimentResults:
     runs: list[RunResult] = []
     missing: dict[str, str] = {}
     for name, planned in plan.runs.items():
-        run_path = path / RUNS / name
+        run_path = find_planned(path, plan, name)
         try:
             if RunDirectory(run_path).metrics_file.exists():
                 runs.append(read_run(run_path, planned))
