@@ -1,9 +1,11 @@
-"""The families of blocks that `rewire` supports: decoders of transformers, timm's ViT and DeiT, and diffusers' DiT."""
+"""The forms of blocks that `rewire` recognises by their modules, one line each, and diffusers' DiT."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,202 +13,238 @@ from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.interop.rewired_blocks import (
+    BlockForm,
     BlockSpec,
-    ClosedHiddenStates,
+    ParallelBlock,
     RewiredBlock,
     SequentialBlock,
-    SpecReader,
     SublayerSpec,
+    original_class,
     two_sublayers,
 )
-from siamesenorm.norms.parameters import declared_parameters
 from siamesenorm.topologies import Connection
 
 Part = Callable[..., Tensor]
 
-# --- attention, then MLP, each behind an RMSNorm
+# --- forms: the paths of the modules of a block. `rewire` runs what they say against the host before it trusts them
 
 
-class DecoderBlock(SequentialBlock):
-    """A decoder layer with an MLP or a mixture of experts."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """The modules of a block by their paths: "a|b" is one of the two, "a?" may be absent, and None counts as absent.
 
-    attention_modules = ("self_attn",)
-    mlp_modules = ("mlp",)
+    A connection replaces `attention_norm` and `mlp_norm`; the modules of a chain follow. Without one, the first module
+    of the chain is a norm that stays. `joint` acts on the sum of parallel sublayers. `when` gives the values of attributes
+    that the form needs, and `adding` the modules that add a residual to their output. A block with `output_norms` and a
+    `refusal` is no Pre-Norm block: starting from scratch drops these norms.
+    """
 
-
-class GemmaBlock(SequentialBlock):
-    """A decoder layer whose sublayers normalise what they return: those norms are part of the sublayer."""
-
-    attention_modules = ("self_attn", "post_attention_layernorm")
-    mlp_modules = ("mlp", "post_feedforward_layernorm")
-
-
-def _package(module: str) -> str:
-    return f"transformers.models.{module}.modeling_{module}"
-
-
-PROJECTIONS = {
-    "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj",
-    "attention_output": "self_attn.o_proj",
-    "mlp_gate": "mlp.gate_proj", "mlp_up": "mlp.up_proj", "mlp_output": "mlp.down_proj",
-}  # fmt: skip
-LLAMA = BlockSpec(
-    rewired=DecoderBlock,
-    sublayers=two_sublayers("input_layernorm", "post_attention_layernorm"),
-    projections=PROJECTIONS,
-    backbone_mixin=ClosedHiddenStates,
-)
-QK_NORMED = replace(LLAMA, head_norms=("query", "key"))
-MIXTURE = replace(QK_NORMED, projections={role: path for role, path in PROJECTIONS.items() if "mlp" not in role})
-GEMMA = replace(LLAMA, rewired=GemmaBlock, sublayers=two_sublayers("input_layernorm", "pre_feedforward_layernorm"))
-OLMO2 = replace(
-    QK_NORMED,
-    sublayers=two_sublayers(),
-    output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-    pre_norm_refusal="whose sublayers read the raw stream and normalise their output",
-)
+    attention_norm: str
+    attention: str
+    mlp_norm: str
+    mlp: str
+    joint: str = ""
+    parallel: bool = False
+    when: Mapping[str, Any] = field(default_factory=dict)
+    returns_tuple: bool = False
+    adding: str = ""
+    output_norms: str = ""
+    refusal: str | None = None
 
 
-def _decoder(module: str, family: str, spec: BlockSpec, backbone: str = "") -> dict[str, SpecReader]:
-    """Return the entry of a family: its blocks, in the one backbone whose loop over them is known."""
-    whole = replace(spec, backbones=(f"{_package(module)}.{backbone or f'{family}Model'}",))
-    return {f"{_package(module)}.{family}DecoderLayer": lambda block: whole}
+def _sequential(attention_norm: str, attention: str, mlp_norm: str, mlp: str, **options: Any) -> Form:
+    return Form(attention_norm=attention_norm, attention=attention, mlp_norm=mlp_norm, mlp=mlp, **options)
 
 
-# --- GPT-2: LayerNorms, one projection for queries, keys and values
+def _parallel(norm: str, attention: str, mlp: str, **options: Any) -> Form:
+    return Form(attention_norm=norm, attention=attention, mlp_norm="", mlp=mlp, parallel=True, **options)
 
 
-class GPT2Block(SequentialBlock):
-    """A GPT-2 block without cross-attention."""
-
-    attention_modules = ("attn",)
-    mlp_modules = ("mlp",)
-
-    def _attend(
-        self, h: Tensor, past_key_values: Any = None, attention_mask: Any = None, encoder: Any = None, **kwargs: Any
-    ) -> Tensor:
-        """Return the output of the attention sublayer; raises UserError for encoder states."""
-        if encoder is not None or kwargs.pop("encoder_hidden_states", None) is not None:
-            raise UserError("encoder_hidden_states in a rewired GPT-2: it has no cross-attention, leave them out")
-        kwargs.pop("encoder_attention_mask", None)
-        return super()._attend(h, past_key_values=past_key_values, attention_mask=attention_mask, **kwargs)
-
-
-GPT2 = BlockSpec(
-    rewired=GPT2Block,
-    sublayers=two_sublayers("ln_1", "ln_2"),
-    final_norm="ln_f",
-    attention="attn",
-    projections={"attention_output": "attn.c_proj", "mlp_up": "mlp.c_fc", "mlp_output": "mlp.c_proj"},
-    backbones=(f"{_package('gpt2')}.GPT2Model",),
-    backbone_mixin=ClosedHiddenStates,
-)
-
-
-def _read_gpt2(block: nn.Module) -> BlockSpec:
-    if hasattr(block, "crossattention"):
-        raise UserError("GPT2Block with cross-attention has three sublayers: rewire supports attention and MLP")
-    return GPT2
-
-
-# --- GPT-NeoX and Pythia: attention and MLP in parallel, both in one sublayer, or one after the other
-
-
-class NeoXBlock(SequentialBlock):
-    """Attention, then MLP, the form of `use_parallel_residual=False`."""
-
-    attention_modules = ("attention", "post_attention_dropout")
-    mlp_modules = ("mlp", "post_mlp_dropout")
-
-
-class ParallelNeoXBlock(NeoXBlock):
-    """Attention and MLP read the same state, each through its own norm: one connection, one sublayer."""
-
-    connection: Connection
-    input_layernorm: Part
-    post_attention_layernorm: Part
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the packed streams after the sublayer MLP(N2(h)) + Attention(N1(h))."""
-
-        def both(h: Tensor) -> Tensor:
-            attention = self._attend(self.input_layernorm(h), *args, **kwargs)
-            return self._transform(self.post_attention_layernorm(h)) + attention
-
-        return self.leave(self.connection(self.enter(hidden_states), both))
-
-
-SEQUENTIAL = BlockSpec(
-    rewired=NeoXBlock,
-    sublayers=two_sublayers("input_layernorm", "post_attention_layernorm"),
-    final_norm="final_layer_norm",
-    attention="attention",
-    projections={
-        "attention_output": "attention.dense",
-        "mlp_up": "mlp.dense_h_to_4h",
-        "mlp_output": "mlp.dense_4h_to_h",
-    },
-    backbones=(f"{_package('gpt_neox')}.GPTNeoXModel",),
-    backbone_mixin=ClosedHiddenStates,
-)
-PARALLEL = replace(
-    SEQUENTIAL,
-    rewired=ParallelNeoXBlock,
-    sublayers=(
-        SublayerSpec(kind="attention", connection="connection", kept=("input_layernorm", "post_attention_layernorm")),
+POST_NORM = "which are Post-Norm: a norm of the sum comes after each addition"
+FORMS = (
+    # Llama and most decoders; Granite has a multiplier, Phi-3 and StableLM dropout, mixtures of experts other names.
+    _sequential(
+        "input_layernorm", "self_attn resid_attn_dropout? residual_multiplier?",
+        "post_attention_layernorm",
+        "mlp|block_sparse_moe|feed_forward resid_mlp_dropout? dropout? residual_multiplier?",
     ),
-)
+    # Gemma 2 and 3, GLM-4: norms after the sublayers are part of them.
+    _sequential(
+        "input_layernorm", "self_attn post_attention_layernorm",
+        "pre_feedforward_layernorm", "mlp post_feedforward_layernorm",
+    ),
+    _sequential(
+        "input_layernorm", "self_attn post_self_attn_layernorm", "post_attention_layernorm", "mlp post_mlp_layernorm"
+    ),
+    # OLMo 2 and 3, Exaone 4.
+    _sequential(
+        "", "self_attn", "", "mlp", output_norms="post_attention_layernorm post_feedforward_layernorm",
+        refusal="whose sublayers read the raw stream and normalise their output",
+    ),
+    # Phi, Cohere, StableLM: attention and MLP in parallel behind one norm.
+    _parallel("input_layernorm", "self_attn resid_dropout?", "mlp resid_dropout? dropout?"),
+    # GPT-2 and GPT-BigCode; GPT-J and CodeGen; OPT, and the encoders of Whisper, mBART and Pegasus.
+    _sequential("ln_1", "attn", "ln_2", "mlp"),
+    _parallel("ln_1", "attn", "mlp", returns_tuple=True),
+    _sequential(
+        "", "self_attn dropout", "", "fc1 activation_fn fc2 dropout", when={"do_layer_norm_before": False},
+        output_norms="self_attn_layer_norm final_layer_norm", refusal=POST_NORM,
+    ),
+    _sequential(
+        "self_attn_layer_norm", "self_attn dropout",
+        "final_layer_norm", "fc1 activation_fn activation_dropout? fc2 dropout",
+    ),
+    # GPT-NeoX.
+    _sequential(
+        "input_layernorm", "attention post_attention_dropout", "post_attention_layernorm", "mlp post_mlp_dropout",
+        when={"use_parallel_residual": False},
+    ),
+    _parallel(
+        "", "input_layernorm attention post_attention_dropout", "post_attention_layernorm mlp post_mlp_dropout",
+        when={"use_parallel_residual": True},
+    ),
+    # Falcon, three forms; BLOOM and MPT, whose modules add the residual.
+    _sequential(
+        "input_layernorm", "self_attention config.attention_dropout",
+        "post_attention_layernorm", "mlp config.hidden_dropout", returns_tuple=True,
+    ),
+    _parallel("input_layernorm", "self_attention", "mlp", joint="config.hidden_dropout", returns_tuple=True),
+    _parallel("", "ln_attn self_attention", "ln_mlp mlp", joint="config.hidden_dropout", returns_tuple=True),
+    _sequential(
+        "input_layernorm", "self_attention", "post_attention_layernorm", "mlp", adding="self_attention mlp",
+        returns_tuple=True,
+    ),
+    _sequential("norm_1", "attn resid_attn_dropout", "norm_2", "ffn", adding="ffn", returns_tuple=True),
+    # Encoders: CLIP and SigLIP, ViT and DeiT, DINOv2 and v3, RoBERTa-PreLayerNorm.
+    _sequential("layer_norm1", "self_attn", "layer_norm2", "mlp"),
+    _sequential("layernorm_before", "attention dropout", "layernorm_after", "mlp dropout"),
+    _sequential("norm1", "attention layer_scale1 drop_path", "norm2", "mlp layer_scale2 drop_path"),
+    _sequential(
+        "attention.LayerNorm", "attention.self attention.output.dense attention.output.dropout",
+        "intermediate.LayerNorm",
+        "intermediate.dense intermediate.intermediate_act_fn output.dense output.dropout",
+    ),
+    # BERT and RoBERTa, DistilBERT, OPT-350m.
+    _sequential(
+        "", "attention.self attention.output.dense attention.output.dropout", "",
+        "intermediate.dense intermediate.intermediate_act_fn output.dense output.dropout",
+        output_norms="attention.output.LayerNorm output.LayerNorm", refusal=POST_NORM,
+    ),
+    _sequential("", "attention", "", "ffn", output_norms="sa_layer_norm output_layer_norm", refusal=POST_NORM),
+    # timm: LayerScale and drop-path belong to the sublayer.
+    _sequential("norm1", "attn ls1 drop_path1", "norm2", "mlp ls2 drop_path2"),
+)  # fmt: skip
+MODEL_TYPES = (
+    "bloom", "clip_text_model", "clip_vision_model", "codegen", "cohere", "cohere2", "deepseek_v3", "deit", "dinov2",
+    "dinov3_vit", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2",
+    "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe", "helium", "llama", "llama4_text",
+    "ministral", "mistral", "mixtral", "mpt", "nanochat", "nemotron", "olmo", "olmo2", "olmoe", "opt",
+    "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "roberta-prelayernorm", "seed_oss",
+    "siglip_text_model", "siglip_vision_model", "smollm3", "stablelm", "starcoder2", "vit",
+)  # fmt: skip
+"""The families of transformers whose converted models load by the Auto classes without a word about them."""
+FINAL_NORMS = (
+    "norm", "ln_f", "norm_f", "final_layer_norm", "final_layernorm", "final_norm", "layernorm", "layer_norm",
+    "post_layernorm", "LayerNorm",
+)  # fmt: skip
+"""The names of the norm after the blocks."""
+PROJECTIONS = {
+    "query": ("q_proj",), "key": ("k_proj",), "value": ("v_proj",),
+    "attention_output": ("o_proj", "out_proj", "dense", "c_proj", "proj"), "mlp_gate": ("gate_proj",),
+    "mlp_up": ("up_proj", "fc1", "c_fc", "dense_h_to_4h"),
+    "mlp_output": ("down_proj", "fc2", "c_proj", "dense_4h_to_h"),
+}  # fmt: skip
+ONE_TOKEN = ("CLIPVisionModel", "CLIPVisionTransformer")
+"""Models that apply the norm after their blocks to the class token alone: the last block closes the streams."""
+HEAD_NORMS = {"query": ("q_norm", "q_layernorm"), "key": ("k_norm", "k_layernorm")}
 
 
-# --- timm's ViT and DeiT: LayerScale and drop-path belong to the sublayer and stay
+def recognise(block: nn.Module) -> BlockSpec | None:
+    """Return the specification of a block whose modules are those of a known form, None for any other."""
+    if type(block).__name__ == "BasicTransformerBlock":
+        return _read_dit(block)
+    specs = (_match(form, block) for form in FORMS)
+    return next((spec for spec in specs if spec is not None), None)
 
 
-class VisionBlock(SequentialBlock):
-    """A ViT block: drop_path(LayerScale(sublayer(h))) is what each connection writes; arguments are masks."""
+def _match(form: Form, block: nn.Module) -> BlockSpec | None:
+    """Return the specification of a block if it has the parts of a form, and no further ones with parameters."""
+    every = (form.attention_norm, form.attention, form.mlp_norm, form.mlp, form.joint, form.output_norms)
+    try:
+        attention_norm, attention, mlp_norm, mlp, joint, output_norms = (_find(block, paths) for paths in every)
+        if any(attrgetter(path)(block) != value for path, value in form.when.items()):
+            return None
+    except AttributeError:
+        return None
+    named = {
+        path.partition(".")[0]
+        for paths in (attention_norm, attention, mlp_norm, mlp, joint, output_norms)
+        for path in paths
+    }
+    if any(name not in named and next(child.parameters(), None) is not None for name, child in block.named_children()):
+        return None
+    kept = [() if norm or output_norms else chain[:1] for norm, chain in ((attention_norm, attention), (mlp_norm, mlp))]
+    core = attention[len(kept[0])]
+    if form.parallel:
+        norms = () if attention_norm else (*kept[0], *kept[1])
+        sublayers: tuple[SublayerSpec, ...] = (
+            SublayerSpec(kind="attention", connection="connection", norm=next(iter(attention_norm), None), kept=norms),
+        )
+    else:
+        first, second = two_sublayers(next(iter(attention_norm), None), next(iter(mlp_norm), None))
+        sublayers = replace(first, kept=kept[0]), replace(second, kept=kept[1])
+    module = block.get_submodule(core)
+    taken = inspect.signature(module.forward).parameters
+    renamed = ("layer_past", "past_key_values")
+    arguments = tuple(inspect.signature(original_class(type(block)).forward).parameters)[2:]
+    return BlockSpec(
+        rewired=ParallelBlock if form.parallel else SequentialBlock,
+        form=BlockForm(
+            attention=attention, mlp=mlp, joint=joint, core=core,
+            adding=tuple(form.adding.split()),
+            returns_tuple=form.returns_tuple,
+            arguments=arguments,
+            accepted=None if any(each.kind is each.VAR_KEYWORD for each in taken.values()) else frozenset(taken),
+            renamed=renamed if renamed[0] in arguments and renamed[0] not in taken else (),
+        ),
+        sublayers=sublayers,
+        attention=core,
+        projections=_projections(block, core, mlp),
+        head_norms=tuple(role for role, names in HEAD_NORMS.items() if any(hasattr(module, name) for name in names)),
+        output_norms=output_norms,
+        pre_norm_refusal=form.refusal,
+    )  # fmt: skip
 
-    attention_modules = ("attn", "ls1", "drop_path1")
-    mlp_modules = ("mlp", "ls2", "drop_path2")
+
+def _find(block: nn.Module, paths: str) -> tuple[str, ...]:
+    """Return the paths that a block has among those of a form; raises AttributeError where it lacks one."""
+    found = []
+    for names in paths.split():
+        present = [name for name in names.removesuffix("?").split("|") if _part(block, name) is not None]
+        if not present and not names.endswith("?"):
+            raise AttributeError(names)
+        found += present[:1]
+    return tuple(found)
 
 
-class ClosedIntermediates(nn.Module):
-    """Mixed in before a Vision Transformer's class: its features have the channels of one stream."""
-
-    def forward_intermediates(
-        self, x: Tensor, indices: Any = None, return_prefix_tokens: bool = False, norm: bool = False, **options: Any
-    ) -> Any:
-        """Return timm's intermediates closed, `norm` or not: the sum of streams before their norms has no meaning."""
-        return super().forward_intermediates(x, indices, return_prefix_tokens, True, **options)  # type: ignore[misc]
-
-    def prune_intermediate_layers(
-        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> list[int]:
-        """Drop the blocks after the last index; the closing stays even under `prune_norm`, since features need it."""
-        kept: list[int] = super().prune_intermediate_layers(indices, False, prune_head)  # type: ignore[misc]
-        return kept
-
-    def no_weight_decay(self) -> set[str]:
-        """Return timm's names, and those of the new parameters that weight decay does not apply to."""
-        ours = {name for name, _, declaration in declared_parameters(self) if not declaration.decay}
-        theirs: set[str] = super().no_weight_decay()  # type: ignore[misc]
-        return theirs | ours
+def _part(block: nn.Module, path: str) -> Any:
+    """Return what a block has at a path, None for nothing."""
+    try:
+        return attrgetter(path)(block)
+    except AttributeError:
+        return None
 
 
-def _check_vit(backbone: nn.Module) -> None:
-    """Raise UserError for a model that has no norm of each last token."""
-    if isinstance(backbone.norm, nn.Identity):
-        raise UserError("no norm: create the VisionTransformer with final_norm=True, fc_norm=False, no features_only")
+def _projections(block: nn.Module, core: str, mlp: tuple[str, ...]) -> dict[str, str]:
+    """Return the paths of the linear maps of a block by their roles, as far as each is one map of its own."""
+    found = {}
+    for role, names in PROJECTIONS.items():
+        for prefix in ("", *(f"{path}." for path in mlp)) if "mlp" in role else (f"{core}.",):
+            for name in names:
+                if getattr(_part(block, prefix + name), "weight", None) is not None:
+                    found.setdefault(role, prefix + name)
+    return found
 
-
-VIT = BlockSpec(
-    rewired=VisionBlock,
-    sublayers=two_sublayers("norm1", "norm2"),
-    domain="vision",
-    attention="attn",
-    projections={"attention_output": "attn.proj", "mlp_up": "mlp.fc1", "mlp_output": "mlp.fc2"},
-    backbones=("timm.models.vision_transformer.VisionTransformer", "timm.models.deit.VisionTransformerDistilled"),
-    check_backbone=_check_vit,
-    backbone_mixin=ClosedIntermediates,
-)
 
 # --- diffusers' DiT: AdaLN-Zero shifts, scales and gates each sublayer, whose own norm without gain stays in it
 
@@ -256,16 +294,13 @@ DIT = BlockSpec(
         SublayerSpec(kind="attention", connection="attention_connection", kept=("norm1.norm",)),
         SublayerSpec(kind="mlp", connection="mlp_connection", kept=("norm3",)),
     ),
-    final_norm="norm_out",
     keeps_final_norm=True,
-    domain="vision",
     attention="attn1",
     projections={
         "query": "attn1.to_q", "key": "attn1.to_k", "value": "attn1.to_v", "attention_output": "attn1.to_out.0",
         "mlp_up": "ff.net.0.proj", "mlp_output": "ff.net.2",
     },
     head_dim=lambda attention: attention.inner_dim // attention.heads,
-    backbones=("diffusers.models.transformers.dit_transformer_2d.DiTTransformer2DModel",),
 )  # fmt: skip
 
 
@@ -276,20 +311,3 @@ def _read_dit(block: nn.Module) -> BlockSpec:
         what = f"norm_type {block.norm_type}" + "".join(f" and {name}" for name in extras)
         raise UserError(f"BasicTransformerBlock with {what}: rewire supports that of DiT, with ada_norm_zero alone")
     return DIT
-
-
-FAMILIES: dict[str, SpecReader] = {
-    **_decoder("llama", "Llama", LLAMA),
-    **_decoder("mistral", "Mistral", LLAMA),
-    **_decoder("olmo", "Olmo", LLAMA),
-    **_decoder("qwen3", "Qwen3", QK_NORMED),
-    **_decoder("olmoe", "Olmoe", MIXTURE),
-    **_decoder("gemma2", "Gemma2", GEMMA),
-    **_decoder("gemma3", "Gemma3", replace(GEMMA, head_norms=("query", "key")), backbone="Gemma3TextModel"),
-    **_decoder("olmo2", "Olmo2", OLMO2),
-    f"{_package('gpt2')}.GPT2Block": _read_gpt2,
-    f"{_package('gpt_neox')}.GPTNeoXLayer": lambda block: PARALLEL if block.use_parallel_residual else SEQUENTIAL,
-    "timm.models.vision_transformer.Block": lambda block: VIT,
-    "diffusers.models.attention.BasicTransformerBlock": _read_dit,
-}
-"""By the full name of a block's class: a subclass may compute anything."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.block_families import FAMILIES
-from siamesenorm.interop.rewired_blocks import BlockSpec, BlockStack, RewiredBlock, qualified_name
+from siamesenorm.interop.backbones import is_timm, is_transformers
+from siamesenorm.interop.block_families import FINAL_NORMS, ONE_TOKEN, recognise
+from siamesenorm.interop.rewired_blocks import BlockSpec, BlockStack, RewiredBlock, original_class, qualified_name
 from siamesenorm.topologies import Connection
 
 Blocks = nn.ModuleList | nn.Sequential
 
 
 def find_blocks(model: nn.Module) -> BlockStack:
-    """Return the one stack of known blocks of a model.
+    """Return the one stack of blocks of a model whose form is known.
 
     Raises UserError, naming the module, for a model that was rewired before, has no known blocks, several stacks of
     them, mixed, shared or patched blocks, and norms that sublayers share.
@@ -29,33 +33,84 @@ def find_blocks(model: nn.Module) -> BlockStack:
         for name, module in model.named_modules()
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module)
     }
-    stacks = {name: row for name, row in rows.items() if any(qualified_name(block) in FAMILIES for block in row)}
+    stacks = {name: row for name, row in rows.items() if recognise(row[0]) is not None}
     if not stacks:
-        known = ", ".join(sorted(family.rpartition(".")[2] for family in FAMILIES))
         # The longest row is where the user expects the blocks; a Sequential may be a stem, and counts if longer.
         longest = max(rows, key=lambda name: (len(rows[name]), isinstance(rows[name], nn.ModuleList)), default=None)
-        found = (
-            "it has no list of blocks" if longest is None else f"{longest}.0 is a {qualified_name(rows[longest][0])}"
-        )
-        raise UserError(f"the structure of {type(model).__name__} is unknown: {found}; rewire supports {known}")
+        raise UserError(f"the structure of {type(model).__name__} is unknown: {_unknown(longest, rows)}")
     if len(stacks) > 1:
-        raise UserError(f"the model has {len(stacks)} stacks of blocks, {', '.join(stacks)}: rewire one backbone alone")
+        stacks = _of_language(model, stacks)
     [(name, blocks)] = stacks.items()
     spec = _common_spec(name, blocks)
-    stack = BlockStack(name=name, backbone=model.get_submodule(name.rpartition(".")[0]), blocks=blocks, spec=spec)
-    if qualified_name(stack.backbone) not in spec.backbones:
-        raise UserError(
-            f"{type(blocks[0]).__name__}s in a {qualified_name(stack.backbone)}, which may use them in any way: rewire "
-            f"supports them in a {' or '.join(spec.backbones)}"
-        )
-    spec.check_backbone(stack.backbone)
-    _refuse_patched(stack)
+    stack = _surroundings(model, name, blocks, spec)
+    _refuse_patched(model, stack)
     _refuse_shared_norms(model, stack)
     return stack
 
 
+def _unknown(longest: str | None, rows: dict[str, Blocks]) -> str:
+    """Return why the longest row of modules is no stack of blocks."""
+    if longest is None:
+        return "it has no list of blocks"
+    block = rows[longest][0]
+    what = f"{longest}.0 is a {qualified_name(block)}"
+    if any(re.search(r"cross_?att|encoder_attn", name) for name, _ in block.named_children()):
+        return f"{what} with cross-attention, a third sublayer: rewire supports attention and MLP"
+    children = ", ".join(name for name, _ in block.named_children()) or "none"
+    return f"{what}, and its parts ({children}) are those of no form that rewire supports: see docs/rewire.md"
+
+
+def _of_language(model: nn.Module, stacks: dict[str, Blocks]) -> dict[str, Blocks]:
+    """Return the stack of the language model in a multimodal one; refuse several, and two towers of one rank."""
+    chosen = {name: blocks for name, blocks in stacks.items() if _input_of(owner_of(model, name)) == "input_ids"}
+    if len(chosen) == 1 and not hasattr(model, "get_text_features"):
+        return chosen
+    raise UserError(f"the model has {len(stacks)} stacks of blocks, {', '.join(stacks)}: rewire one backbone alone")
+
+
+def owner_of(model: nn.Module, name: str) -> nn.Module:
+    """Return the innermost model of transformers around a module, the outermost module for other libraries."""
+    while name:
+        name = name.rpartition(".")[0]
+        if is_transformers(model.get_submodule(name)):
+            return model.get_submodule(name)
+    return model
+
+
+def _input_of(owner: nn.Module) -> str:
+    return str(getattr(owner, "main_input_name", ""))
+
+
+def _surroundings(model: nn.Module, name: str, blocks: Blocks, spec: BlockSpec) -> BlockStack:
+    """Return the stack with the norm after it and the module that returns its hidden states."""
+    what = type(blocks[0]).__name__
+    final, place = "", name
+    while place and not final:
+        place = place.rpartition(".")[0]
+        module = model.get_submodule(place)
+        if is_timm(module) and isinstance(module.norm, nn.Identity):
+            raise UserError(
+                "no norm: create the VisionTransformer with final_norm=True, fc_norm=False, no features_only"
+            )
+        names = ("norm_out",) if spec.keeps_final_norm else FINAL_NORMS
+        found = next((each for each in names if getattr(module, each, None) is not None), "")
+        final = f"{place}.{found}" if place and found else found
+    if not final and spec.pre_norm_refusal:
+        raise UserError(f"{name} has blocks of class {what}, {spec.pre_norm_refusal}: rewire a Pre-Norm model")
+    if not final:
+        holder = qualified_name(model.get_submodule(name.rpartition(".")[0]))
+        raise UserError(f"{name} has {what}s in a {holder}, and no norm follows them: rewire the whole model")
+    owner = owner_of(model, final)
+    backbone = owner if is_transformers(owner) else model.get_submodule(final.rpartition(".")[0])
+    if original_class(type(owner)).__name__ in ONE_TOKEN:
+        final = ""
+    vision = is_timm(backbone) or spec.keeps_final_norm or _input_of(backbone) == "pixel_values"
+    domain = "vision" if vision else "language"
+    return BlockStack(name=name, blocks=blocks, spec=spec, backbone=backbone, final_norm=final, domain=domain)
+
+
 def _common_spec(name: str, blocks: Blocks) -> BlockSpec:
-    """Return the specification of all blocks; refuse blocks of several classes or variants, and a shared one."""
+    """Return the specification of all blocks; refuse blocks of several classes or forms, and a shared one."""
     seen: dict[int, int] = {}
     for index, block in enumerate(blocks):
         if type(block) is not type(blocks[0]):
@@ -64,18 +119,25 @@ def _common_spec(name: str, blocks: Blocks) -> BlockSpec:
         if id(block) in seen:
             raise UserError(f"{name}.{index} is {name}.{seen[id(block)]} again: shared blocks cannot be rewired")
         seen[id(block)] = index
-    specs = [FAMILIES[qualified_name(block)](block) for block in blocks]
+    specs = [recognise(block) for block in blocks]
+    # Some blocks of a mixture of experts have one MLP: projections are those that all have.
+    common = {
+        role: path
+        for role, path in specs[0].projections.items()
+        if all(spec is not None and spec.projections.get(role) == path for spec in specs)
+    }
+    specs = [spec and replace(spec, projections=common) for spec in specs]
     for index, spec in enumerate(specs):
-        if spec is not specs[0]:
-            raise UserError(f"{name}.{index} differs from {name}.0: rewire needs blocks of one kind")
+        if spec != specs[0]:
+            raise UserError(f"{name}.{index} differs from {name}.0: rewire needs blocks of one form")
     return specs[0]
 
 
-def _refuse_patched(stack: BlockStack) -> None:
+def _refuse_patched(model: nn.Module, stack: BlockStack) -> None:
     """Refuse a forward that was replaced on an instance: it would hide the new one."""
     prefix = stack.name.rpartition(".")[0]
     blocks = [(f"{stack.name}.{index}", block) for index, block in enumerate(stack.blocks)]
-    for name, module in [(prefix or "the model", stack.backbone), *blocks]:
+    for name, module in [(prefix or "the model", model.get_submodule(prefix)), *blocks]:
         if "forward" in vars(module):
             raise UserError(f"{name} has had its forward replaced (accelerate, or a patch): rewire the model before")
 
@@ -84,7 +146,7 @@ def _refuse_shared_norms(model: nn.Module, stack: BlockStack) -> None:
     """Refuse a norm on the residual path that has two names, as a module or through its parameters."""
     norms = {norm for sublayer in stack.spec.sublayers for norm in (sublayer.norm, *sublayer.kept)}
     paths = {
-        stack.final_norm,
+        *filter(None, [stack.final_norm]),
         *(f"{stack.name}.{index}.{norm}" for index in range(len(stack.blocks)) for norm in norms),
     }
     owners: dict[int, str] = {}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -15,6 +15,7 @@ from siamesenorm.interop import wiring
 from siamesenorm.interop.converted_models import record_step, refuse_unsavable
 from siamesenorm.interop.find_blocks import find_blocks
 from siamesenorm.interop.rewired_blocks import BlockStack, RewiredBlock
+from siamesenorm.interop.verify import verify
 from siamesenorm.interop.wiring import FROM_SCRATCH, HostNorms
 from siamesenorm.models.conversion import convert, converted_config
 from siamesenorm.models.language import LanguageModel
@@ -25,14 +26,21 @@ from siamesenorm.topologies.pre_norm_family import PreNorm
 
 
 def rewire(
-    model: nn.Module, topology: str | Topology = "siamese", *, preserve: bool = True, norm: str | NormSpec | None = None
+    model: nn.Module,
+    topology: str | Topology = "siamese",
+    *,
+    preserve: bool = True,
+    norm: str | NormSpec | None = None,
+    inputs: Mapping[str, Any] | None = None,
 ) -> RewireReport:
     """Give `model`, in place, another residual topology ("siamese", "dhc-2:streams=4", ...), and return a report.
 
-    Supports the blocks of Hugging Face's Llama, Qwen3, Mistral, Gemma 2 and 3, GPT-2, GPT-NeoX, OLMo, OLMoE and OLMo 2,
-    timm's ViT and DeiT, and diffusers' DiT. Attention, MLP, cache, the names of their weights, checkpointing and hooks
-    stay; blocks return the streams packed, [batch, tokens, streams, dim]. A `LanguageModel` of this library is rewired
-    with its configuration, and packs nothing.
+    Supports Pre-Norm blocks of transformers, timm's ViT and DeiT and diffusers' DiT whose modules have a known form
+    (docs/rewire.md), sequential or parallel. Before anything is changed, every block and the whole model run on a copy
+    as the host calls them, and must give what the form says; `inputs` are arguments of the model's forward for that
+    check, small random ones by default. Attention, MLP, dropout, cache, the names of their weights, checkpointing and
+    hooks stay; blocks return the streams packed, [batch, tokens, streams, dim]. A `LanguageModel` of this library is
+    rewired with its configuration, and packs nothing.
 
     `preserve=True` keeps the function: exactly where the topology allows it, else up to the eps of a norm of a norm, as
     the report says with a bound; the attention is not changed. `preserve=False` leaves the new norms and gates at their
@@ -42,7 +50,7 @@ def rewire(
 
     New parameters are made: build the optimizer afterwards. A Hugging Face or diffusers model gets a class and a copy
     of its configuration that save it as what it is. Raises UserError, with the model unchanged, for a structure that is
-    not understood, a model that was rewired before, a shared norm, and a topology that cannot keep the function.
+    not understood or computes something else, a model that was rewired before, a shared norm, and a topology that cannot keep the function.
     """
     wanted = build_topology(topology) if isinstance(topology, str) else topology
     if isinstance(model, LanguageModel):
@@ -50,7 +58,9 @@ def rewire(
     refuse_unsavable(model, "rewire")
     stack = find_blocks(model)
     resolved = _resolve(wanted, stack, preserve=preserve)
-    old = wiring.read_norms(stack)
+    if not stack.spec.pre_norm_refusal and not any(parameter.is_meta for parameter in stack.backbone.parameters()):
+        verify(model, stack, inputs)
+    old = wiring.read_norms(model, stack)
     chosen = NormSpec.parse(norm) if isinstance(norm, str) else norm
     operator = old.operator if chosen is None else inheriting(chosen, old.first)
     path = wiring.build_parts(stack, resolved, operator, old)
@@ -63,13 +73,18 @@ def rewire(
                 what = f"norm {operator} cannot keep the function of the host's norms ({name}: {one.detail})"
                 raise UserError(f"{what}: {remedy}, or {FROM_SCRATCH}")
         differences = tuple(dict.fromkeys(chain.from_iterable(found.values())))
+        if differences and not stack.final_norm:
+            raise UserError(
+                f"{topology_name(resolved)} on {stack.name}, which no norm of every token follows: the sum of its streams "
+                f"has another scale; use attnres, which keeps it, or {FROM_SCRATCH}"
+            )
     elif resolved.attention_norm == "qkv-head":
         # Of the host's operator and eps, whatever the operator of the residual path.
         eps = {} if old.first.eps is None else {"eps": old.first.eps}
         attention_norm = NormSpec.parse(old.first.statistic, **eps)
     before, known = _fates_of_old_norms(model, stack, old, preserve=preserve), norms_of(model)
     # Nothing of the model was changed above, and nothing can fail below.
-    wiring.install(stack, path, resolved, attention_norm=attention_norm, preserve=preserve)
+    wiring.install(model, stack, path, resolved, attention_norm=attention_norm, preserve=preserve)
     step = {
         "operation": "rewire",
         "topology": topology_to_json(resolved),

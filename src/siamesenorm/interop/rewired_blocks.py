@@ -7,14 +7,16 @@ checkpointing stay. It returns one packed tensor [..., streams, dim], and the ho
 from __future__ import annotations
 
 import copyreg
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, ClassVar, Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.nn import functional
 
+from siamesenorm.errors import UserError
 from siamesenorm.topologies import Closing, Connection, Opening, Streams, Topology
 
 # --- classes made at run time: a host's own class with another behaviour mixed in before it
@@ -68,17 +70,44 @@ def qualified_name(module: nn.Module) -> str:
 
 # --- rewired blocks and closings
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockForm:
+    """Which attributes of a block compute the outputs of its sublayers, and how the host calls it.
+
+    `attention`, `mlp` and `joint` are paths, applied one after the other: a module is called; a number is a dropout's
+    probability if its name says so, else a factor. `joint` acts on the sum of parallel sublayers. `core` is the module
+    that takes the arguments of the block: `arguments` are the names of positional ones after the first, `accepted`
+    those that it takes, None for any, and `renamed` is the block's name of one and the module's. The modules at
+    `adding` add a residual to their output: they get zero.
+    """
+
+    attention: tuple[str, ...] = ()
+    mlp: tuple[str, ...] = ()
+    joint: tuple[str, ...] = ()
+    core: str = ""
+    adding: tuple[str, ...] = ()
+    returns_tuple: bool = False
+    arguments: tuple[str, ...] = ()
+    accepted: frozenset[str] | None = None
+    renamed: tuple[str, ...] = ()
+
 
 class RewiredBlock(nn.Module):
-    """Mixed in before a host's block class; a family's subclass writes the forward around its connections.
+    """Mixed in before a host's block class; a subclass writes the forward around its connections.
 
     Connections are called with the sublayer as a function: accelerate moves offloaded parameters, a connection's own
     too, by hooks on calls, and it would move a module among the arguments as a whole.
     """
 
+    form: BlockForm
     topology: Topology
     opening: Opening | None
     """The first block opens the streams; the others receive them packed."""
+    closing: RewiredClosing | None
+    """The last block closes the streams where no norm of every token follows."""
 
     def enter(self, hidden: Tensor) -> Streams:
         """Return the streams of what the host's loop passes: the embedding, or packed streams."""
@@ -86,35 +115,81 @@ class RewiredBlock(nn.Module):
 
     def leave(self, streams: Streams) -> Tensor:
         """Return the streams packed for the host's loop."""
-        return self.topology.pack(streams)
+        packed = self.topology.pack(streams)
+        closed: Tensor = packed if self.closing is None else self.closing(packed)
+        return closed
 
 
 class SequentialBlock(RewiredBlock):
-    """Attention, then MLP, each behind a connection; a subclass names the modules that compute each sublayer."""
+    """Attention, then MLP, each behind a connection."""
 
-    attention_modules: ClassVar[tuple[str, ...]]
-    mlp_modules: ClassVar[tuple[str, ...]]
     attention_connection: Connection
     mlp_connection: Connection
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the packed streams after both sublayers."""
-        streams = self.attention_connection(self.enter(hidden_states), lambda h: self._attend(h, *args, **kwargs))
-        return self.leave(self.mlp_connection(streams, self._transform))
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return the packed streams after both sublayers, in a tuple before the other outputs if the host does."""
+        others: list[Any] = []
+        options = self._options(args, kwargs)
+        streams = self.attention_connection(self.enter(hidden_states), lambda h: self._attend(h, options, others))
+        packed = self.leave(self.mlp_connection(streams, lambda h: self._chain(self.form.mlp, h)))
+        return (packed, *others) if self.form.returns_tuple else packed
 
-    def _attend(self, h: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self._chain(self.attention_modules, h, *args, **kwargs)
+    def _options(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the attention by name; raises UserError for the states of an encoder."""
+        options = {**dict(zip(self.form.arguments, args, strict=False)), **kwargs}
+        if options.pop("encoder_hidden_states", None) is not None:
+            host = original_class(type(self)).__name__
+            raise UserError(f"encoder_hidden_states in a rewired {host}: it has no cross-attention, leave them out")
+        options.pop("encoder_attention_mask", None)
+        if self.form.renamed:
+            old, new = self.form.renamed
+            options[new] = options.pop(old, None)
+        accepted = self.form.accepted
+        return options if accepted is None else {name: each for name, each in options.items() if name in accepted}
 
-    def _transform(self, h: Tensor) -> Tensor:
-        return self._chain(self.mlp_modules, h)
+    def _attend(self, h: Tensor, options: Mapping[str, Any], others: list[Any]) -> Tensor:
+        return self._chain(self.form.attention, h, options, others)
 
-    def _chain(self, names: Sequence[str], h: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the result of modules one after the other; an attention returns its output first of a tuple."""
-        result = getattr(self, names[0])(h, *args, **kwargs)
-        output: Tensor = result[0] if isinstance(result, tuple) else result
-        for name in names[1:]:
-            output = getattr(self, name)(output)
-        return output
+    def _chain(
+        self, paths: Sequence[str], x: Tensor, options: Mapping[str, Any] = NOTHING, others: list[Any] | None = None
+    ) -> Tensor:
+        """Return x after the parts at `paths`, the core of the attention called with the options."""
+        output = x
+        for path in paths:
+            part = attrgetter(path)(self)
+            if isinstance(part, (int, float)):
+                drops = "dropout" in path
+                output = functional.dropout(output, part, self.training) if drops else output * part
+                continue
+            given = dict(options) if path == self.form.core else {}
+            if path in self.form.adding:
+                given["residual"] = output.new_zeros(())
+            result = part(output, **given)
+            if isinstance(result, tuple):
+                output = result[0]
+                if others is not None:
+                    others.extend(result[1:])
+            else:
+                output = result
+        return output if output.shape == x.shape else output.view(x.shape)
+
+
+class ParallelBlock(SequentialBlock):
+    """Attention and MLP read the same state, through one norm or each through its own: one connection, one sublayer."""
+
+    connection: Connection
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return the packed streams after the sublayer MLP(N(h)) + Attention(N(h))."""
+        others: list[Any] = []
+        options = self._options(args, kwargs)
+
+        def both(h: Tensor) -> Tensor:
+            attention = self._attend(h, options, others)
+            return self._chain(self.form.joint, self._chain(self.form.mlp, h) + attention)
+
+        packed = self.leave(self.connection(self.enter(hidden_states), both))
+        return (packed, *others) if self.form.returns_tuple else packed
 
 
 class RewiredClosing(nn.Module):
@@ -159,84 +234,48 @@ def two_sublayers(attention_norm: str | None = None, mlp_norm: str | None = None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSpec:
-    """How a block of one class uses the residual path.
+    """How a block uses the residual path.
 
-    `final_norm` is the attribute of the module that holds the blocks (the backbone); `keeps_final_norm` leaves it in
-    place after the closing. `projections` names the linear maps by the roles of this library's own ("query", "key",
-    "value", "attention_output", "mlp_up", "mlp_gate", "mlp_output"), as far as they are separate maps; `head_norms`
-    are the roles whose output the host normalises itself; `head_dim` returns the width of a head of the attention.
-    `output_norms` normalise what a sublayer returns, on a block without input norms: starting from scratch drops them.
-    `pre_norm_refusal` is the reason why the block is no Pre-Norm block. `backbones` are the full names of the classes
-    of backbones whose loop over the blocks is known, `check_backbone` raises UserError for other differences, and
-    `backbone_mixin` comes before the class of the backbone, to close its other outputs (hidden states) into one stream.
+    `keeps_final_norm` leaves the norm after the blocks in place behind the closing. `projections` names linear maps by
+    the roles of this library's own ("query", "key", "value", "attention_output", "mlp_up", "mlp_gate", "mlp_output"), as
+    far as they are separate maps; `head_norms` are the roles whose output the host normalises itself; `head_dim`
+    returns the width of a head of the attention. `output_norms` normalise what a sublayer returns, on a block without
+    input norms: starting from scratch drops them. `pre_norm_refusal` is the reason why the block is no Pre-Norm block.
     """
 
     rewired: type[RewiredBlock]
+    form: BlockForm = BlockForm()
     sublayers: tuple[SublayerSpec, ...]
-    final_norm: str = "norm"
     keeps_final_norm: bool = False
-    domain: Literal["language", "vision"] = "language"
     attention: str = "self_attn"
     projections: Mapping[str, str] = field(default_factory=dict)
     head_norms: tuple[str, ...] = ()
     head_dim: Callable[[Any], int] = attrgetter("head_dim")
     output_norms: tuple[str, ...] = ()
     pre_norm_refusal: str | None = None
-    backbones: tuple[str, ...] = ()
-    check_backbone: Callable[[nn.Module], None] = lambda backbone: None
-    backbone_mixin: type[nn.Module] | None = None
 
-
-SpecReader = Callable[[nn.Module], BlockSpec]
-"""Return the specification of a block; raises UserError for an unknown variant."""
+    def __str__(self) -> str:
+        """Return the formula of the block."""
+        names = {"attention": self.form.attention, "mlp": self.form.mlp}
+        chains = {kind: " > ".join(paths) for kind, paths in names.items()}
+        if len(self.sublayers) == 1 and self.form.mlp:
+            norm = self.sublayers[0].norm
+            joint = "".join(f" > {path}" for path in self.form.joint)
+            return f"x + ({chains['attention']} + {chains['mlp']}){joint}" + (f" of {norm}(x)" if norm else "")
+        return ", ".join(f"x + {chains[each.kind] or each.kind}({each.norm or ''}(x))" for each in self.sublayers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStack:
-    """The stack of blocks in a model: its name, the module that holds it, the blocks, and their specification."""
+    """The stack of blocks in a model: its name, the blocks, their specification, and what follows it.
+
+    `final_norm` is the qualified name of the norm after the blocks, "" where none follows on every token. `backbone`
+    returns the hidden states of the blocks. `domain` is that of the topology's options.
+    """
 
     name: str
-    backbone: nn.Module
     blocks: nn.ModuleList | nn.Sequential
     spec: BlockSpec
-
-    @property
-    def final_norm(self) -> str:
-        """The qualified name of the final norm."""
-        prefix = self.name.rpartition(".")[0]
-        return f"{prefix}.{self.spec.final_norm}" if prefix else self.spec.final_norm
-
-
-# --- hidden states of a rewired backbone of transformers: the closed state of each block, [batch, tokens, dim]
-
-
-class ClosedHiddenStates(nn.Module):
-    """Mixed in before a backbone's class: `output_hidden_states` returns what the head would see after each block."""
-
-    config: Any
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the backbone's output with its packed hidden states closed; the first one is the embedding."""
-        # The library turns its output into a tuple, which has no names, only after the states were collected.
-        wanted = kwargs.pop("return_dict", None)
-        output = super().forward(*args, **kwargs, return_dict=True)
-        states = getattr(output, "hidden_states", None)
-        if states is not None:
-            closing = next(module for module in self.modules() if isinstance(module, RewiredClosing))
-            output["hidden_states"] = tuple(closing(x) if x is not None and x.dim() == 4 else x for x in states)
-        names = getattr(self.config, "return_dict", True) if wanted is None else wanted
-        return output.to_tuple() if names is False else output
-
-    def __setstate__(self, state: Any) -> None:
-        """Restore a pickled backbone, whose class this process may not have seen."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        keep_recording(self)
-
-
-def keep_recording(model: nn.Module) -> None:
-    """Register a model of a new class with transformers, so that it records the same outputs as before."""
-    capturing = sys.modules.get("transformers.utils.output_capturing")
-    if capturing is not None and hasattr(model, "_can_record_outputs"):
-        registry = capturing._CAN_RECORD_REGISTRY
-        # A dictionary, up to some 5.x, by the text of the class; then a registry that takes the model itself.
-        registry[str(type(model)) if type(registry) is dict else model] = model._can_record_outputs
+    backbone: nn.Module
+    final_norm: str
+    domain: Literal["language", "vision"] = "language"

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError, unknown
+from siamesenorm.interop.backbones import closing_mixin, keep_recording
 from siamesenorm.interop.find_blocks import find_blocks
-from siamesenorm.interop.rewired_blocks import BlockStack, RewiredBlock, RewiredClosing, derive, keep_recording
+from siamesenorm.interop.rewired_blocks import BlockStack, RewiredBlock, RewiredClosing, derive
 from siamesenorm.interop.stored_model import Step
 from siamesenorm.models.block import ResidualPath, build_residual_path
 from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec, foreign_norms
@@ -42,7 +43,7 @@ class HostNorms:
     operator: NormSpec
 
 
-def read_norms(stack: BlockStack) -> HostNorms:
+def read_norms(model: nn.Module, stack: BlockStack) -> HostNorms:
     """Return the functions of the norms on the residual path; raises UserError for one that is not understood."""
     found = dict[str, tuple[nn.Module, NormFunction]]()
 
@@ -62,7 +63,7 @@ def read_norms(stack: BlockStack) -> HostNorms:
             inputs[name] = read(block, sublayer.norm, name) if sublayer.norm else None
             for path in sublayer.kept:
                 read(block, path, f"{stack.name}.{index}.{path}")
-    final = read(stack.backbone, stack.spec.final_norm, stack.final_norm)
+    final = read(model, stack.final_norm, stack.final_norm) if stack.final_norm else None
     module, first = next(iter(found.values()))
     if isinstance(module, Norm):  # one of ours, with its own options
         name = next(name for name, operator in NORMS.items() if type(module) is operator)
@@ -79,8 +80,8 @@ def read_norms(stack: BlockStack) -> HostNorms:
 
 def build_parts(stack: BlockStack, topology: Topology, norm: NormSpec, old: HostNorms) -> ResidualPath:
     """Build opening, connections and closing on the devices and in the dtypes of the host's weights."""
-    final_norm = not stack.spec.keeps_final_norm
-    spec = ResidualSpec(dim=old.first.dim, norm=norm, domain=stack.spec.domain, final_norm=final_norm)
+    final_norm = bool(stack.final_norm) and not stack.spec.keeps_final_norm
+    spec = ResidualSpec(dim=old.first.dim, norm=norm, domain=stack.domain, final_norm=final_norm)
     sublayers = [(each.kind, bool(each.kept)) for each in stack.spec.sublayers]
     path = build_residual_path(topology, spec, transformer_places(len(stack.blocks), sublayers=sublayers))
     norms = iter(old.inputs.values())
@@ -99,7 +100,7 @@ def init_as_pre_norm(path: ResidualPath, stack: BlockStack, old: HostNorms) -> d
         name: connection.init_as_pre_norm(norm)
         for connection, (name, norm) in zip(chain(*path.connections), old.inputs.items(), strict=True)
     }
-    found[stack.final_norm] = path.closing.init_as_pre_norm(old.final)
+    found[stack.final_norm or "the closing"] = path.closing.init_as_pre_norm(old.final)
     # Where the sublayer keeps its own norm, the connection reports no bound: its eps is that of the other norms.
     twice = Inexact.norm_of_norm(old.first.eps, old.first.eps)
     for differences in found.values():
@@ -185,7 +186,13 @@ def scale_drawn_weights(model: nn.Module, keep: Callable[[nn.Parameter], bool] =
 
 
 def install(
-    stack: BlockStack, path: ResidualPath, topology: Topology, *, attention_norm: NormSpec | None, preserve: bool
+    model: nn.Module,
+    stack: BlockStack,
+    path: ResidualPath,
+    topology: Topology,
+    *,
+    attention_norm: NormSpec | None,
+    preserve: bool,
 ) -> None:
     """Replace the host's residual path; from scratch, scale its initial weights; nothing here can fail."""
     spec = stack.spec
@@ -196,17 +203,23 @@ def install(
     for index, (block, connections) in enumerate(zip(stack.blocks, path.connections, strict=True)):
         block.__class__ = derive(spec.rewired, type(block))
         assert isinstance(block, RewiredBlock)
-        block.topology = topology
+        block.form, block.topology = spec.form, topology
         block.opening = path.opening.train(block.training) if index == 0 else None
+        block.closing = None
         for sublayer, connection in zip(spec.sublayers, connections, strict=True):
             setattr(block, sublayer.connection, connection.train(block.training))
         for norm in (*(sublayer.norm for sublayer in spec.sublayers if sublayer.norm), *spec.output_norms):
-            delattr(block, norm)
-    final = stack.backbone.get_submodule(spec.final_norm)
-    closing = RewiredClosing(topology, path.closing, final if spec.keeps_final_norm else None)
-    setattr(stack.backbone, spec.final_norm, closing.train(final.training))
-    if spec.backbone_mixin:
-        stack.backbone.__class__ = derive(spec.backbone_mixin, type(stack.backbone))
+            owner, _, name = norm.rpartition(".")
+            delattr(block.get_submodule(owner), name)
+    last = stack.blocks[-1]
+    final = model.get_submodule(stack.final_norm) if stack.final_norm else last
+    closing = RewiredClosing(topology, path.closing, final if spec.keeps_final_norm else None).train(final.training)
+    if stack.final_norm:
+        model.set_submodule(stack.final_norm, closing)
+    else:
+        last.closing = closing
+    if mixin := closing_mixin(stack.backbone):
+        stack.backbone.__class__ = derive(mixin, type(stack.backbone))
         keep_recording(stack.backbone)
 
 
@@ -242,5 +255,5 @@ def _replay(model: nn.Module, record: Mapping[str, Any]) -> None:
             raise UserError(f"{name} in the record of rewire is {record[name]!r}: the configuration is damaged")
     topology, norm = topology_from_json(record["topology"]), NormSpec.from_json(record["norm"])
     attention_norm = record["attention_norm"] and NormSpec.from_json(record["attention_norm"])
-    path = build_parts(stack, topology, norm, read_norms(stack))
-    install(stack, path, topology, attention_norm=attention_norm, preserve=record["preserve"])
+    path = build_parts(stack, topology, norm, read_norms(model, stack))
+    install(model, stack, path, topology, attention_norm=attention_norm, preserve=record["preserve"])

@@ -11,7 +11,6 @@ unknown to plain transformers, and the host's own class finds null in place of a
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import os
 from collections.abc import Sequence
@@ -26,13 +25,15 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.block_families import FAMILIES
+from siamesenorm.interop.backbones import keep_recording
+from siamesenorm.interop.block_families import MODEL_TYPES
 from siamesenorm.interop.huggingface.configuration import OwnRemoteCode
 from siamesenorm.interop.huggingface.modeling import is_initialised, mark_initialised, refill_constants
-from siamesenorm.interop.rewired_blocks import RewiredBlock, derive, keep_recording, original_class, without
+from siamesenorm.interop.rewired_blocks import RewiredBlock, derive, original_class, without
 from siamesenorm.interop.stored_model import Step
 from siamesenorm.interop.wiring import replay_steps, scale_drawn_weights
 from siamesenorm.norms import DeclaredModule
@@ -70,6 +71,7 @@ class ConvertedConfig(OwnRemoteCode):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
         """Build a configuration from the content of config.json, or from the host's own fields and the steps."""
+        register(original_class(cls))
         nested = config_dict.get(HOST)
         own = {name: value for name, value in config_dict.items() if name not in (HOST, "auto_map")}
         if isinstance(nested, dict):
@@ -181,14 +183,11 @@ def register(host: type) -> None:
 
 
 def register_families() -> None:
-    """Register the hosts that `rewire` supports."""
-    for module in sorted({block.rpartition(".")[0] for block in FAMILIES if block.startswith("transformers.")}):
-        with suppress(ModuleNotFoundError):  # a family that this version of transformers lacks has no models either
-            kinds = vars(importlib.import_module(module)).values()
-            hosts = {kind.config_class: None for kind in kinds if isinstance(kind, type) and kind.__module__ == module
-                     and issubclass(kind, PreTrainedModel)}  # fmt: skip
-            for host in filter(None, hosts):
-                register(host)
+    """Register the configurations of tested families; reading one from a file registers its models."""
+    for model_type in MODEL_TYPES:
+        with suppress(KeyError):  # a family that this version of transformers lacks has no models either
+            config = converted_config(CONFIG_MAPPING[model_type])
+            AutoConfig.register(config.model_type, config, exist_ok=True)
 
 
 def adopt(model: nn.Module, steps: Sequence[Step]) -> None:

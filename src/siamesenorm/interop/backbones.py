@@ -1,0 +1,92 @@
+"""The models of other libraries around their blocks: outputs that rewired blocks leave packed are closed.
+
+A closed state is what the head would see after a block: one stream [batch, tokens, dim].
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+
+from siamesenorm.errors import UserError
+from siamesenorm.interop.rewired_blocks import RewiredClosing
+from siamesenorm.norms.parameters import declared_parameters
+
+
+def is_transformers(module: nn.Module) -> bool:
+    """Return whether a module is a model of transformers, which is not imported for the question."""
+    utils = sys.modules.get("transformers.modeling_utils")
+    return utils is not None and isinstance(module, utils.PreTrainedModel)
+
+
+def is_timm(module: nn.Module) -> bool:
+    """Return whether a module is a Vision Transformer of timm."""
+    return hasattr(module, "forward_intermediates") and hasattr(module, "patch_embed")
+
+
+def closing_mixin(backbone: nn.Module) -> type[nn.Module] | None:
+    """Return the class to mix in before that of a backbone, which closes its hidden states."""
+    return ClosedHiddenStates if is_transformers(backbone) else ClosedIntermediates if is_timm(backbone) else None
+
+
+class ClosedHiddenStates(nn.Module):
+    """Mixed in before a backbone's class: `output_hidden_states` returns what the head would see after each block."""
+
+    config: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the backbone's output with its packed hidden states closed; the first one is the embedding."""
+        # The library turns its output into a tuple, which has no names, only after the states were collected.
+        wanted = kwargs.pop("return_dict", None)
+        output = super().forward(*args, **kwargs, return_dict=True)
+        states = getattr(output, "hidden_states", None)
+        if states is not None:
+            closing = next(module for module in self.modules() if isinstance(module, RewiredClosing))
+            output["hidden_states"] = tuple(closing(x) if x is not None and x.dim() == 4 else x for x in states)
+        names = getattr(self.config, "return_dict", True) if wanted is None else wanted
+        return output.to_tuple() if names is False else output
+
+    def __setstate__(self, state: Any) -> None:
+        """Restore a pickled backbone, whose class this process may not have seen."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        keep_recording(self)
+
+
+def keep_recording(model: nn.Module) -> None:
+    """Register a model of a new class with transformers, so that it records the same outputs as before."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    if capturing is not None and hasattr(model, "_can_record_outputs"):
+        registry = capturing._CAN_RECORD_REGISTRY
+        # A dictionary, up to some 5.x, by the text of the class; then a registry that takes the model itself.
+        registry[str(type(model)) if type(registry) is dict else model] = model._can_record_outputs
+
+
+class ClosedIntermediates(nn.Module):
+    """Mixed in before a Vision Transformer's class: its features have the channels of one stream."""
+
+    def forward_intermediates(
+        self, x: Tensor, indices: Any = None, return_prefix_tokens: bool = False, norm: bool = False, **options: Any
+    ) -> Any:
+        """Return timm's intermediates closed, `norm` or not: the sum of streams before their norms has no meaning."""
+        return super().forward_intermediates(x, indices, return_prefix_tokens, True, **options)  # type: ignore[misc]
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drop the blocks after the last index; the closing stays even under `prune_norm`, since features need it."""
+        kept: list[int] = super().prune_intermediate_layers(indices, False, prune_head)  # type: ignore[misc]
+        return kept
+
+    def no_weight_decay(self) -> set[str]:
+        """Return timm's names, and those of the new parameters that weight decay does not apply to."""
+        ours = {name for name, _, declaration in declared_parameters(self) if not declaration.decay}
+        theirs: set[str] = super().no_weight_decay()  # type: ignore[misc]
+        return theirs | ours
+
+
+def _check_vit(backbone: nn.Module) -> None:
+    """Raise UserError for a model that has no norm of each last token."""
+    if isinstance(backbone.norm, nn.Identity):
+        raise UserError("no norm: create the VisionTransformer with final_norm=True, fc_norm=False, no features_only")

@@ -1,0 +1,319 @@
+"""Run the structure that `rewire` assumes against the host, on a copy, before anything of the host is changed.
+
+The copy shares the large weights. Its gains, biases, layer scales and all-equal weights are moved at random, and its
+dropout drops, so that no part of a block is silent. Random state, mode, hooks and caches of the host are not touched.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from siamesenorm.errors import UserError
+from siamesenorm.interop import wiring
+from siamesenorm.interop.backbones import is_timm, is_transformers
+from siamesenorm.interop.find_blocks import find_blocks, owner_of
+from siamesenorm.interop.rewired_blocks import BlockSpec, BlockStack
+from siamesenorm.models.block import ResidualPath
+from siamesenorm.norms.foreign_norms import looks_like_norm
+from siamesenorm.topologies import Streams, build_topology
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+AWAKE = 0.3
+"""The standard deviation of what is added to gains and biases, and the probability of a dropout that is off."""
+_VERIFIED: set[int] = set()
+"""The structures that were run in this process, without their weights."""
+TOLERANCE = {2: 2e-2, 4: 1e-3, 8: 1e-3}
+"""The largest difference from what a block adds to its input, relative to its size, by the bytes of a number."""
+TOPOLOGY = build_topology("pre")
+
+
+class _Residual(nn.Module):
+    """The residual path of a Pre-Norm host, x + F(N(x)), with its own norm N: what `rewire` assumes of a sublayer."""
+
+    def __init__(self, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm = nn.Identity() if norm is None else norm
+
+    def forward(self, streams: Streams, sublayer: Callable[[Tensor], Tensor]) -> Streams:
+        h, streams = self.read(streams)
+        return self.write(streams, sublayer(h))
+
+    def read(self, streams: Streams) -> tuple[Tensor, Streams]:
+        """Return the input of the sublayer, and the stream."""
+        return self.norm(streams[0]), streams
+
+    def write(self, streams: Streams, output: Tensor) -> Streams:
+        """Return the stream with the output of the sublayer."""
+        return (streams[0] + output,)
+
+
+class _Opening(nn.Module):
+    def forward(self, x: Tensor) -> Streams:
+        return (x,)
+
+
+class _Closing(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, streams: Streams) -> Any:
+        return self.norm(streams[0])
+
+
+def verify(model: nn.Module, stack: BlockStack, inputs: Mapping[str, Any] | None = None) -> None:
+    """Raise UserError, with the module and the difference, unless the host computes what its specification says.
+
+    Every block runs as the host calls it, in evaluation and in training mode with the same random numbers, and then the
+    whole model, with its own norms in the form in which it will be rewired. `inputs` are arguments of its forward.
+    """
+    structure = _fingerprint(model, stack)
+    if structure in _VERIFIED:
+        return
+    device = next(stack.blocks.parameters()).device
+    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        shadow = awake_copy(model)
+        given = small_inputs(shadow, stack) if inputs is None else dict(inputs)
+        calls, before = _run(shadow, stack, given)
+        blocks = list(shadow.get_submodule(stack.name))
+        _refuse_post_norm(f"{stack.name}.0", blocks[0], calls[0])
+        expected = [_both_modes(block, call) for block, call in zip(blocks, calls, strict=True)]
+        _assume(shadow)
+        for index, (block, call, wanted) in enumerate(zip(blocks, calls, expected, strict=True)):
+            _compare(f"{stack.name}.{index} ({type(stack.blocks[index]).__name__})", block, call, wanted, stack.spec)
+        after = _attempt(shadow, given, "these inputs once rewired")
+    same = [(one, host) for one, host in zip(after, before, strict=True) if one.shape == host.shape]
+    difference = max((_difference(one, host, host) for one, host in same), default=0.0)
+    if len(same) < len(before) or difference > 3 * TOLERANCE[before[0].dtype.itemsize]:
+        off = f"is off by {difference:.2g} of its size" if len(same) == len(before) else "has another shape"
+        raise UserError(
+            f"{stack.final_norm or 'nothing'} is not all that follows {stack.name}: the output of {type(model).__name__} "
+            f"{off} where its blocks and this norm alone use the residual stream; see docs/rewire.md"
+        )
+    _VERIFIED.add(structure)
+
+
+def _fingerprint(model: nn.Module, stack: BlockStack) -> int:
+    """Return a number of everything that decides the structure: classes, their code, numbers, shapes and dtypes."""
+    parts: list[Any] = [str(stack.spec), stack.name, stack.final_norm, str(getattr(model, "config", ""))]
+    for name, module in model.named_modules():
+        numbers = tuple((key, value) for key, value in vars(module).items() if isinstance(value, (int, float, str)))
+        parts.append((name, type(module), type(module).forward, *numbers))
+    parts += [(name, value.shape, value.dtype) for name, value in model.named_parameters()]
+    return hash(tuple(parts))
+
+
+def _refuse_post_norm(name: str, block: nn.Module, call: Call) -> None:
+    """Raise UserError for a block whose output is that of one of its norms."""
+    seen: dict[str, Tensor] = {}
+    handles = [
+        module.register_forward_hook(lambda module, args, output, path=path: seen.update({path: output}))
+        for path, module in block.named_modules()
+        if path and looks_like_norm(module)
+    ]
+    args, options = copy.deepcopy(call)
+    output = block(*args, **options)
+    for handle in handles:
+        handle.remove()
+    output = output[0] if isinstance(output, tuple) else output
+    for path, normed in seen.items():
+        if isinstance(normed, Tensor) and torch.equal(normed, output):
+            what = f"{name} ({type(block).__name__}) is a Post-Norm block"
+            raise UserError(
+                f"{what}, its output is that of {path}: no topology keeps the function; {wiring.FROM_SCRATCH}"
+            )
+
+
+def _assume(shadow: nn.Module) -> None:
+    """Rewire a copy to the residual path that it should have already."""
+    stack = find_blocks(shadow)
+    norms = [sublayer.norm for sublayer in stack.spec.sublayers]
+    replaced = stack.final_norm and not stack.spec.keeps_final_norm
+    path = ResidualPath(
+        opening=_Opening(),  # type: ignore[arg-type]
+        connections=tuple(
+            tuple(_Residual(None if norm is None else block.get_submodule(norm)) for norm in norms)  # type: ignore[misc]
+            for block in stack.blocks
+        ),
+        closing=_Closing(shadow.get_submodule(stack.final_norm) if replaced else nn.Identity()),  # type: ignore[arg-type]
+    )
+    wiring.install(shadow, stack, path, TOPOLOGY, attention_norm=None, preserve=True)
+
+
+def _compare(name: str, block: nn.Module, call: Call, wanted: list[Any], spec: BlockSpec) -> None:
+    """Raise UserError unless a block of the copy gives the host's outputs, in evaluation and in training."""
+    (x, *rest), options = call
+    packed = x if block.opening is not None else TOPOLOGY.pack((x,))
+    found = _both_modes(block, ((packed, *rest), options))
+    for mode, one, host in zip(("", " in training"), found, wanted, strict=True):
+        if isinstance(one, tuple) != isinstance(host, tuple):
+            raise UserError(
+                f"{name} returns a {type(host).__name__}, which the form {spec} does not: see docs/rewire.md"
+            )
+        closed, plain = (each[0] if isinstance(each, tuple) else each for each in (one, host))
+        state = closed if block.closing is not None else TOPOLOGY.unpack(closed)[0]
+        difference = _difference(state, plain, plain - x)
+        if difference > TOLERANCE[plain.dtype.itemsize]:
+            raise UserError(
+                f"{name}{mode} does not compute {spec}, which rewire assumed: its output is off by {difference:.2g} of "
+                "what it adds to its input; see docs/rewire.md"
+            )
+
+
+def awake_copy(model: nn.Module) -> Any:
+    """Return a copy in evaluation mode that shares large weights, without hooks, and with no part silent."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = _moved(parameter) if _may_be_silent(parameter) else parameter
+    for module in model.modules():
+        for name in HOOKS:
+            hooks = getattr(module, name, None)
+            if hooks:
+                memo[id(hooks)] = type(hooks)()
+    try:
+        shadow = copy.deepcopy(model, memo)
+    except (RuntimeError, TypeError) as reason:
+        raise UserError(f"{type(model).__name__} cannot be copied for the check of its blocks: {reason}") from reason
+    for module in shadow.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False
+    for module in (*shadow.modules(), *_configurations(shadow)):
+        for name in ("p", "dropout", *(name for name in vars(module) if name.endswith("dropout"))):
+            if (isinstance(module, nn.Dropout) or name != "p") and getattr(module, name, None) == 0.0:
+                setattr(module, name, AWAKE)
+    return shadow.eval()
+
+
+def _configurations(model: nn.Module) -> list[Any]:
+    """Return the configurations that modules of a model read, each once."""
+    found = {id(config): config for config in (vars(module).get("config") for module in model.modules()) if config}
+    return [config for config in found.values() if hasattr(config, "__dict__")]
+
+
+def _may_be_silent(parameter: nn.Parameter) -> bool:
+    """Return whether a weight is a gain, a bias, a layer scale, or equal everywhere."""
+    if not parameter.is_floating_point() or parameter.dtype.itemsize < 2 or parameter.numel() < 2:
+        return False
+    flat = parameter.detach().flatten()
+    return parameter.dim() == 1 or bool((flat[:64] == flat[0]).all() and (flat == flat[0]).all())
+
+
+def _moved(parameter: nn.Parameter) -> nn.Parameter:
+    scale = AWAKE / (1 if parameter.dim() == 1 else parameter.shape[-1] ** 0.5)
+    noise = torch.randn(parameter.shape, device=parameter.device, dtype=torch.float32)
+    return nn.Parameter(parameter.detach() + (scale * noise).to(parameter.dtype), parameter.requires_grad)
+
+
+def _run(shadow: nn.Module, stack: BlockStack, inputs: Mapping[str, Any]) -> tuple[list[Call], list[Tensor]]:
+    """Return how the host calls each block, and its outputs; raises UserError where a block does not run once."""
+    calls: list[list[Call]] = [[] for _ in stack.blocks]
+
+    def keep(index: int) -> Any:
+        return lambda module, args, options: calls[index].append(copy.deepcopy((args, options)))
+
+    blocks = list(shadow.get_submodule(stack.name))
+    handles = [block.register_forward_pre_hook(keep(i), with_kwargs=True) for i, block in enumerate(blocks)]
+    if stack.final_norm:
+        calls.append([])
+        handles.append(shadow.get_submodule(stack.final_norm).register_forward_pre_hook(keep(-1), with_kwargs=True))
+    try:
+        outputs = _attempt(shadow, inputs, "small inputs")
+    finally:
+        for handle in handles:
+            handle.remove()
+    names = [*(f"{stack.name}.{index}" for index in range(len(blocks))), stack.final_norm]
+    for name, found in zip(names, calls, strict=False):
+        if len(found) != 1:
+            raise UserError(f"{name} runs {len(found)} times in one forward of the model: rewire needs it to run once")
+    return [_positional(call) for [call] in calls[: len(blocks)]], outputs
+
+
+def _attempt(shadow: nn.Module, inputs: Mapping[str, Any], what: str) -> list[Tensor]:
+    """Return the outputs of a copy; raises UserError for any error of its own."""
+    try:
+        return _outputs(shadow(**inputs))
+    except UserError:
+        raise
+    except Exception as reason:  # a model of unknown origin may raise anything
+        text = f"{type(reason).__name__}: {str(reason).partition(chr(10))[0]:.120}"
+        raise UserError(
+            f"{type(shadow).__name__} does not run on {what} ({text}): give rewire others, inputs="
+        ) from reason
+
+
+def _positional(call: Call) -> Call:
+    """Return a call whose first argument is positional."""
+    args, options = call
+    if args:
+        return call
+    name = next(iter(options))
+    return (options[name],), {key: value for key, value in options.items() if key != name}
+
+
+def _both_modes(block: nn.Module, call: Call) -> list[Any]:
+    """Return the outputs in evaluation and in training, each with the same random numbers and an unused cache."""
+    outputs = []
+    for training in (False, True):
+        args, options = copy.deepcopy(call)
+        torch.manual_seed(1)
+        outputs.append(block.train(training)(*args, **options))
+    block.eval()
+    return outputs
+
+
+def _outputs(result: Any) -> list[Tensor]:
+    """Return the floating tensors of a model's output."""
+    values = result.values() if isinstance(result, Mapping) else result if isinstance(result, tuple) else (result,)
+    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+
+
+def _difference(found: Tensor, expected: Tensor, size: Tensor) -> float:
+    """Return the median over tokens of the largest difference, relative to the largest entry of `size`.
+
+    A mixture of experts may choose other experts for a token whose two best are close: hence no maximum over tokens.
+    """
+    rounding = 16 * torch.finfo(expected.dtype).eps * expected.abs()
+    off = ((found - expected).abs() - rounding).clamp(min=0).flatten(0, -2) if expected.dim() > 1 else found - expected
+    largest = off.abs().amax(-1) / size.reshape(off.shape).abs().amax(-1).clamp(min=1e-12)
+    return float(largest.float().nan_to_num(nan=float("inf")).median())
+
+
+# --- small inputs of the libraries' models
+
+
+def small_inputs(model: Any, stack: BlockStack) -> dict[str, Any]:
+    """Return small random inputs of a model of transformers, timm or diffusers; raises UserError for any other."""
+    parameter = next(p for p in stack.blocks.parameters())
+    device = parameter.device
+    floating = next(p for p in model.parameters() if p.is_floating_point())
+    if is_timm(model):
+        embed = model.patch_embed
+        return {"x": torch.randn(2, embed.proj.in_channels, *embed.img_size, device=device, dtype=floating.dtype)}
+    config = getattr(model, "config", None)
+    if is_transformers(model):
+        owner = owner_of(model, stack.name)
+        kind = owner.main_input_name
+        if kind == "input_ids":
+            rows = owner.get_input_embeddings().weight.shape[0]
+            tokens = torch.randint(0, min(rows, 1000), (1, 9), device=device)
+            return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        if kind == "pixel_values":
+            settings = owner.config
+            height, width = (settings.image_size,) * 2 if isinstance(settings.image_size, int) else settings.image_size
+            return {"pixel_values": torch.randn(2, settings.num_channels, height, width, device=device).to(floating)}
+        if kind == "input_features":
+            frames = 2 * owner.config.max_source_positions
+            return {kind: torch.randn(1, owner.config.num_mel_bins, frames, device=device).to(floating)}
+    if type(model).__module__.startswith("diffusers.") and stack.spec.keeps_final_norm:
+        shape = (2, config.in_channels, config.sample_size, config.sample_size)
+        labels = torch.tensor([0, config.num_embeds_ada_norm - 1], device=device)
+        return {"hidden_states": torch.randn(shape, device=device).to(floating),
+                "timestep": torch.tensor([3, 700], device=device), "class_labels": labels}  # fmt: skip
+    raise UserError(f"how to run a {type(model).__name__} is not known: give arguments of its forward, inputs={{...}}")

@@ -1,0 +1,201 @@
+"""`rewire` runs what it assumes of a host against the host: wrong assumptions are refused with the difference."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+
+from huggingface_families import build_family, first_output  # noqa: E402
+from huggingface_hosts import build_host, logits  # noqa: E402
+from siamesenorm import rewire  # noqa: E402
+from siamesenorm.errors import UserError  # noqa: E402
+from siamesenorm.interop import find_blocks, verify  # noqa: E402
+from siamesenorm.interop.block_families import recognise  # noqa: E402
+from siamesenorm.interop.rewired_blocks import BlockSpec, ParallelBlock, SublayerSpec  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what other tests have verified."""
+    monkeypatch.setattr(verify, "_VERIFIED", set())
+
+
+def without(part: str) -> Callable[[BlockSpec], BlockSpec]:
+    """Return the assumption that a part of the sublayers is not there."""
+
+    def change(spec: BlockSpec) -> BlockSpec:
+        chains = {name: tuple(path for path in getattr(spec.form, name) if path != part)
+                  for name in ("attention", "mlp", "joint")}  # fmt: skip
+        return dataclasses.replace(spec, form=dataclasses.replace(spec.form, **chains))
+
+    return change
+
+
+def parallel(spec: BlockSpec) -> BlockSpec:
+    """Assume that attention and MLP read one state, each through its own norm."""
+    norms = tuple(sublayer.norm for sublayer in spec.sublayers if sublayer.norm)
+    form = dataclasses.replace(spec.form, attention=(norms[0], *spec.form.attention), mlp=(norms[1], *spec.form.mlp))
+    sublayers = (SublayerSpec(kind="attention", connection="connection", kept=norms),)
+    return dataclasses.replace(spec, rewired=ParallelBlock, form=form, sublayers=sublayers)
+
+
+def exchanged(spec: BlockSpec) -> BlockSpec:
+    """Assume one norm where the other is."""
+    first, second = spec.sublayers
+    norms = first.norm, second.norm
+    return dataclasses.replace(
+        spec,
+        sublayers=(dataclasses.replace(first, norm=norms[1]), dataclasses.replace(second, norm=norms[0])),
+    )
+
+
+def moved_to_the_end(spec: BlockSpec) -> BlockSpec:
+    """Assume that the dropout of the attention acts on what the MLP returns."""
+    form = spec.form
+    return dataclasses.replace(
+        spec, form=dataclasses.replace(form, attention=form.attention[:1], mlp=(*form.mlp, *form.attention[1:]))
+    )
+
+
+def untupled(spec: BlockSpec) -> BlockSpec:
+    """Assume that the block returns a tensor."""
+    return dataclasses.replace(spec, form=dataclasses.replace(spec.form, returns_tuple=False))
+
+
+def residual_twice(spec: BlockSpec) -> BlockSpec:
+    """Assume that a block without a residual multiplier multiplies what its MLP returns by its width."""
+    return dataclasses.replace(spec, form=dataclasses.replace(spec.form, mlp=(*spec.form.mlp, "hidden_size")))
+
+
+WRONG: dict[str, tuple[str, Callable[[BlockSpec], BlockSpec], str]] = {
+    "multiplier dropped": ("granite", without("residual_multiplier"), "is off by"),
+    "multiplier dropped from a mixture": ("granite-moe", without("residual_multiplier"), "is off by"),
+    "factor added": ("qwen2", residual_twice, "is off by"),
+    "sequential taken for parallel": ("qwen3-moe", parallel, "is off by"),
+    "one norm for another": ("starcoder2", exchanged, "is off by"),
+    "dropout dropped": ("phi3", without("resid_mlp_dropout"), "in training does not compute"),
+    "dropout moved": ("phi3", moved_to_the_end, "in training does not compute"),
+    "dropout of a parallel sum dropped": ("falcon", without("config.hidden_dropout"), "in training does not compute"),
+    "norm of an output dropped": ("glm4", without("post_self_attn_layernorm"), "is off by"),
+    "layer scale dropped": ("dinov2", without("layer_scale2"), "is off by"),
+    "tuple taken for a tensor": ("gptj", untupled, "returns a tuple"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_assumption_is_refused_with_the_difference(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, change, told = WRONG[wrong]
+    model = build_family(family)
+    expected, names = first_output(model), list(model.state_dict())
+
+    def assume(block: nn.Module) -> BlockSpec | None:
+        spec = recognise(block)
+        return None if spec is None else change(spec)
+
+    monkeypatch.setattr(find_blocks, "recognise", assume)
+    with pytest.raises(UserError) as caught:
+        rewire(model, "siamese-post-pre")
+    reason = str(caught.value)
+    assert ".0 (" in reason and told in reason and "\n" not in reason
+    assert torch.equal(first_output(model), expected) and list(model.state_dict()) == names
+    monkeypatch.undo()
+    monkeypatch.setattr(verify, "_VERIFIED", set())
+    assert rewire(model, "siamese-post-pre").topology is not None
+
+
+def test_a_block_whose_class_was_patched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_host("llama")
+    rewire(copy.deepcopy(model), "siamese-post-pre")
+    layer = type(model.model.layers[0])
+    forward = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda self, x, *args, **kwargs: 2 * forward(self, x, *args, **kwargs))
+    with pytest.raises(UserError, match=r"model\.layers\.0 \(LlamaDecoderLayer\) does not compute x \+ self_attn\("):
+        rewire(model, "siamese-post-pre")
+
+
+def test_a_subclass_is_taken_for_what_it_computes() -> None:
+    layer, backbone = type(build_host("llama").model.layers[0]), type(build_host("llama").model)
+
+    class ScaledLayer(layer):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            return 2 * super().forward(*args, **kwargs)
+
+    class RenamedLayer(layer):  # type: ignore[misc, valid-type]
+        pass
+
+    class TwiceModel(backbone):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            super().forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)
+
+    class ShiftedModel(backbone):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            blocks = list(self.layers)
+            hook = blocks[0].register_forward_hook(lambda block, inputs, output: output + inputs[0].mean())
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                hook.remove()
+
+    for kind, told in ((ScaledLayer, "(ScaledLayer) does not compute"), (RenamedLayer, "")):
+        model = build_host("llama")
+        for block in model.model.layers:
+            block.__class__ = kind
+        if told:
+            with pytest.raises(UserError) as caught:
+                rewire(model, "siamese")
+            assert told in str(caught.value)
+        else:
+            expected = logits(model)
+            rewire(model, "siamese-post-pre:normalized_input=false")
+            assert torch.equal(logits(model), expected)
+    for kind, told in ((TwiceModel, "runs 2 times in one forward"), (ShiftedModel, "is not all that follows")):
+        model = build_host("llama")
+        model.model.__class__ = kind
+        with pytest.raises(UserError, match=told):
+            rewire(model, "siamese")
+
+
+def test_the_check_leaves_no_trace() -> None:
+    """Random state, mode, gradients, hooks and weights of the host are what they were; a hook does not run."""
+    model, ran = build_host("qwen3"), []
+    model.train()
+    model.model.layers[0].eval()
+    handle = model.model.layers[1].register_forward_hook(lambda *_: ran.append(1))
+    stack = find_blocks.find_blocks(model)
+    modes = {name: module.training for name, module in model.named_modules()}
+    weights = {name: (value, value.clone(), value._version) for name, value in model.named_parameters()}
+    state = torch.random.get_rng_state()
+    verify.verify(model, stack)
+    assert torch.equal(torch.random.get_rng_state(), state) and not ran
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    for name, value in model.named_parameters():
+        held, copied, version = weights[name]
+        assert value is held and torch.equal(value, copied) and value._version == version and value.grad is None
+    handle.remove()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_hosts_in_half_precision_are_verified_in_their_own(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_family("granite").to(dtype)
+    change = without("residual_multiplier")
+    with monkeypatch.context() as patch:
+        patch.setattr(find_blocks, "recognise", lambda block: (spec := recognise(block)) and change(spec))
+        with pytest.raises(UserError, match=r"model\.layers\.0 \(GraniteDecoderLayer\) does not compute"):
+            rewire(model, "siamese-post-pre")
+    assert rewire(model, "siamese-post-pre").function_kept
+
+
+def test_inputs_of_a_host_may_be_given() -> None:
+    holder = build_host("llama")
+    assert rewire(holder, "siamese", inputs={"input_ids": torch.tensor([[3, 4, 5, 6]])}).function_kept
+    with pytest.raises(UserError, match=r"does not run on small inputs \(.*\): give rewire others, inputs="):
+        rewire(build_host("llama"), "siamese", inputs={"pixels": torch.ones(2)})
