@@ -1,4 +1,4 @@
-"""Rewire every known family of Hugging Face's decoders, timm's ViT and DeiT, and DiT, and say what was kept.
+"""Rewire every known family of Hugging Face, timm's ViT and DeiT, and DiT, and say what was kept.
 
 Models are built from their own configuration classes with random weights, norms included; nothing is downloaded. Run
 `python benchmarks/rewire_table.py OUT.json [FAMILY ...]`; `PYTHONPATH=.timm` and the families vit, deit, deit-distilled
@@ -47,8 +47,10 @@ class Family:
     build: Callable[[], nn.Module]
     call: Callable[[nn.Module], Tensor]
     save: Callable[[nn.Module, str], object]
-    lora: tuple[str, ...]
+    lora: tuple[str, ...] | str
     generates: bool = True
+    backend: str = "inductor"
+    """With which torch.compile compiles the step: a minute each, or, without generated code, seconds."""
 
 
 def decoders() -> dict[str, Family]:
@@ -80,6 +82,24 @@ def decoders() -> dict[str, Family]:
             lora=targets.get(name, ("q_proj", "v_proj")),
         )
         for name, config in configs.items()
+    }
+
+
+def further() -> dict[str, Family]:
+    """Return the families whose small configurations are those of the tests; compiled without a code generator."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    import huggingface_families as small
+
+    return {
+        name: Family(
+            build=lambda name=name: small.build_family(name),
+            call=lambda model: (model(small.IMAGE if model.main_input_name == "pixel_values" else small.TOKENS))[0],
+            save=lambda model, directory: model.save_pretrained(directory),
+            lora="all-linear",
+            generates=name in small.DECODERS,
+            backend="aot_eager",
+        )
+        for name in (*small.DECODERS, *small.ENCODERS, *small.POST_NORM)
     }
 
 
@@ -198,16 +218,19 @@ def attaches(family: Family, model: nn.Module) -> bool:
     """Return whether LoRA attaches, and the model with fresh adapters computes what it did."""
     import peft
 
-    adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(target_modules=list(family.lora)))
+    adapted = peft.get_peft_model(
+        copy.deepcopy(model),
+        peft.LoraConfig(target_modules="all-linear" if "all-linear" in family.lora else list(family.lora)),
+    )
     with torch.no_grad():
-        return torch.equal(family.call(adapted), family.call(model))
+        return torch.equal(family.call(adapted.base_model.model), family.call(model))
 
 
 def compiles(family: Family, model: nn.Module) -> bool:
     """Return whether one step of SGD under torch.compile moves the parameters as one in eager mode does, to 1e-5."""
     torch._dynamo.reset()
     eager, compiled = copy.deepcopy(model), copy.deepcopy(model)
-    for candidate, forward in ((eager, eager), (compiled, torch.compile(compiled))):
+    for candidate, forward in ((eager, eager), (compiled, torch.compile(compiled, backend=family.backend))):
         optimizer = torch.optim.SGD(candidate.parameters(), lr=1e-2)
         family.call(forward).square().mean().backward()
         optimizer.step()
@@ -219,7 +242,7 @@ def main() -> None:
     """Measure the families named on the command line, or all that this session can import."""
     path, asked = Path(sys.argv[1]), sys.argv[2:]
     warnings.filterwarnings("ignore")
-    families = vision() if set(asked) & set(TIMM) else {**decoders(), **diffusion()}
+    families = vision() if set(asked) & set(TIMM) else {**decoders(), **diffusion(), **further()}
     chosen = {name: family for name, family in families.items() if not asked or name in asked}
     rows = []
     for name, family in chosen.items():

@@ -26,6 +26,15 @@ def is_timm(module: nn.Module) -> bool:
     return hasattr(module, "forward_intermediates") and hasattr(module, "patch_embed")
 
 
+def owner_of(model: nn.Module, name: str) -> nn.Module:
+    """Return the innermost model of transformers around a module, the outermost module for other libraries."""
+    while name:
+        name = name.rpartition(".")[0]
+        if is_transformers(model.get_submodule(name)):
+            return model.get_submodule(name)
+    return model
+
+
 def closing_mixin(backbone: nn.Module) -> type[nn.Module] | None:
     """Return the class to mix in before that of a backbone, which closes its hidden states."""
     return ClosedHiddenStates if is_transformers(backbone) else ClosedIntermediates if is_timm(backbone) else None

@@ -34,9 +34,9 @@ class Form:
     """The modules of a block by their paths: "a|b" is one of the two, "a?" may be absent, and None counts as absent.
 
     A connection replaces `attention_norm` and `mlp_norm`; the modules of a chain follow. Without one, the first module
-    of the chain is a norm that stays. `joint` acts on the sum of parallel sublayers. `when` gives the values of attributes
-    that the form needs, and `adding` the modules that add a residual to their output. A block with `output_norms` and a
-    `refusal` is no Pre-Norm block: starting from scratch drops these norms.
+    of the chain is a norm that stays. `joint` acts on the sum of parallel sublayers. `when` gives the values of
+    attributes that the form needs, and `adding` the modules that add a residual to their output. A block with
+    `output_norms` and a `refusal` is no Pre-Norm block: starting from scratch drops these norms.
     """
 
     attention_norm: str

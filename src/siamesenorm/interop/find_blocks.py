@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.backbones import is_timm, is_transformers
+from siamesenorm.interop.backbones import is_timm, is_transformers, owner_of
 from siamesenorm.interop.block_families import FINAL_NORMS, ONE_TOKEN, recognise
 from siamesenorm.interop.rewired_blocks import BlockSpec, BlockStack, RewiredBlock, original_class, qualified_name
 from siamesenorm.topologies import Connection
@@ -66,15 +66,6 @@ def _of_language(model: nn.Module, stacks: dict[str, Blocks]) -> dict[str, Block
     if len(chosen) == 1 and not hasattr(model, "get_text_features"):
         return chosen
     raise UserError(f"the model has {len(stacks)} stacks of blocks, {', '.join(stacks)}: rewire one backbone alone")
-
-
-def owner_of(model: nn.Module, name: str) -> nn.Module:
-    """Return the innermost model of transformers around a module, the outermost module for other libraries."""
-    while name:
-        name = name.rpartition(".")[0]
-        if is_transformers(model.get_submodule(name)):
-            return model.get_submodule(name)
-    return model
 
 
 def _input_of(owner: nn.Module) -> str:

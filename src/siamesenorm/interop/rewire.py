@@ -50,7 +50,8 @@ def rewire(
 
     New parameters are made: build the optimizer afterwards. A Hugging Face or diffusers model gets a class and a copy
     of its configuration that save it as what it is. Raises UserError, with the model unchanged, for a structure that is
-    not understood or computes something else, a model that was rewired before, a shared norm, and a topology that cannot keep the function.
+    not understood or computes something else, a model that was rewired before, a shared norm, and a topology that
+    cannot keep the function.
     """
     wanted = build_topology(topology) if isinstance(topology, str) else topology
     if isinstance(model, LanguageModel):
@@ -75,8 +76,8 @@ def rewire(
         differences = tuple(dict.fromkeys(chain.from_iterable(found.values())))
         if differences and not stack.final_norm:
             raise UserError(
-                f"{topology_name(resolved)} on {stack.name}, which no norm of every token follows: the sum of its streams "
-                f"has another scale; use attnres, which keeps it, or {FROM_SCRATCH}"
+                f"{topology_name(resolved)} on {stack.name}, which no norm of every token follows: the sum of its "
+                f"streams has another scale; use attnres, which keeps it, or {FROM_SCRATCH}"
             )
     elif resolved.attention_norm == "qkv-head":
         # Of the host's operator and eps, whatever the operator of the residual path.

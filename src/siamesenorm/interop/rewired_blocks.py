@@ -237,8 +237,8 @@ class BlockSpec:
     """How a block uses the residual path.
 
     `keeps_final_norm` leaves the norm after the blocks in place behind the closing. `projections` names linear maps by
-    the roles of this library's own ("query", "key", "value", "attention_output", "mlp_up", "mlp_gate", "mlp_output"), as
-    far as they are separate maps; `head_norms` are the roles whose output the host normalises itself; `head_dim`
+    the roles of this library's own ("query", "key", "value", "attention_output", "mlp_up", "mlp_gate", "mlp_output"),
+    as far as they are separate maps; `head_norms` are the roles whose output the host normalises itself; `head_dim`
     returns the width of a head of the attention. `output_norms` normalise what a sublayer returns, on a block without
     input norms: starting from scratch drops them. `pre_norm_refusal` is the reason why the block is no Pre-Norm block.
     """

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import fnmatch
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from torch import nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.interop.converted_models import record_step, refuse_unsavable
+from siamesenorm.interop.shadow import share_copy, small_inputs, undisturbed
 from siamesenorm.models.conversion import path_of
 from siamesenorm.models.language import LanguageModel, LanguageModelConfig
 from siamesenorm.models.transformer import inherited_operator
@@ -56,7 +60,13 @@ class SwapReport:
         return "\n".join(f"{name:<{widths[0]}}  {outcome:<{widths[1]}}  {detail}" for name, outcome, detail in rows)
 
 
-def swap_norms(model: nn.Module, norm: str | NormSpec, where: Callable[[str], bool] | str | None = None) -> SwapReport:
+def swap_norms(
+    model: nn.Module,
+    norm: str | NormSpec,
+    where: Callable[[str], bool] | str | None = None,
+    *,
+    inputs: Mapping[str, Any] | None = None,
+) -> SwapReport:
     """Replace the norms of `model` in place by `norm` ("seednorm", "rmsnorm:eps=1e-6", ...) and return a report.
 
     Supports LayerNorm and RMSNorm of torch, timm (channels-first too) and Hugging Face (Gemma's 1 + w too), and this
@@ -68,6 +78,10 @@ def swap_norms(model: nn.Module, norm: str | NormSpec, where: Callable[[str], bo
     library has one operator on its residual path and RMSNorm or LayerNorm in its attention: the former is replaced as a
     whole, and the model's configuration says so. A Hugging Face or diffusers model gets a class and a copy of its
     configuration that save it as what it is.
+
+    A model of transformers, timm's ViT or diffusers' DiT runs with the new norms first, on a copy and small inputs, or
+    any model on `inputs`, arguments of its forward. Norms with which it fails, since the model reads `weight` itself or
+    needs contiguous output, are refused; the others are replaced.
 
     Raises UserError for an unknown norm or option, a pattern that selects nothing, and a model that no configuration
     would describe afterwards; the model is then unchanged.
@@ -93,11 +107,46 @@ def swap_norms(model: nn.Module, norm: str | NormSpec, where: Callable[[str], bo
                 raise UserError(f"where={where!r} selects no norm: the model has {some or 'none'}")
             where = chosen.__contains__
         new, report = _plan(model, names, spec, where or (lambda name: True))
+        new, report = _keep_what_runs(model, new, report, inputs)
     for name, module in new.items():
         model.set_submodule(name, module)
     if new and not isinstance(model, LanguageModel):
         record_step(model, {"operation": "swap_norms", "norm": spec.to_json(), "names": list(new)})
     return report
+
+
+def _keep_what_runs(
+    model: nn.Module, new: dict[str, Norm], report: SwapReport, inputs: Mapping[str, Any] | None
+) -> tuple[dict[str, Norm], SwapReport]:
+    """Return the new norms with which a copy of the model runs, and the report with the others refused."""
+    given = small_inputs(model) if inputs is None else dict(inputs)
+    if given is None or not new or any(parameter.is_meta for parameter in model.parameters()):
+        return new, report
+    if _error_with(model, {}, given) is not None or _error_with(model, new, given) is None:
+        return new, report
+    alike: dict[str, dict[str, Norm]] = {}
+    for name, module in new.items():
+        alike.setdefault(re.sub(r"\d+", "*", name), {})[name] = module
+    errors = {name: error for part in alike.values() if (error := _error_with(model, part, given)) for name in part}
+    kept = {name: module for name, module in new.items() if name not in errors}
+    if kept and (error := _error_with(model, kept, given)):
+        raise UserError(f"{type(model).__name__} does not run with these norms ({error}): select some with where")
+    refused = tuple((name, f"the model fails with the new norm: {error}") for name, error in errors.items())
+    replaced = tuple(one for one in report.replaced if one.name in kept)
+    return kept, dataclasses.replace(report, replaced=replaced, refused=(*report.refused, *refused))
+
+
+def _error_with(model: nn.Module, new: Mapping[str, Norm], inputs: Mapping[str, Any]) -> str | None:
+    """Return the error of a copy of a model with new norms, None if it runs."""
+    with undisturbed(model):
+        shadow = share_copy(model)
+        for name, module in new.items():
+            shadow.set_submodule(name, copy.deepcopy(module))
+        try:
+            shadow.eval()(**inputs)
+        except Exception as error:  # a model of unknown origin may raise anything
+            return f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.120}"
+    return None
 
 
 def _plan(

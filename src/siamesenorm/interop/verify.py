@@ -15,17 +15,14 @@ from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.interop import wiring
-from siamesenorm.interop.backbones import is_timm, is_transformers
-from siamesenorm.interop.find_blocks import find_blocks, owner_of
+from siamesenorm.interop.find_blocks import find_blocks
 from siamesenorm.interop.rewired_blocks import BlockSpec, BlockStack
+from siamesenorm.interop.shadow import awake_copy, small_inputs, undisturbed
 from siamesenorm.models.block import ResidualPath
 from siamesenorm.norms.foreign_norms import looks_like_norm
 from siamesenorm.topologies import Streams, build_topology
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-AWAKE = 0.3
-"""The standard deviation of what is added to gains and biases, and the probability of a dropout that is off."""
 _VERIFIED: set[int] = set()
 """The structures that were run in this process, without their weights."""
 TOLERANCE = {2: 2e-2, 4: 1e-3, 8: 1e-3}
@@ -74,13 +71,14 @@ def verify(model: nn.Module, stack: BlockStack, inputs: Mapping[str, Any] | None
     whole model, with its own norms in the form in which it will be rewired. `inputs` are arguments of its forward.
     """
     structure = _fingerprint(model, stack)
-    if structure in _VERIFIED:
+    if inputs is None and structure in _VERIFIED:
         return
-    device = next(stack.blocks.parameters()).device
-    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
+    with undisturbed(model):
         shadow = awake_copy(model)
-        given = small_inputs(shadow, stack) if inputs is None else dict(inputs)
+        given = small_inputs(shadow, stack.name) if inputs is None else dict(inputs)
+        if given is None:
+            what = type(model).__name__
+            raise UserError(f"how to run a {what} is not known: give arguments of its forward, inputs={{...}}")
         calls, before = _run(shadow, stack, given)
         blocks = list(shadow.get_submodule(stack.name))
         _refuse_post_norm(f"{stack.name}.0", blocks[0], calls[0])
@@ -94,17 +92,18 @@ def verify(model: nn.Module, stack: BlockStack, inputs: Mapping[str, Any] | None
     if len(same) < len(before) or difference > 3 * TOLERANCE[before[0].dtype.itemsize]:
         off = f"is off by {difference:.2g} of its size" if len(same) == len(before) else "has another shape"
         raise UserError(
-            f"{stack.final_norm or 'nothing'} is not all that follows {stack.name}: the output of {type(model).__name__} "
-            f"{off} where its blocks and this norm alone use the residual stream; see docs/rewire.md"
+            f"{stack.final_norm or 'nothing'} is not all that follows {stack.name}: the output of "
+            f"{type(model).__name__} {off} where its blocks and this norm alone use the stream; see docs/rewire.md"
         )
     _VERIFIED.add(structure)
 
 
 def _fingerprint(model: nn.Module, stack: BlockStack) -> int:
     """Return a number of everything that decides the structure: classes, their code, numbers, shapes and dtypes."""
-    parts: list[Any] = [str(stack.spec), stack.name, stack.final_norm, str(getattr(model, "config", ""))]
+    parts: list[Any] = [repr(stack.spec), stack.name, stack.final_norm, str(getattr(model, "config", ""))]
     for name, module in model.named_modules():
-        numbers = tuple((key, value) for key, value in vars(module).items() if isinstance(value, (int, float, str)))
+        own = ((key, value) for key, value in vars(module).items() if key != "training")
+        numbers = tuple((key, value) for key, value in own if isinstance(value, (int, float, str)))
         parts.append((name, type(module), type(module).forward, *numbers))
     parts += [(name, value.shape, value.dtype) for name, value in model.named_parameters()]
     return hash(tuple(parts))
@@ -165,50 +164,6 @@ def _compare(name: str, block: nn.Module, call: Call, wanted: list[Any], spec: B
                 f"{name}{mode} does not compute {spec}, which rewire assumed: its output is off by {difference:.2g} of "
                 "what it adds to its input; see docs/rewire.md"
             )
-
-
-def awake_copy(model: nn.Module) -> Any:
-    """Return a copy in evaluation mode that shares large weights, without hooks, and with no part silent."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = _moved(parameter) if _may_be_silent(parameter) else parameter
-    for module in model.modules():
-        for name in HOOKS:
-            hooks = getattr(module, name, None)
-            if hooks:
-                memo[id(hooks)] = type(hooks)()
-    try:
-        shadow = copy.deepcopy(model, memo)
-    except (RuntimeError, TypeError) as reason:
-        raise UserError(f"{type(model).__name__} cannot be copied for the check of its blocks: {reason}") from reason
-    for module in shadow.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            module.gradient_checkpointing = False
-    for module in (*shadow.modules(), *_configurations(shadow)):
-        for name in ("p", "dropout", *(name for name in vars(module) if name.endswith("dropout"))):
-            if (isinstance(module, nn.Dropout) or name != "p") and getattr(module, name, None) == 0.0:
-                setattr(module, name, AWAKE)
-    return shadow.eval()
-
-
-def _configurations(model: nn.Module) -> list[Any]:
-    """Return the configurations that modules of a model read, each once."""
-    found = {id(config): config for config in (vars(module).get("config") for module in model.modules()) if config}
-    return [config for config in found.values() if hasattr(config, "__dict__")]
-
-
-def _may_be_silent(parameter: nn.Parameter) -> bool:
-    """Return whether a weight is a gain, a bias, a layer scale, or equal everywhere."""
-    if not parameter.is_floating_point() or parameter.dtype.itemsize < 2 or parameter.numel() < 2:
-        return False
-    flat = parameter.detach().flatten()
-    return parameter.dim() == 1 or bool((flat[:64] == flat[0]).all() and (flat == flat[0]).all())
-
-
-def _moved(parameter: nn.Parameter) -> nn.Parameter:
-    scale = AWAKE / (1 if parameter.dim() == 1 else parameter.shape[-1] ** 0.5)
-    noise = torch.randn(parameter.shape, device=parameter.device, dtype=torch.float32)
-    return nn.Parameter(parameter.detach() + (scale * noise).to(parameter.dtype), parameter.requires_grad)
 
 
 def _run(shadow: nn.Module, stack: BlockStack, inputs: Mapping[str, Any]) -> tuple[list[Call], list[Tensor]]:
@@ -283,37 +238,3 @@ def _difference(found: Tensor, expected: Tensor, size: Tensor) -> float:
     off = ((found - expected).abs() - rounding).clamp(min=0).flatten(0, -2) if expected.dim() > 1 else found - expected
     largest = off.abs().amax(-1) / size.reshape(off.shape).abs().amax(-1).clamp(min=1e-12)
     return float(largest.float().nan_to_num(nan=float("inf")).median())
-
-
-# --- small inputs of the libraries' models
-
-
-def small_inputs(model: Any, stack: BlockStack) -> dict[str, Any]:
-    """Return small random inputs of a model of transformers, timm or diffusers; raises UserError for any other."""
-    parameter = next(p for p in stack.blocks.parameters())
-    device = parameter.device
-    floating = next(p for p in model.parameters() if p.is_floating_point())
-    if is_timm(model):
-        embed = model.patch_embed
-        return {"x": torch.randn(2, embed.proj.in_channels, *embed.img_size, device=device, dtype=floating.dtype)}
-    config = getattr(model, "config", None)
-    if is_transformers(model):
-        owner = owner_of(model, stack.name)
-        kind = owner.main_input_name
-        if kind == "input_ids":
-            rows = owner.get_input_embeddings().weight.shape[0]
-            tokens = torch.randint(0, min(rows, 1000), (1, 9), device=device)
-            return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-        if kind == "pixel_values":
-            settings = owner.config
-            height, width = (settings.image_size,) * 2 if isinstance(settings.image_size, int) else settings.image_size
-            return {"pixel_values": torch.randn(2, settings.num_channels, height, width, device=device).to(floating)}
-        if kind == "input_features":
-            frames = 2 * owner.config.max_source_positions
-            return {kind: torch.randn(1, owner.config.num_mel_bins, frames, device=device).to(floating)}
-    if type(model).__module__.startswith("diffusers.") and stack.spec.keeps_final_norm:
-        shape = (2, config.in_channels, config.sample_size, config.sample_size)
-        labels = torch.tensor([0, config.num_embeds_ada_norm - 1], device=device)
-        return {"hidden_states": torch.randn(shape, device=device).to(floating),
-                "timestep": torch.tensor([3, 700], device=device), "class_labels": labels}  # fmt: skip
-    raise UserError(f"how to run a {type(model).__name__} is not known: give arguments of its forward, inputs={{...}}")

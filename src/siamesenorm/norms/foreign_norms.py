@@ -167,6 +167,7 @@ def replacement(
     like = old if old is not None else next(filter(torch.is_floating_point, model.parameters()), torch.empty(0))
     new = inheriting(spec, function).build(function.dim, role=role, affine=affine, axis=function.axis)
     new = new.to(device=like.device, dtype=like.dtype).train(module.training)
+    new.contiguous = isinstance(module, nn.LayerNorm) or getattr(module, "contiguous", False)
     differences = new.copy_from(function)
     if old is not None:
         new.requires_grad_(any(parameter.requires_grad for parameter in module.parameters()))

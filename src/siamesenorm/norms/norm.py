@@ -64,6 +64,8 @@ class Norm(DeclaredModule):
     """A line for a run's record where the recipe has no value for this width; usually empty."""
     offset: float = 0.0
     """Number that is added to the stored gain."""
+    contiguous: bool = False
+    """Whether the result is contiguous whatever the input is, as that of the norm that this one replaced."""
 
     def __init__(self, dim: int, *, affine: bool = True, axis: int = -1) -> None:
         super().__init__()
@@ -164,7 +166,8 @@ class Norm(DeclaredModule):
             )
         rows = x.movedim(self.axis, -1)
         y = self.fused(rows) if self.takes_fused(x) else self._apply_formula(rows)
-        return y.movedim(-1, self.axis)
+        y = y.movedim(-1, self.axis)
+        return y.contiguous() if self.contiguous else y
 
     def function(self) -> NormFunction:
         """Return the operator's function at its present parameters, as a gain and a bias around a statistic."""
