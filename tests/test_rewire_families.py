@@ -19,7 +19,7 @@ from huggingface_families import DECODERS, ENCODERS, build_family, first_output 
 from huggingface_hosts import TOKENS, gradients, moved  # noqa: E402
 from siamesenorm import rewire  # noqa: E402
 
-REPRESENTATIVES = ("granite", "phi", "gpt-oss", "gptj", "opt", "bloom", "falcon", "vit", "roberta-prelayernorm")
+REPRESENTATIVES = ("granite", "phi", "gptj", "bloom", "falcon", "vit")
 PARALLEL = ("phi", "stablelm-parallel", "gptj", "codegen", "falcon", "falcon-two-norms", "cohere", "cohere2")
 TWO_NORMS = ("falcon-two-norms",)
 """Families whose parallel sublayers keep their norms: a norm of a norm differs by its eps."""

@@ -136,10 +136,9 @@ def test_a_subclass_is_taken_for_what_it_computes() -> None:
             super().forward(*args, **kwargs)
             return super().forward(*args, **kwargs)
 
-    class ShiftedModel(backbone):  # type: ignore[misc, valid-type]
+    class RawModel(backbone):  # type: ignore[misc, valid-type]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            blocks = list(self.layers)
-            hook = blocks[0].register_forward_hook(lambda block, inputs, output: output + inputs[0].mean())
+            hook = self.norm.register_forward_hook(lambda norm, inputs, output: output + inputs[0])
             try:
                 return super().forward(*args, **kwargs)
             finally:
@@ -157,7 +156,22 @@ def test_a_subclass_is_taken_for_what_it_computes() -> None:
             expected = logits(model)
             rewire(model, "siamese-post-pre:normalized_input=false")
             assert torch.equal(logits(model), expected)
-    for kind, told in ((TwiceModel, "runs 2 times in one forward"), (ShiftedModel, "is not all that follows")):
+
+    class DampedModel(backbone):  # type: ignore[misc, valid-type]
+        """With one stream the hook is part of the loop, with two it acts on both."""
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            hook = self.layers[1].register_forward_pre_hook(lambda block, inputs: (inputs[0] + 1.0, *inputs[1:]))
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                hook.remove()
+
+    for kind, told in (
+        (TwiceModel, "runs 2 times in one forward"),
+        (RawModel, "is not all that follows"),
+        (DampedModel, "is not all that uses the streams: with siamese"),
+    ):
         model = build_host("llama")
         model.model.__class__ = kind
         with pytest.raises(UserError, match=told):

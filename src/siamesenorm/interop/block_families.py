@@ -30,7 +30,7 @@ Part = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class Layout:
     """The modules of a block by their paths: "a|b" is one of the two, "a?" may be absent, and None counts as absent.
 
     A connection replaces `attention_norm` and `mlp_norm`; the modules of a chain follow. Without one, the first module
@@ -52,12 +52,12 @@ class Form:
     refusal: str | None = None
 
 
-def _sequential(attention_norm: str, attention: str, mlp_norm: str, mlp: str, **options: Any) -> Form:
-    return Form(attention_norm=attention_norm, attention=attention, mlp_norm=mlp_norm, mlp=mlp, **options)
+def _sequential(attention_norm: str, attention: str, mlp_norm: str, mlp: str, **options: Any) -> Layout:
+    return Layout(attention_norm=attention_norm, attention=attention, mlp_norm=mlp_norm, mlp=mlp, **options)
 
 
-def _parallel(norm: str, attention: str, mlp: str, **options: Any) -> Form:
-    return Form(attention_norm=norm, attention=attention, mlp_norm="", mlp=mlp, parallel=True, **options)
+def _parallel(norm: str, attention: str, mlp: str, **options: Any) -> Layout:
+    return Layout(attention_norm=norm, attention=attention, mlp_norm="", mlp=mlp, parallel=True, **options)
 
 
 POST_NORM = "which are Post-Norm: a norm of the sum comes after each addition"
@@ -167,7 +167,7 @@ def recognise(block: nn.Module) -> BlockSpec | None:
     return next((spec for spec in specs if spec is not None), None)
 
 
-def _match(form: Form, block: nn.Module) -> BlockSpec | None:
+def _match(form: Layout, block: nn.Module) -> BlockSpec | None:
     """Return the specification of a block if it has the parts of a form, and no further ones with parameters."""
     every = (form.attention_norm, form.attention, form.mlp_norm, form.mlp, form.joint, form.output_norms)
     try:

@@ -15,7 +15,7 @@ from siamesenorm.interop import wiring
 from siamesenorm.interop.converted_models import record_step, refuse_unsavable
 from siamesenorm.interop.find_blocks import find_blocks
 from siamesenorm.interop.rewired_blocks import BlockStack, RewiredBlock
-from siamesenorm.interop.verify import verify
+from siamesenorm.interop.verify import confirm, verify
 from siamesenorm.interop.wiring import FROM_SCRATCH, HostNorms
 from siamesenorm.models.conversion import convert, converted_config
 from siamesenorm.models.language import LanguageModel
@@ -79,6 +79,8 @@ def rewire(
                 f"{topology_name(resolved)} on {stack.name}, which no norm of every token follows: the sum of its "
                 f"streams has another scale; use attnres, which keeps it, or {FROM_SCRATCH}"
             )
+        if not differences:
+            confirm(model, stack, resolved, operator, inputs)
     elif resolved.attention_norm == "qkv-head":
         # Of the host's operator and eps, whatever the operator of the residual path.
         eps = {} if old.first.eps is None else {"eps": old.first.eps}

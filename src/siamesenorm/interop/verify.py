@@ -19,8 +19,9 @@ from siamesenorm.interop.find_blocks import find_blocks
 from siamesenorm.interop.rewired_blocks import BlockSpec, BlockStack
 from siamesenorm.interop.shadow import awake_copy, small_inputs, undisturbed
 from siamesenorm.models.block import ResidualPath
+from siamesenorm.norms import NormSpec
 from siamesenorm.norms.foreign_norms import looks_like_norm
-from siamesenorm.topologies import Streams, build_topology
+from siamesenorm.topologies import Streams, Topology, build_topology, topology_name
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 _VERIFIED: set[int] = set()
@@ -87,15 +88,43 @@ def verify(model: nn.Module, stack: BlockStack, inputs: Mapping[str, Any] | None
         for index, (block, call, wanted) in enumerate(zip(blocks, calls, expected, strict=True)):
             _compare(f"{stack.name}.{index} ({type(stack.blocks[index]).__name__})", block, call, wanted, stack.spec)
         after = _attempt(shadow, given, "these inputs once rewired")
+    _refuse_other_outputs(
+        before,
+        after,
+        f"{stack.final_norm or 'nothing'} is not all that follows {stack.name}: with its blocks and this norm",
+    )
+    _VERIFIED.add(structure)
+
+
+def confirm(model: nn.Module, stack: BlockStack, topology: Topology, norm: NormSpec, inputs: Any = None) -> None:
+    """Raise UserError unless a copy that was rewired to `topology`, where that is exact, has the model's outputs."""
+    structure = hash((_fingerprint(model, stack), repr(topology), repr(norm)))
+    if inputs is None and structure in _VERIFIED:
+        return
+    with undisturbed(model):
+        shadow = awake_copy(model)
+        given = small_inputs(shadow, stack.name) if inputs is None else dict(inputs)
+        before = _outputs(shadow(**given or {}))
+        other = find_blocks(shadow)
+        old = wiring.read_norms(shadow, other)
+        path = wiring.build_parts(other, topology, norm, old)
+        wiring.init_as_pre_norm(path, other, old)
+        wiring.install(shadow, other, path, topology, attention_norm=None, preserve=True)
+        after = _attempt(shadow, given or {}, f"small inputs with {topology_name(topology)}")
+    _refuse_other_outputs(
+        before, after, f"{stack.name} is not all that uses the streams: with {topology_name(topology)}"
+    )
+    _VERIFIED.add(structure)
+
+
+def _refuse_other_outputs(before: list[Tensor], after: list[Tensor], what: str) -> None:
+    """Raise UserError unless the outputs are the same up to rounding."""
     same = [(one, host) for one, host in zip(after, before, strict=True) if one.shape == host.shape]
     difference = max((_difference(one, host, host) for one, host in same), default=0.0)
-    if len(same) < len(before) or difference > 3 * TOLERANCE[before[0].dtype.itemsize]:
-        off = f"is off by {difference:.2g} of its size" if len(same) == len(before) else "has another shape"
-        raise UserError(
-            f"{stack.final_norm or 'nothing'} is not all that follows {stack.name}: the output of "
-            f"{type(model).__name__} {off} where its blocks and this norm alone use the stream; see docs/rewire.md"
-        )
-    _VERIFIED.add(structure)
+    if len(same) < len(before):
+        raise UserError(f"{what} an output has another shape; see docs/rewire.md")
+    if difference > 3 * TOLERANCE[before[0].dtype.itemsize] * (1 if before[0].dtype.itemsize > 2 else 3):
+        raise UserError(f"{what} the output is off by {difference:.2g} of its size; see docs/rewire.md")
 
 
 def _fingerprint(model: nn.Module, stack: BlockStack) -> int:
