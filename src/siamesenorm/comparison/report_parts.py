@@ -22,6 +22,8 @@ SIGNS = {
     "confirmed higher": ("✓", "bad"),
     "diverged on a seed": ("–", "bad"),
     "edge": ("!", "warn"),
+    "confirmed": ("✓", "good"),
+    "contradicted": ("✕", "bad"),
 }
 """The mark beside a word of each kind, so that no meaning is in a colour alone, and its tone."""
 NEUTRAL = ("–", "")

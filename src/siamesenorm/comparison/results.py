@@ -57,7 +57,8 @@ class RunResult(PlannedRun):
     """One run of a plan: what was run, how it ended, what it reached and what it cost.
 
     `held_out` has the metrics of the last validation by name, `first_held_out` those before the first step; `facts` is
-    the first record of the run, which describes its model, data and metrics; `streams` those of the stream monitor.
+    the first record of the run, which describes its model, data and metrics; `streams` are those of the stream monitor,
+    `evaluations` those of its trained weights.
     """
 
     path: Path
@@ -75,6 +76,7 @@ class RunResult(PlannedRun):
     losses: Curve = field(repr=False)
     gradient_norms: Curve = field(repr=False)
     streams: tuple[Record, ...] = field(default=(), repr=False)
+    evaluations: tuple[Record, ...] = field(default=(), repr=False)
     facts: Record = field(repr=False)
     config: Record = field(repr=False)
     environments: tuple[Record, ...] = field(repr=False)
@@ -233,6 +235,7 @@ def read_run(path: Path, planned: PlannedRun | None = None) -> RunResult:
             losses=losses,
             gradient_norms=_curve(train, "gradient_norm"),
             streams=tuple(of_kind["streams"]),
+            evaluations=tuple(read_metrics(directory.evaluations_file)) if directory.evaluations_file.exists() else (),
             facts=facts,
             config=config.to_json(),
             environments=tuple(environments),

@@ -41,6 +41,7 @@ class RunGrid:
         shape: Position in the shapes of the scale; the template's own if None.
         length: Factor on the number of steps.
         warmup: Whether there is a warm-up.
+        evaluations: Names of what is evaluated on the runs that have weights.
     """
 
     name: str = ""
@@ -53,6 +54,7 @@ class RunGrid:
     shape: int | None = None
     length: float = 1.0
     warmup: bool = True
+    evaluations: tuple[str, ...] = ()
 
     @property
     def directory(self) -> str:

@@ -39,7 +39,13 @@ ITEMS: dict[str, Item] = {
             grids=(
                 RunGrid(name="three rates", methods=TABLE_1),
                 RunGrid(name="3.5 times the steps", methods=("pre", "dhc-2", "siamese"), rates=(2,), length=3.5),
-                RunGrid(name="evaluated", methods=("pre", "dhc-2", "siamese"), rates=(1,), weighted=True),
+                RunGrid(
+                    name="evaluated",
+                    methods=("pre", "dhc-2", "siamese"),
+                    rates=(1,),
+                    weighted=True,
+                    evaluations=("perplexity", "multiple-choice"),
+                ),
             ),
         ),
         Item(
@@ -76,7 +82,7 @@ ITEMS: dict[str, Item] = {
             title="magnitude of the hidden state by depth, and loss curves, with a normalised embedding beside them",
             published="At the high learning rate, Pre-Norm's hidden state grows with depth by orders of magnitude. "
             "With an RMSNorm on the embedding the profile is nearly flat, and the perplexity 0.4 higher.",
-            grids=(RunGrid(methods=("pre", "pre-embednorm", "siamese"), rates=(1,), weighted=True),),
+            grids=(RunGrid(methods=("pre", "pre-embednorm", "siamese"), rates=(1,), weighted=True, evaluations=("hidden-magnitude",)),),
         ),
         Item(
             name="figure5",
@@ -93,7 +99,7 @@ ITEMS: dict[str, Item] = {
             published="Both streams keep a significant share of the input of most sublayers. At the end the HybridNorm "
             "stream has the larger weight (1.05 against 0.42), and its prediction agrees with the model's more often "
             "(42.6 % against 16.2 %).",
-            grids=(RunGrid(methods=("siamese", "siamese-post-pre"), rates=(1,), weighted=True),),
+            grids=(RunGrid(methods=("siamese", "siamese-post-pre"), rates=(1,), weighted=True, evaluations=("stream-share", "fusion", "logit-lens")),),
         ),
         Item(
             name="figure8",
@@ -119,7 +125,7 @@ ITEMS: dict[str, Item] = {
             title="the loss without a block, by depth",
             published="Removing deep layers of Pre-Norm costs little; removing those of SiameseNorm costs much: they "
             "are used.",
-            grids=(RunGrid(methods=("pre", "siamese"), rates=(1,), weighted=True),),
+            grids=(RunGrid(methods=("pre", "siamese"), rates=(1,), weighted=True, evaluations=("pruning",)),),
         ),
         Item(
             name="moe",
@@ -206,6 +212,8 @@ ITEMS: dict[str, Item] = {
                 RunGrid(name="league", methods=LEAGUE, chosen=True,
                      headline=("pre", CONTROL, "siamese", "siamese-post-pre", "pre + seednorm")),
                 RunGrid(name="deeper", methods=LEAGUE_DEEPER, chosen=True, shape=2),
+                *(RunGrid(name=name, methods=("pre",), rates=(1,), length=length)
+                  for name, length in (("half the steps", 0.5), ("twice the steps", 2.0), ("4 times the steps", 4.0))),
             ),
         ),
     )
