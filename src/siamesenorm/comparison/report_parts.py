@@ -24,6 +24,9 @@ SIGNS = {
     "edge": ("!", "warn"),
     "confirmed": ("✓", "good"),
     "contradicted": ("✕", "bad"),
+    "below noise": ("↓", "good"),
+    "inside noise": ("≈", ""),
+    "above noise": ("↑", "bad"),
 }
 """The mark beside a word of each kind, so that no meaning is in a colour alone, and its tone."""
 NEUTRAL = ("–", "")

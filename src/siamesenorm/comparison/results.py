@@ -108,6 +108,16 @@ class RunResult(PlannedRun):
         return math.isfinite(self.score)
 
     @property
+    def trailing_losses(self) -> dict[int, float]:
+        """The mean training loss over the tenth of the planned steps that ends at each step, up to a non-finite one."""
+        finite = np.isfinite(self.losses.values)
+        count = len(finite) if finite.all() else int(np.argmin(finite))
+        width = _final_steps(self.steps)
+        sums = np.concatenate([[0.0], np.cumsum(self.losses.values[:count])])
+        means = (sums[width:] - sums[:-width]) / width
+        return dict(zip(self.losses.steps[width - 1 : count].astype(int).tolist(), means.tolist(), strict=True))
+
+    @property
     def floor(self) -> float | None:
         """The loss of a model that has learned nothing, where it is known."""
         return self.facts.get("floor")
@@ -314,4 +324,8 @@ def _final_mean(losses: Curve, steps: int) -> float | None:
     """Return the mean over the last tenth of the planned steps, or None where the run did not get to its end."""
     if not len(losses.steps) or losses.steps[-1] < steps:
         return None
-    return float(np.mean(losses.values[losses.steps > steps - max(1, math.floor(FINAL_FRACTION * steps))]))
+    return float(np.mean(losses.values[losses.steps > steps - _final_steps(steps)]))
+
+
+def _final_steps(steps: int) -> int:
+    return max(1, math.floor(FINAL_FRACTION * steps))

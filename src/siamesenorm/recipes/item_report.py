@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from siamesenorm.analysis import available_analyses
 from siamesenorm.comparison import comparison_report, formatting
-from siamesenorm.comparison.analysis_figures import analysis_figures
 from siamesenorm.comparison.comparison_tables import (
     METHOD,
     against_baselines,
@@ -36,7 +34,6 @@ from siamesenorm.comparison.report_parts import (
     Table,
     statements,
 )
-from siamesenorm.comparison.results import ExperimentResults
 from siamesenorm.recipes.claims import MEASURES, Cell, ClaimOutcome, JudgedClaim
 from siamesenorm.recipes.item_results import ItemResults
 from siamesenorm.recipes.league import league_sections
@@ -188,9 +185,6 @@ def item_figures(results: ItemResults, findings: dict[str, Findings]) -> Iterato
         for rate in grid.learning_rates(results.item.workload(grid, results.scale)):
             for figure in curve_figures(each, rate):
                 yield _renamed(figure, grid.directory)
-        for analysis in grid.evaluations:
-            records = _newest(each.results, analysis) if analysis in available_analyses() else {}
-            yield from analysis_figures(records) if records else ()
 
 
 def _renamed(figure: Figure, place: str) -> Figure:
@@ -201,16 +195,6 @@ def _renamed(figure: Figure, place: str) -> Figure:
         alternative=figure.alternative,
         draw=figure.draw,
     )
-
-
-def _newest(results: ExperimentResults, analysis: str) -> dict[str, dict[str, object]]:
-    """Return the newest record of an analysis by method, on the first seed that has one."""
-    found: dict[str, dict[str, object]] = {}
-    for run in results.runs:
-        records = [dict(each) for each in run.evaluations if each["evaluation"] == analysis]
-        if records:
-            found.setdefault(run.method, records[-1])
-    return found
 
 
 def scale_table(results: ItemResults) -> Table:

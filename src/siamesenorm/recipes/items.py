@@ -204,6 +204,13 @@ ITEMS: dict[str, Item] = {
             grids=(RunGrid(domain="images", methods=HEADS, rates=(1,)),),
         ),
         Item(
+            name="seednorm-convnext",
+            paper="SeeDNorm, ConvNeXt",
+            title="SeeDNorm, DyT and LayerNorm in a convolutional network",
+            published="ConvNeXt-B on ImageNet: 83.7 % with each of SeeDNorm, DyT and LayerNorm.",
+            grids=(RunGrid(domain="convnext", methods=VISION, chosen=True),),
+        ),
+        Item(
             name="league",
             paper="every topology",
             title="all topologies, each at its own best learning rate, and six of them at a second depth",

@@ -91,7 +91,7 @@ def _row(
     first = [run for run in league.runs_of(choice.method) if run.part == "selection" and run.complete]
     stable = [run for run in first if run.word not in (DIVERGED, NOT_LEARNED)]
     more = (choice.selection.parameters or 0) / (pre.selection.parameters or 1) - 1
-    sign = {Bound.EXACT: "", Bound.AT_LEAST: "≥ ", Bound.AT_MOST: "≤ "}[speedup.bound] if speedup else ""
+    sign = f"{speedup.bound} " if speedup and speedup.bound is not Bound.EXACT else ""
     return (
         Entry(choice.method),
         Entry(formatting.rate(choice.learning_rate), None if choice.edge is None else Pill("edge", choice.edge)),
