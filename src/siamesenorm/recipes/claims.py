@@ -1,7 +1,7 @@
 """Claims of the papers as declared comparisons, and what our runs say of each: a signed sum over paired seeds.
 
-A claim is `sum_i c_i m(cell_i)` of a measure m, and the sign that the paper reports. With one interval for all claims of
-an item (Holm), it is confirmed where the interval excludes zero on the paper's side, contradicted where on the other.
+A claim is `sum_i c_i m(cell_i)` of a measure m, and the sign that the paper reports. Its interval is widened for all
+claims of an item (Holm): it is confirmed where that excludes zero on the paper's side, contradicted where on the other.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def task_accuracy(run: RunResult, task: str = "") -> float | None:
     results = evaluated(run, "multiple-choice")
     if results is None or (task and task not in results):
         return None
-    return 100 * (results[task][results[task]["primary"]] if task else results["average"])
+    return 100 * float(results[task][results[task]["primary"]] if task else results["average"])
 
 
 def magnitude_growth(run: RunResult) -> float | None:
@@ -183,10 +183,10 @@ def magnitude_growth(run: RunResult) -> float | None:
 def stream_difference(run: RunResult, analysis: str, quantity: str) -> float | None:
     """Return the value of the bounded stream minus that of the identity stream in a record by stream."""
     found = (evaluated(run, analysis) or {}).get(quantity) or {}
-    values = [found.get(name) for name in ("bounded", "identity")]
-    if isinstance(values[0], dict):
-        values = [each["agreement"][-1] for each in values if isinstance(each, dict)]
-    return values[0] - values[1] if len(values) == 2 and None not in values else None  # type: ignore[operator]
+    bounded, identity = (
+        each["agreement"][-1] if isinstance(each, dict) else each for each in map(found.get, ("bounded", "identity"))
+    )
+    return None if bounded is None or identity is None else float(bounded - identity)
 
 
 def pruning_harm(run: RunResult) -> float | None:

@@ -106,6 +106,17 @@ class RunGrid:
             for seed, rate, method in runs
         ]
 
+    def expected_runs(self, workload: Workload, template: RunConfig) -> Iterator[Planned]:
+        """Yield the runs; where rates are chosen, the middle one stands in for those that will be."""
+        if not self.chosen:
+            yield from self.given_runs(workload, template)
+            return
+        rates = self.learning_rates(workload)
+        yield from SweepGrid(methods=self.methods, learning_rates=rates, control=False).selection_runs(template)
+        for method in self.methods:
+            for seed in self.reported(workload, HEADLINE if method in self.headline else REPORTED):
+                yield planned_run(template, method, rates[len(rates) // 2], seed, Part.REPORT)
+
     def reported(self, workload: Workload, seeds: tuple[int, ...] = REPORTED) -> tuple[int, ...]:
         """Return the seeds on which methods are reported whose rate is chosen: none where a scale has a single seed."""
         return seeds if len(workload.seeds) > 1 else ()

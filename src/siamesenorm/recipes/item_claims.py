@@ -71,11 +71,16 @@ def _table3() -> Iterator[Claim]:
 def _depth() -> Iterator[Claim]:
     for shape in SHAPES:
         yield against(f"SiameseNorm is better than Pre-Norm, {shape}", "siamese", "pre", grid=shape, rate=1)
-    gain = ((1.0, "siamese", "deepest"), (-1.0, "pre", "deepest"), (-1.0, "siamese", "shallow"), (1.0, "pre", "shallow"))
+    gain = {
+        ("siamese", "deepest"): 1.0,
+        ("pre", "deepest"): -1.0,
+        ("siamese", "shallow"): -1.0,
+        ("pre", "shallow"): 1.0,
+    }
     yield Claim(
         text="SiameseNorm's gain over Pre-Norm grows from the shallowest to the deepest model",
         measure="loss",
-        terms=tuple((factor, Cell(method, grid, 1)) for factor, method, grid in gain),
+        terms=tuple((factor, Cell(method, grid, 1)) for (method, grid), factor in gain.items()),
         sign=-1,
     )
     yield Claim(
@@ -126,22 +131,27 @@ def _seednorm() -> Iterator[tuple[str, Claim]]:
         yield "seednorm-activation", higher(text, f"{seednorm}:activation={activation}", seednorm, rate=1)
     for other in ("layernorm", "dyt"):
         text = f"SeeDNorm is better than {other} in image classification"
-        yield "seednorm-vision", higher(
-            text, seednorm, f"pre + {other}", grid="classification", measure="accuracy"
-        )
-    yield "seednorm-vision", against(
-        "SeeDNorm is better than LayerNorm in masked autoencoding",
-        seednorm,
-        "pre + layernorm",
-        grid="masked autoencoding",
-        published=("accuracy", "% accuracy after fine-tuning", -1.0),
+        yield "seednorm-vision", higher(text, seednorm, f"pre + {other}", grid="classification", measure="accuracy")
+    yield (
+        "seednorm-vision",
+        against(
+            "SeeDNorm is better than LayerNorm in masked autoencoding",
+            seednorm,
+            "pre + layernorm",
+            grid="masked autoencoding",
+            published=("accuracy", "% accuracy after fine-tuning", -1.0),
+        ),
     )
     for heads in (1, 8, 32):
         text = f"16 heads are better than {heads} in image classification"
-        yield "seednorm-heads", higher(
-            text, f"{seednorm}:heads=16", f"{seednorm}:heads={heads}", rate=1, measure="accuracy"
+        yield (
+            "seednorm-heads",
+            higher(text, f"{seednorm}:heads=16", f"{seednorm}:heads={heads}", rate=1, measure="accuracy"),
         )
-    yield "league", against("SiameseNorm is better than Pre-Norm, each at its best rate", "siamese", "pre", grid="league")
+    yield (
+        "league",
+        against("SiameseNorm is better than Pre-Norm, each at its best rate", "siamese", "pre", grid="league"),
+    )
     text = "SeeDNorm is better than RMSNorm, each at its best rate"
     yield "league", against(text, seednorm, "pre", grid="league")
 

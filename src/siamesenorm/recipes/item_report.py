@@ -74,7 +74,7 @@ def item_report(results: ItemResults, *, title: str = "") -> Report:
     return Report(
         title=title or f"{item.paper}: {item.title}",
         subject=(f"Published: {item.published}", comparison_report.data_sentence(first), *here),
-        sections={name: block for name, block in sections.items() if not (isinstance(block, Table) and not block.groups)},
+        sections={title: block for title, block in sections.items() if getattr(block, "groups", True)},
         records={f"{results.grid(name).directory}.csv": runs_csv(each) for name, each in results.grids.items()},
     )
 
@@ -145,7 +145,8 @@ def published_table(results: ItemResults, findings: dict[str, Findings]) -> Tabl
         for position in positions:
             rows = [row for m in grid.methods if (row := find_published(results.item.name, name, m, position))]
             if rows:
-                at = "own best rate" if position is None else f"learning rate {formatting.rate(workload.rates[position])}"
+                given = "" if position is None else formatting.rate(workload.rates[position])
+                at = f"learning rate {given}" if given else "own best rate"
                 title = ", ".join(filter(None, (name, f"{at} here; {rows[0].setting} in the paper")))
                 groups.append(RowGroup(title, tuple(_published_row(results, row) for row in rows)))
     return Table("Published and ours", columns, tuple(groups))

@@ -84,3 +84,16 @@ def read_item(directory: Path) -> ItemResults:
     if not grids:
         raise UserError(f"no run of {item.name} has started in {directory}: train it before the report")
     return ItemResults(item=item, scale=scale, path=directory, grids=grids, costs=costs)
+
+
+def read_costs(file: Path) -> dict[str, float]:
+    """Return the step times over Pre-Norm's, with plain operators, of a file of `benchmarks/topology_cost.py`."""
+    try:
+        rows = decode_json(file.read_bytes())["rows"]
+        return {
+            row["topology"]: float(row["step_to_pre"]["median"])
+            for row in rows
+            if row["candidate"] == "plain" and row.get("step_to_pre")
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} has no costs of topologies ({error!r}): give benchmarks/topology_cost.json") from error

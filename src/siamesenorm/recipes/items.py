@@ -82,7 +82,14 @@ ITEMS: dict[str, Item] = {
             title="magnitude of the hidden state by depth, and loss curves, with a normalised embedding beside them",
             published="At the high learning rate, Pre-Norm's hidden state grows with depth by orders of magnitude. "
             "With an RMSNorm on the embedding the profile is nearly flat, and the perplexity 0.4 higher.",
-            grids=(RunGrid(methods=("pre", "pre-embednorm", "siamese"), rates=(1,), weighted=True, evaluations=("hidden-magnitude",)),),
+            grids=(
+                RunGrid(
+                    methods=("pre", "pre-embednorm", "siamese"),
+                    rates=(1,),
+                    weighted=True,
+                    evaluations=("hidden-magnitude",),
+                ),
+            ),
         ),
         Item(
             name="figure5",
@@ -99,7 +106,14 @@ ITEMS: dict[str, Item] = {
             published="Both streams keep a significant share of the input of most sublayers. At the end the HybridNorm "
             "stream has the larger weight (1.05 against 0.42), and its prediction agrees with the model's more often "
             "(42.6 % against 16.2 %).",
-            grids=(RunGrid(methods=("siamese", "siamese-post-pre"), rates=(1,), weighted=True, evaluations=("stream-share", "fusion", "logit-lens")),),
+            grids=(
+                RunGrid(
+                    methods=("siamese", "siamese-post-pre"),
+                    rates=(1,),
+                    weighted=True,
+                    evaluations=("stream-share", "fusion", "logit-lens"),
+                ),
+            ),
         ),
         Item(
             name="figure8",
@@ -115,8 +129,11 @@ ITEMS: dict[str, Item] = {
             title="training without a warm-up of the learning rate",
             published="SiameseNorm trains without any warm-up.",
             grids=(
-                RunGrid(methods=("pre", "post", "hybridnorm", "deepnorm", "siamese-post-pre", "siamese"), rates=(1,),
-                     warmup=False),
+                RunGrid(
+                    methods=("pre", "post", "hybridnorm", "deepnorm", "siamese-post-pre", "siamese"),
+                    rates=(1,),
+                    warmup=False,
+                ),
             ),
         ),
         Item(
@@ -156,10 +173,16 @@ ITEMS: dict[str, Item] = {
             published="OLMoE of 1.3 B parameters on 500 B tokens: loss 2.900 with SeeDNorm, 2.922 with RMSNorm, 2.968 "
             "with DyT; OLMo 2 of 1 B: 2.879 against 2.884.",
             grids=(
-                RunGrid(name="mixture of experts", domain="olmoe", methods=SEEDNORM, chosen=True,
-                     headline=("pre", "pre + seednorm")),
-                RunGrid(name="dense", domain="olmo2", methods=SEEDNORM, chosen=True,
-                     headline=("pre", "pre + seednorm")),
+                RunGrid(
+                    name="mixture of experts",
+                    domain="olmoe",
+                    methods=SEEDNORM,
+                    chosen=True,
+                    headline=("pre", "pre + seednorm"),
+                ),
+                RunGrid(
+                    name="dense", domain="olmo2", methods=SEEDNORM, chosen=True, headline=("pre", "pre + seednorm")
+                ),
             ),
         ),
         Item(
@@ -179,8 +202,10 @@ ITEMS: dict[str, Item] = {
             grids=(
                 RunGrid(
                     domain="olmoe",
-                    methods=("pre + seednorm", *(f"pre + seednorm:activation={name}" for name in
-                                                 ("sigmoid", "hardtanh", "gelu", "silu"))),
+                    methods=(
+                        "pre + seednorm",
+                        *(f"pre + seednorm:activation={name}" for name in ("sigmoid", "hardtanh", "gelu", "silu")),
+                    ),
                     rates=(1,),
                 ),
             ),
@@ -216,15 +241,21 @@ ITEMS: dict[str, Item] = {
             title="all topologies, each at its own best learning rate, and six of them at a second depth",
             published="No paper compares all of these at a learning rate of their own.",
             grids=(
-                RunGrid(name="league", methods=LEAGUE, chosen=True,
-                     headline=("pre", CONTROL, "siamese", "siamese-post-pre", "pre + seednorm")),
+                RunGrid(
+                    name="league",
+                    methods=LEAGUE,
+                    chosen=True,
+                    headline=("pre", CONTROL, "siamese", "siamese-post-pre", "pre + seednorm"),
+                ),
                 RunGrid(name="deeper", methods=LEAGUE_DEEPER, chosen=True, shape=2),
-                *(RunGrid(name=name, methods=("pre",), rates=(1,), length=length)
-                  for name, length in (("half the steps", 0.5), ("twice the steps", 2.0), ("4 times the steps", 4.0))),
+                *(
+                    RunGrid(name=name, methods=("pre",), rates=(1,), length=length)
+                    for name, length in (("half the steps", 0.5), ("twice the steps", 2.0), ("4 times the steps", 4.0))
+                ),
             ),
         ),
     )
-}  # fmt: skip
+}
 """Items by name, in the order of the papers."""
 
 

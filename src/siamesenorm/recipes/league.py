@@ -52,7 +52,7 @@ def league_sections(results: ItemResults) -> dict[str, Block]:
 
 
 def budget_curve(results: ItemResults) -> dict[float, float]:
-    """Return Pre-Norm's mean held-out loss by compute, in steps: its own run in the league and those of other lengths."""
+    """Return Pre-Norm's mean held-out loss by compute, in steps: that in the league, and of its runs of other lengths."""
     league, curve = results.grids[LEAGUE], {}
     for name, each in results.grids.items():
         grid = results.grid(name)
@@ -115,9 +115,9 @@ def _definitions(band: tuple[float, float] | None, curve: dict[float, float]) ->
     between = f"between {band[0]:.4f} and {band[1]:.4f} here" if band else "not known before two seeds have ended"
     points = ", ".join(f"{steps:g} steps {loss:.4f}" for steps, loss in curve.items())
     return {
-        "Order": "By mean held-out loss. Neighbours are not shown to differ; the tests are against the baselines below.",
+        "Order": "By mean held-out loss. Neighbours are not shown to differ; tests against the baselines are below.",
         "Noise": f"The interval in which the loss of one more run of Pre-Norm falls, {between}.",
-        "Speedup": f"From Pre-Norm's own losses by number of steps ({points}), interpolated in their logarithms. A loss "
-        "outside of them gives a bound.",
+        "Speedup": f"From Pre-Norm's own losses by number of steps ({points}), interpolated in their logarithms. A "
+        "loss outside of them gives a bound.",
         "Step": "Measured apart from the runs, on one thread of a CPU with plain operators; kernels on a GPU differ.",
     }
