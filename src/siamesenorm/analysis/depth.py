@@ -128,7 +128,7 @@ def _changes(held_out: HeldOut, path: PathParts) -> dict[str, Any]:
     first = {next(n for n in path.connections if n.startswith(f"{name}.")): i for i, name in enumerate(names)}
     earlier: dict[str, Tensor] = {}
 
-    def compare(index: int, streams: dict[str, Tensor]) -> None:
+    def compare(index: int, streams: dict[str, Tensor], *, at_end: bool = False) -> None:
         for stream, x in streams.items():
             before = earlier.get(stream)
             if index and before is not None and before.shape == x.shape:
@@ -136,15 +136,16 @@ def _changes(held_out: HeldOut, path: PathParts) -> dict[str, Any]:
                 values.add((stream, str(index - 1), "influence"), 1 - cosine.mean())
                 values.add((stream, str(index - 1), "angle"), cosine.clamp(-1, 1).arccos().mean() / torch.pi)
         earlier.clear()
-        earlier.update(streams)
+        if not at_end:
+            earlier.update(streams)
 
     def observe(name: str, before: Streams, h: Tensor, after: Streams) -> None:
         if name in first:
             compare(first[name], name_streams(after, path.topology.name_streams, h))
 
     with ExitStack() as contexts:
-        for closing in path.closings:
-            contexts.enter_context(replaced(closing, "forward", _ending(closing, path, compare, len(names))))
+        for closing, count in zip(path.closings, path.ends, strict=True):
+            contexts.enter_context(replaced(closing, "forward", _ending(closing, path, compare, count)))
         with observed_reads(path.connections, observe):
             held_out.run()
     found = values.fetch()
@@ -162,7 +163,7 @@ def _ending(closing: Any, path: PathParts, compare: Any, count: int) -> Any:
     def close(streams: Streams) -> Tensor:
         hidden: Tensor = forward(streams)
         if len(streams) >= len(path.topology.stream_names):
-            compare(count, name_streams(streams, path.topology.name_streams, hidden))
+            compare(count, name_streams(streams, path.topology.name_streams, hidden), at_end=True)
         return hidden
 
     return close

@@ -113,6 +113,13 @@ class PathParts:
         closings = tuple(probe.module for probe in plan.probes if isinstance(probe, ClosingProbe))
         return cls(topology=topology, blocks=plan.blocks, connections=connections, closings=closings)  # type: ignore[arg-type]
 
+    @property
+    def ends(self) -> list[int]:
+        """The number of blocks before each closing."""
+        stacks = [name.rpartition(".")[0] for name in self.blocks]
+        changes = [count for count in range(1, len(stacks)) if stacks[count] != stacks[count - 1]]
+        return [*changes, len(stacks)]
+
     def connections_of(self, block: str) -> list[Connection]:
         """Return the connections of one block."""
         return [connection for name, connection in self.connections.items() if name.startswith(f"{block}.")]

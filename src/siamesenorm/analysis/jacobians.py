@@ -82,7 +82,7 @@ class Jacobians(Analysis):
         """Return the spectra and the differences from the identity."""
         model = in_double(held_out.model)
         path = PathParts.of(model)
-        with torch.autocast("cpu", enabled=False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        with torch.autocast("cpu", enabled=False), torch.no_grad():
             transitions = find_transitions(model, path, *first_inputs(held_out, self.tokens))
             for each in transitions:
                 self._require_size(sum(x[:, : self.tokens].numel() for x in each.state))
@@ -92,7 +92,7 @@ class Jacobians(Analysis):
             "blocks": len(path.blocks),
             "sublayers": [each.name for each in transitions],
             **_spectra(matrices),
-            "to_end": _products(matrices),
+            "to_end": _products(matrices, [stack_of(each.name) for each in transitions]),
             "streams": _diagonal(path.topology, transitions, matrices, self.tokens),
             "identity": _largest_by_name([found for found in identity if found]),
         }
@@ -219,8 +219,8 @@ def find_transitions(
     for index, (name, connection) in enumerate(connections):
         state, settle = states[connection], None
         if isinstance(connection, BoundaryConnection) and not isinstance(path.topology, SpanNorm):
-            following = connections[index + 1][1] if index + 1 < len(connections) else None
-            settle = following.post_norm if isinstance(following, BoundaryConnection) else _last_settle(path)
+            following = next((c for n, c in connections[index + 1 :] if stack_of(n) == stack_of(name)), None)
+            settle = following.post_norm if isinstance(following, BoundaryConnection) else _last_settle(path, name)
             state = (connection.post_norm(state[0]), *state[1:])
         found.append(
             Transition(name=name, connection=connection, sublayer=sublayers[connection], state=state, settle=settle)
@@ -232,12 +232,19 @@ def _output(sublayer: nn.Module, context: Any, h: Tensor) -> Tensor:
     return split_losses(sublayer(h, context))[0]
 
 
-def _last_settle(path: PathParts) -> nn.Module:
+def _last_settle(path: PathParts, name: str) -> nn.Module:
     """Return the closing's post-norm where it follows the last addition, as the first read of a later block has one."""
-    (closing, *_), names = path.closings, list(path.blocks)
-    later = path.connections_of(names[-1])[0] if len(names) > 1 else None
+    stacks = list(dict.fromkeys(map(stack_of, path.connections)))
+    closing = path.closings[stacks.index(stack_of(name))]
+    blocks = [block for block in path.blocks if stack_of(f"{block}.") == stack_of(name)]
+    later = path.connections_of(blocks[-1])[0] if len(blocks) > 1 else None
     settles = isinstance(later, BoundaryConnection) and not isinstance(later.post_norm, nn.Identity)
     return closing.post_norm if settles and isinstance(closing, BoundaryClosing) else nn.Identity()
+
+
+def stack_of(connection: str) -> str:
+    """Return the name of the list of blocks that a connection is in."""
+    return connection.rsplit(".", 2)[0]
 
 
 # --- matrices
@@ -255,7 +262,8 @@ def jacobian(function: Map, state: Sequence[Tensor], tokens: int) -> Tensor:
         return torch.cat([y[:, :tokens].flatten() for y in several])
 
     point = torch.cat([x.flatten() for x in kept])
-    return torch.func.jacrev(flattened, chunk_size=ROWS_AT_ONCE)(point).detach()  # type: ignore[no-any-return]
+    with sdpa_kernel(SDPBackend.MATH):  # the others are differentiated row by row
+        return torch.func.jacrev(flattened, chunk_size=ROWS_AT_ONCE)(point).detach()  # type: ignore[no-any-return]
 
 
 def deviations(transition: Transition, found: Tensor, tokens: int) -> dict[str, float]:
@@ -303,10 +311,12 @@ def _spectra(matrices: Sequence[Tensor]) -> dict[str, list[float]]:
     }
 
 
-def _products(matrices: Sequence[Tensor]) -> dict[str, list[float]]:
-    largest, mean_squares, product = [], [], None
-    for matrix in reversed(matrices):
-        product = matrix if product is None else product @ matrix
+def _products(matrices: Sequence[Tensor], stacks: Sequence[str]) -> dict[str, list[float]]:
+    """Return the spectra of the products from each matrix to the last one of its stack."""
+    largest, mean_squares, product, current = [], [], None, ""
+    for matrix, stack in zip(reversed(matrices), reversed(stacks), strict=True):
+        product = matrix if product is None or stack != current else product @ matrix
+        current = stack
         values = torch.linalg.svdvals(product)
         largest.append(float(values.max()))
         mean_squares.append(float(values.square().mean().sqrt()))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from siamesenorm.analysis.held_out import Analysis, HeldOut, PathParts, Results, observed_reads, replaced
-from siamesenorm.analysis.probes import Key, Measurements, mean_rms, plan_probes
+from siamesenorm.analysis.probes import ClosingProbe, Key, Measurements, mean_rms, plan_probes
 from siamesenorm.analysis.stream_terms import (
     closing_gains,
     closing_terms,
@@ -26,10 +26,10 @@ class HiddenMagnitude(Analysis):
     r"""Magnitude of every stream by depth (Fig. 2a of arXiv 2602.08064), for any model with blocks.
 
     "streams" by name: "rms", the mean over tokens of \(\sqrt{\mathrm{mean}_d\, x^2}\), before each of "sublayers", as
-    the read returns it (post-normalised), and last as the closing receives it; None where a stream does not exist.
-    "max" is the largest |x|. The paper's magnitude \(\|x\|_2\) is rms \(\sqrt d\). "output" is the RMS of each
-    sublayer's output and "change", by stream, that of its change by the write, relative to the stream:
-    `effective-depth` reads it too.
+    the read returns it (post-normalised), and last as the closing (of an autoencoder, its decoder's) receives it; None
+    where a stream does not exist. "max" is the largest |x|. The paper's magnitude \(\|x\|_2\) is rms \(\sqrt d\).
+    "output" is the RMS of each sublayer's output and "change", by stream, that of its change by the write, relative to
+    the stream.
     """
 
     name: ClassVar[str] = "hidden-magnitude"
@@ -42,9 +42,11 @@ class HiddenMagnitude(Analysis):
         """Return the magnitudes."""
         plan, values = plan_probes(held_out.model), Measurements()
         with ExitStack() as contexts:
+            ends = [probe for probe in plan.probes if isinstance(probe, ClosingProbe)]
             for probe in plan.probes:
-                probe.in_evaluation = True
-                contexts.enter_context(probe.attached(values))
+                if probe not in ends[:-1]:
+                    probe.in_evaluation = True
+                    contexts.enter_context(probe.attached(values))
             held_out.run()
         return by_depth(values.fetch(), len(plan.blocks))
 
@@ -52,7 +54,7 @@ class HiddenMagnitude(Analysis):
 def by_depth(measured: dict[Key, float], blocks: int) -> Results:
     """Return measurements of probes as lists over the depth."""
     sublayers = list(dict.fromkeys(key[1] for key in measured if key[0] == "sublayers"))
-    streams = dict.fromkeys(key[3] for key in measured if key[:1] == ("sublayers",) and len(key) > 3)
+    streams = dict.fromkeys(key[-2] for key in measured if key[-1] == "rms")
 
     def over_depth(stream: str, quantity: str) -> list[float | None]:
         inside = [measured.get(("sublayers", name, "streams", stream, quantity)) for name in sublayers]
