@@ -66,7 +66,7 @@ class Jacobians(Analysis):
         """Raise UserError for a model whose streams are too wide."""
         super().require_model(model)
         config: Any = getattr(model, "config", None)
-        dim = getattr(config, "dim", None) or getattr(config, "hidden_size", 0)
+        dim: int = getattr(config, "dim", 0) or getattr(config, "hidden_size", 0)
         topology = PathParts.of(model).topology
         count = topology.streams if isinstance(topology, MultiStream) else len(topology.stream_names)
         self._require_size(count * dim * self.tokens)
@@ -255,7 +255,7 @@ def jacobian(function: Map, state: Sequence[Tensor], tokens: int) -> Tensor:
     kept = [x[:, :tokens] for x in state]
 
     def flattened(flat: Tensor) -> Tensor:
-        parts = flat.split([x.numel() for x in kept])
+        parts = torch.split(flat, [x.numel() for x in kept])
         whole = (torch.cat((p.view(k.shape), x[:, tokens:]), 1) for p, k, x in zip(parts, kept, state, strict=True))
         output = function(*whole)
         several = output if isinstance(output, tuple) else (output,)

@@ -154,8 +154,7 @@ def _gain(part: nn.Module | None) -> Tensor | None:
 
 
 def _product(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    present = [gain for gain in (first, second) if gain is not None]
-    return torch.stack(torch.broadcast_tensors(*present)).prod(0) if present else None
+    return second if first is None else first if second is None else first * second
 
 
 def _sources(topology: Topology, mix: SourceMix | None, streams: Streams) -> Terms:

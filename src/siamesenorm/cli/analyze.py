@@ -74,10 +74,11 @@ def run(arguments: Arguments) -> None:
     with ProgressDisplay(total) as progress:
         for label, model in opened.items():
             before = sum(map(len, records.values()))
-            records[label] = model.evaluate(
-                chosen[label],
-                lambda done, what, label=label, before=before: progress.update(before + done, f"{label}: {what}"),
-            )
+
+            def show(done: int, what: str, name: str = label, before: int = before) -> None:
+                progress.update(before + done, f"{name}: {what}")
+
+            records[label] = model.evaluate(chosen[label], show)
     if arguments.json:
         print(encode_json(records, indent=1))
         return

@@ -142,7 +142,8 @@ def _lens(results: Records) -> Iterator[Figure]:
 
 
 def _pruning(results: Records) -> Iterator[Figure]:
-    last, single = [], []
+    last: list[Line] = []
+    single: list[Line] = []
     for run, found in results.items():
         rises = {kind: [loss - found["loss"] for loss in found[kind]] for kind in (*LASTS, *SINGLES)}
         for kinds, lines, first in ((LASTS, last, 0), (SINGLES, single, 1)):
@@ -182,9 +183,9 @@ def _outliers(results: Records) -> Iterator[Figure]:
             ratios.append(Line(name=name, run=run, number=number, x=steps, y=values))
         attention = found["attention"]
         if attention:
-            steps = range(1, len(attention["first"]) + 1)
-            first.append(Line(name=run, run=run, x=steps, y=attention["first"]))
-            first.append(Line(name="uniform", run="", x=steps, y=attention["uniform"], dotted=True))
+            places = range(1, len(attention["first"]) + 1)
+            first.append(Line(name=run, run=run, x=places, y=attention["first"]))
+            first.append(Line(name="uniform", run="", x=places, y=attention["uniform"], dotted=True))
     panels = [Panel(x=BLOCKS, y="largest / median", lines=tuple(ratios), logarithmic=True)]
     if first:
         panels.append(Panel(x="attention", y="attention to first token", lines=_distinct(first), zero=True))

@@ -113,7 +113,7 @@ def analysis_table(by_analysis: Mapping[str, Mapping[str, Record]], labels: Sequ
 
 
 def _number(value: float | None, digits: int = 3) -> str:
-    return NOTHING if value is None else formatting.significant(float(value), digits)
+    return NOTHING if value is None else formatting.significant(float(value), digits).replace("-", formatting.MINUS)
 
 
 def _percent(value: float | None) -> str:

@@ -66,7 +66,7 @@ class TextModel:
 
         def evaluate(model: nn.Module) -> Mapping[str, float]:
             total = 0.0
-            for window in windows.split(1):
+            for window in torch.split(windows, 1):
                 logits = model(window[:, :-1]).logits.float()
                 total += float(F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten()))
             return {"loss": total / len(windows), "items": windows[:, 1:].numel()}
