@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from siamesenorm.comparison.experiment_plan import PLAN_FILE, RUNS, ExperimentPlan, Part, PlannedRun, read_plan
+from siamesenorm.comparison.experiment_plan import (
+    PLAN_FILE,
+    ExperimentPlan,
+    Part,
+    PlannedRun,
+    find_planned,
+    read_plan,
+)
 from siamesenorm.errors import UserError
 from siamesenorm.tasks.task import Metric
 from siamesenorm.training.run_directory import RunDirectory
@@ -97,6 +104,16 @@ class RunResult(PlannedRun):
     def has_result(self) -> bool:
         """Whether it ended without diverging and has a held-out loss."""
         return math.isfinite(self.score)
+
+    @property
+    def trailing_losses(self) -> dict[int, float]:
+        """The mean training loss over the tenth of the planned steps that ends at each step, up to a non-finite one."""
+        finite = np.isfinite(self.losses.values)
+        count = len(finite) if finite.all() else int(np.argmin(finite))
+        width = _final_steps(self.steps)
+        sums = np.concatenate([[0.0], np.cumsum(self.losses.values[:count])])
+        means = (sums[width:] - sums[:-width]) / width
+        return dict(zip(self.losses.steps[width - 1 : count].astype(int).tolist(), means.tolist(), strict=True))
 
     @property
     def floor(self) -> float | None:
@@ -235,7 +252,7 @@ def read_run(path: Path, planned: PlannedRun | None = None) -> RunResult:
 
 
 def read_experiment(path: Path, *, mixed: bool = False) -> ExperimentResults:
-    """Read the directory of an experiment with all its runs.
+    """Read the directory of an experiment with all its runs, in the stores that its plan names.
 
     Raises `UserError` where it has no plan or no run has started, and, unless `mixed`, where its runs were computed
     with different kernels or partly compiled: their numbers differ for another reason than the methods.
@@ -246,7 +263,7 @@ def read_experiment(path: Path, *, mixed: bool = False) -> ExperimentResults:
     runs: list[RunResult] = []
     missing: dict[str, str] = {}
     for name, planned in plan.runs.items():
-        run_path = path / RUNS / name
+        run_path = find_planned(path, plan, name)
         try:
             if RunDirectory(run_path).metrics_file.exists():
                 runs.append(read_run(run_path, planned))
@@ -304,4 +321,8 @@ def _final_mean(losses: Curve, steps: int) -> float | None:
     """Return the mean over the last tenth of the planned steps, or None where the run did not get to its end."""
     if not len(losses.steps) or losses.steps[-1] < steps:
         return None
-    return float(np.mean(losses.values[losses.steps > steps - max(1, math.floor(FINAL_FRACTION * steps))]))
+    return float(np.mean(losses.values[losses.steps > steps - _final_steps(steps)]))
+
+
+def _final_steps(steps: int) -> int:
+    return max(1, math.floor(FINAL_FRACTION * steps))
