@@ -22,15 +22,16 @@ from siamesenorm.cli.sweep import chosen_jobs, raise_failures, train_experiment
 from siamesenorm.cli.train import text_constructors
 from siamesenorm.comparison.experiment_plan import PLAN_FILE
 from siamesenorm.comparison.experiment_runner import Experiment, OutOfTime
-from siamesenorm.comparison.report_writer import table_on_terminal
+from siamesenorm.comparison.results import RunResult
 from siamesenorm.errors import UserError
 from siamesenorm.models.language import LanguageModelConfig, language_model_config
 from siamesenorm.norms import NormSpec
 from siamesenorm.recipes.catalogue import list_offers, offers_table
 from siamesenorm.recipes.continued import ContinuedPlan
 from siamesenorm.recipes.item import Item
+from siamesenorm.recipes.item_evaluations import evaluate_item
 from siamesenorm.recipes.item_report import item_report
-from siamesenorm.recipes.item_results import read_costs, read_item, write_item
+from siamesenorm.recipes.item_results import ITEM_FILE, read_item, write_item
 from siamesenorm.recipes.items import ITEMS, find_item
 from siamesenorm.recipes.scales import WORKLOADS, Scale, Workload
 from siamesenorm.tasks.language import LanguageTaskConfig
@@ -119,8 +120,7 @@ def run(arguments: ReproduceArguments | ContinuedArguments) -> None:
     if arguments.list:
         stores = (arguments.out / "runs", *arguments.runs)
         offers = list(list_offers(items, scale, stores, lambda workload: data_of(arguments, workload)))
-        console = Console() if sys.stdout.isatty() else Console(width=160)
-        console.print(table_on_terminal(offers_table(offers, scale), console.width))
+        Console(width=None if sys.stdout.isatty() else 140).print(offers_table(offers, scale))
         return
     deadline = time.monotonic() + 60 * arguments.minutes if arguments.minutes else math.inf
     failed: list[Experiment] = []
@@ -137,10 +137,11 @@ def run(arguments: ReproduceArguments | ContinuedArguments) -> None:
 def report_item(item: Item, arguments: ReproduceArguments) -> None:
     """Evaluate the runs that have weights, and write the page of an item; without runs there is none."""
     directory = arguments.out / arguments.scale / item.name
-    if arguments.item != "all" or any((directory / grid.directory / PLAN_FILE).is_file() for grid in item.grids):
-        scale = Scale(arguments.scale)
-        write_item(directory, item, scale, read_costs(arguments.costs) if arguments.costs else {})
-        show_report(item_report(read_item(directory)), directory / "report")
+    if arguments.item == "all" and not (directory / ITEM_FILE).is_file():
+        return
+    if evaluate_item(read_item(directory), partial(data_of_run, arguments, item), arguments.device or "cpu", print):
+        print(f"evaluated the runs of {item.name}")
+    show_report(item_report(read_item(directory)), directory / "report")
 
 
 def train_item(item: Item, arguments: ReproduceArguments, deadline: float) -> Iterator[Experiment]:
@@ -158,6 +159,7 @@ def train_item(item: Item, arguments: ReproduceArguments, deadline: float) -> It
             if alone and not (directory / PLAN_FILE).is_file():
                 raise UserError(f"{item.name} trains on data: give --{workload.data} PATH")
             continue
+        write_item(arguments.out / scale / item.name, item, scale, arguments.costs)
         template = grid.template(workload, workload.template(data or "", execution(arguments, workload.template())))
         experiment = Experiment(
             directory=directory,
@@ -176,6 +178,13 @@ def data_of(arguments: ReproduceArguments, workload: Workload) -> Path | None:
     """Return the path that was given for the data of a workload."""
     path: Path | None = getattr(arguments, workload.data) if workload.data else None
     return path
+
+
+def data_of_run(arguments: ReproduceArguments, item: Item, run: RunResult) -> Path | None:
+    """Return the path that was given for the data of a run of an item."""
+    grids = (item.workload(grid, Scale(arguments.scale)) for grid in item.grids)
+    tag = run.config["task"]["tag"]
+    return next((data_of(arguments, w) for w in grids if w.template().task.tag == tag), None)
 
 
 def execution(arguments: ReproduceArguments, template: RunConfig) -> Execution:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from siamesenorm.comparison import formatting
 from siamesenorm.comparison.experiment_plan import find_run
-from siamesenorm.comparison.formatting import NOTHING
-from siamesenorm.comparison.report_parts import Column, Entry, Pill, RowGroup, Table
 from siamesenorm.recipes.item import Item
 from siamesenorm.recipes.prices import count_operations
 from siamesenorm.recipes.scales import WORKLOADS, Scale, Workload
@@ -18,6 +18,11 @@ from siamesenorm.training.config import RunConfig
 from siamesenorm.training.run_directory import RunDirectory
 
 DEVICES = {Scale.MINI: "core", Scale.SMALL: "H100", Scale.FULL: "H100"}
+NOTES = {
+    Scale.MINI: "",
+    Scale.SMALL: ", while the runs that share it keep it busy",
+    Scale.FULL: ". These are the papers' own settings: they were not run here",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,28 +68,23 @@ def list_offers(
 
 
 def offers_table(offers: Sequence[Offer], scale: Scale) -> Table:
-    """Build the table of items, with the sum of what they cost."""
-    columns = (
-        Column("Item", "name on the command line", numeric=False),
-        Column("From", "paper, and table or figure", numeric=False),
-        Column("Shows", "what is compared", numeric=False),
-        Column("Runs", "all runs of the item"),
-        Column("There", "runs that have ended"),
-        Column("Shared", "runs that an earlier item has, too"),
-        Column("Left", f"estimated hours of one {DEVICES[scale]} for the others"),
+    """Return the table of items for a terminal, with the sum of what they cost."""
+    table = Table(title=f"Items at the scale {scale}", title_justify="left", header_style="bold")
+    for title in ("item", "from", "shows", "runs", "ended", "shared", f"left ({DEVICES[scale]})"):
+        text = title in ("item", "from", "shows")
+        table.add_column(title, justify="left" if text else "right", overflow="fold", no_wrap=title == "item")
+    for each in offers:
+        cost = _hours(each.hours) if each.available else "not at this scale"
+        numbers = map(str, (each.runs, each.ended, each.shared))
+        table.add_row(each.item.name, each.item.paper, each.item.title, *numbers, cost)
+    table.add_section()
+    table.add_row("all", "", "", "", "", "", _hours(sum(each.hours for each in offers)))
+    table.caption = (
+        "shared: runs that an earlier item has, too; left: estimated hours of one "
+        f"{DEVICES[scale]} for what has not ended{NOTES[scale]}"
     )
-    rows = [
-        (
-            Entry(each.item.name),
-            Entry(each.item.paper),
-            Entry(each.item.title),
-            *(Entry(str(n)) for n in (each.runs, each.ended, each.shared)),
-            Entry(_hours(each.hours)) if each.available else Entry(pill=Pill("none", "not at this scale")),
-        )
-        for each in offers
-    ]
-    total = (Entry("all"), Entry(""), Entry(""), *[Entry(NOTHING)] * 3, Entry(_hours(sum(o.hours for o in offers))))
-    return Table(f"Items at the scale {scale}", columns, (RowGroup("", (*rows, total)),))
+    table.caption_justify = "left"
+    return table
 
 
 def _hours(value: float) -> str:

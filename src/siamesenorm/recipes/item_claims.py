@@ -71,16 +71,11 @@ def _table3() -> Iterator[Claim]:
 def _depth() -> Iterator[Claim]:
     for shape in SHAPES:
         yield against(f"SiameseNorm is better than Pre-Norm, {shape}", "siamese", "pre", grid=shape, rate=1)
-    gain = {
-        ("siamese", "deepest"): 1.0,
-        ("pre", "deepest"): -1.0,
-        ("siamese", "shallow"): -1.0,
-        ("pre", "shallow"): 1.0,
-    }
+    signs = {("siamese", "deepest"): 1, ("pre", "deepest"): -1, ("siamese", "shallow"): -1, ("pre", "shallow"): 1}
     yield Claim(
         text="SiameseNorm's gain over Pre-Norm grows from the shallowest to the deepest model",
         measure="loss",
-        terms=tuple((factor, Cell(method, grid, 1)) for (method, grid), factor in gain.items()),
+        terms=tuple((factor, Cell(method, grid, 1)) for (method, grid), factor in signs.items()),
         sign=-1,
     )
     yield Claim(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 
+from siamesenorm.analysis import available_analyses
 from siamesenorm.comparison import comparison_report, formatting
+from siamesenorm.comparison.analysis_figures import analysis_figures
 from siamesenorm.comparison.comparison_tables import (
     METHOD,
     against_baselines,
@@ -34,6 +37,7 @@ from siamesenorm.comparison.report_parts import (
     Table,
     statements,
 )
+from siamesenorm.comparison.results import Record
 from siamesenorm.recipes.claims import MEASURES, Cell, ClaimOutcome, JudgedClaim
 from siamesenorm.recipes.item_results import ItemResults
 from siamesenorm.recipes.league import league_sections
@@ -49,6 +53,9 @@ WORDS = {
     ClaimOutcome.CONTRADICTED: "The Holm interval excludes zero, in the other direction, at this scale.",
     ClaimOutcome.NOT_RUN: "A run that the claim needs was not trained, or not evaluated.",
 }
+
+
+NAMES = {"ppl": "PPL", "fid": "FID", "ppl_reduction": "PPL lower by"}
 
 
 def item_report(results: ItemResults, *, title: str = "") -> Report:
@@ -132,10 +139,11 @@ def published_table(results: ItemResults, findings: dict[str, Findings]) -> Tabl
     metrics = next(iter(results.grids.values())).metrics
     columns = (
         METHOD,
-        Column("Published", "number of the paper, with its verdict", numeric=False),
+        Column("Published", "what the paper states: verdict, and numbers as they are written there", numeric=False),
         *(Column(f"Ours, {metric.label}", "held out, mean ± half width of the 95 % t interval") for metric in metrics),
         Column("Verdict", "ours, the worst of the seeds", numeric=False),
         Column("Seeds", "seeds of our runs"),
+        Column("Setting of the paper", "table, learning rate and tokens", numeric=False),
     )
     groups = []
     for name in results.grids:
@@ -147,7 +155,7 @@ def published_table(results: ItemResults, findings: dict[str, Findings]) -> Tabl
             if rows:
                 given = "" if position is None else formatting.rate(workload.rates[position])
                 at = f"learning rate {given}" if given else "own best rate"
-                title = ", ".join(filter(None, (name, f"{at} here; {rows[0].setting} in the paper")))
+                title = ", ".join(filter(None, (name, at)))
                 groups.append(RowGroup(title, tuple(_published_row(results, row) for row in rows)))
     return Table("Published and ours", columns, tuple(groups))
 
@@ -156,13 +164,14 @@ def _published_row(results: ItemResults, row: PublishedRow) -> Row:
     runs = tuple(results.runs_in(Cell(row.method, row.grid, row.rate)).values())
     outcome = Outcome(method=row.method, learning_rate=runs[0].learning_rate if runs else 0.0, runs=runs)
     metrics = next(iter(results.grids.values())).metrics
-    stated = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in row.values.items())
+    stated = ", ".join(f"{NAMES.get(name, name.replace('_', ' '))} {value:g}" for name, value in row.values.items())
     return (
         Entry(row.method),
         Entry(", ".join(filter(None, (row.verdict, stated)))),
         *(Entry(estimate_text(outcome.metric(each.name), each.format)) for each in metrics),
         verdict_entry(outcome),
         Entry(str(len(outcome.complete))),
+        Entry(f"{row.table}, {row.setting}"),
     )
 
 
@@ -180,22 +189,26 @@ def item_figures(results: ItemResults, findings: dict[str, Findings]) -> Iterato
     """Yield the figures: loss and gradient norm at each rate, the frontier where rates are chosen, and analyses."""
     for name, each in findings.items():
         grid = results.grid(name)
-        if grid.chosen:
-            yield from rate_figures(each)
-            continue
-        for rate in grid.learning_rates(results.item.workload(grid, results.scale)):
-            for figure in curve_figures(each, rate):
-                yield _renamed(figure, grid.directory)
+        rates = grid.learning_rates(results.item.workload(grid, results.scale))
+        curves = [] if grid.chosen else [figure for rate in rates for figure in curve_figures(each, rate)]
+        for figure in [
+            *(rate_figures(each) if grid.chosen else ()),
+            *curves,
+            *_analysis_figures(each, grid.evaluations),
+        ]:
+            yield dataclasses.replace(figure, name=f"{grid.directory}-{figure.name}")
 
 
-def _renamed(figure: Figure, place: str) -> Figure:
-    return Figure(
-        name=f"{place}-{figure.name}",
-        title=figure.title,
-        caption=figure.caption,
-        alternative=figure.alternative,
-        draw=figure.draw,
-    )
+def _analysis_figures(findings: Findings, evaluations: tuple[str, ...]) -> Iterator[Figure]:
+    """Yield the figures of analyses, of the newest record of each method on the first seed that has one."""
+    for analysis in evaluations:
+        records: dict[str, Record] = {}
+        for run in findings.results.runs:
+            found = [each for each in run.evaluations if each["evaluation"] == analysis]
+            if found:
+                records.setdefault(run.method, found[-1])
+        if records and analysis in available_analyses():
+            yield from analysis_figures(records)
 
 
 def scale_table(results: ItemResults) -> Table:

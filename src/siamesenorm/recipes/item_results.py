@@ -57,12 +57,14 @@ class ItemResults:
         return judge_claims(self.item.name, claims_of(self.item.name), self.runs_in)
 
 
-def write_item(directory: Path, item: Item, scale: Scale, costs: Mapping[str, float] | None = None) -> None:
-    """Write what an item's directory holds the runs of."""
-    record: dict[str, Any] = {"item": item.name, "scale": scale, "costs": dict(costs or {})}
+def write_item(directory: Path, item: Item, scale: Scale, costs: Path | None = None) -> None:
+    """Write what an item's directory holds the runs of; without `costs`, those that are there stay."""
+    file = directory / ITEM_FILE
+    known = read_costs(costs) if costs else decode_json(file.read_bytes())["costs"] if file.is_file() else {}
     with disk_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        write_atomically(directory / ITEM_FILE, f"{encode_json(record, indent=1)}\n".encode())
+        record: dict[str, Any] = {"item": item.name, "scale": scale, "costs": known}
+        write_atomically(file, f"{encode_json(record, indent=1)}\n".encode())
 
 
 def read_item(directory: Path) -> ItemResults:

@@ -10,7 +10,7 @@ from siamesenorm.comparison.findings import Choice, choose_learning_rate
 from siamesenorm.comparison.formatting import NOTHING
 from siamesenorm.comparison.report_parts import LOWER, Block, Column, Entry, Pill, Row, RowGroup, Statements, Table
 from siamesenorm.comparison.report_parts import statements as named_statements
-from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, ExperimentResults
+from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, UNFINISHED, ExperimentResults
 from siamesenorm.comparison.statistics import Bound, effective_speedup, noise_band
 from siamesenorm.recipes.item_results import ItemResults
 
@@ -42,8 +42,9 @@ def league_sections(results: ItemResults) -> dict[str, Block]:
         Column("Speedup, equal steps", "compute that Pre-Norm needs for the same loss, over what it had"),
         Column("Effective speedup", "the same, divided by the time of a step"),
     )
-    failed = [(Entry(method), *[Entry(NOTHING)] * 5, Entry(pill=Pill(DIVERGED, DIVERGED)), *[Entry(NOTHING)] * 4)
-              for method in lost]  # fmt: skip
+    failed = [
+        (Entry(method), *[Entry(NOTHING)] * 5, _why_lost(league, method), *[Entry(NOTHING)] * 4) for method in lost
+    ]
     table = Table("The league", columns, (RowGroup("", (*rows, *failed)),)).without_empty_columns()
     return {
         "The league": table,
@@ -51,8 +52,13 @@ def league_sections(results: ItemResults) -> dict[str, Block]:
     }
 
 
+def _why_lost(league: ExperimentResults, method: str) -> Entry:
+    complete = [run for run in league.runs_of(method) if run.complete]
+    return Entry(pill=Pill(DIVERGED, "diverged at every rate") if complete else Pill(UNFINISHED, "no finished run"))
+
+
 def budget_curve(results: ItemResults) -> dict[float, float]:
-    """Return Pre-Norm's mean held-out loss by compute, in steps: that in the league, and of its runs of other lengths."""
+    """Return Pre-Norm's mean held-out loss by compute, in steps: in the league, and of its runs of other lengths."""
     league, curve = results.grids[LEAGUE], {}
     for name, each in results.grids.items():
         grid = results.grid(name)
