@@ -26,6 +26,8 @@ KIND_TITLES = {
     ComparisonKind.TOPOLOGY: "Topology: against Pre-Norm with the same operator",
     ComparisonKind.CONTROL: "Topology: against Pre-Norm with the same operator and QKV-norm",
     ComparisonKind.OPERATOR: "Operator: against the same topology with the usual operator",
+    ComparisonKind.INITIALISATION: "Initialisation: against the same method with the usual one",
+    ComparisonKind.OPTIMIZER: "Optimizer: against the same method with the usual one",
     ComparisonKind.ABLATION: "One part changed: against the same method without the change",
 }
 
