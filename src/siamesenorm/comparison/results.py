@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from siamesenorm.comparison.experiment_plan import PLAN_FILE, RUNS, ExperimentPlan, Part, PlannedRun, read_plan
 from siamesenorm.errors import UserError
+from siamesenorm.evaluation.perplexity import final_mean
 from siamesenorm.tasks.task import Metric
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.run_record import read_metrics
@@ -26,8 +27,6 @@ UNFINISHED = "unfinished"
 STABLE, SPIKED, NOT_LEARNED, DIVERGED = "stable", "spiked", "not learned", "diverged"
 KERNEL_SETTINGS = ("kernels", "compiled")
 """What the environment of a run says of its kernels; runs that differ in it are not compared."""
-FINAL_FRACTION = 0.1
-"""The last part of the steps whose mean training loss is the training loss of a run."""
 
 FloatArray = npt.NDArray[np.float64]
 Record = Mapping[str, Any]
@@ -215,7 +214,7 @@ def read_run(path: Path, planned: PlannedRun | None = None) -> RunResult:
             **asdict(planned),
             status=str(end.get("status", UNFINISHED)),
             verdict=verdict,
-            train_loss=_final_mean(losses, steps),
+            train_loss=final_mean(losses.steps, losses.values, steps),
             held_out=_metric_values(validation, facts),
             first_held_out=_metric_values(first, facts) if first.get("step") == 0 else {},
             held_out_step=validation.get("step"),
@@ -298,10 +297,3 @@ def _curve(records: Sequence[Record], key: str) -> Curve:
         steps=np.array([float(record["step"]) for record in kept]),
         values=np.array([float(record[key]) for record in kept]),
     )
-
-
-def _final_mean(losses: Curve, steps: int) -> float | None:
-    """Return the mean over the last tenth of the planned steps, or None where the run did not get to its end."""
-    if not len(losses.steps) or losses.steps[-1] < steps:
-        return None
-    return float(np.mean(losses.values[losses.steps > steps - max(1, math.floor(FINAL_FRACTION * steps))]))
