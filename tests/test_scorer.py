@@ -186,10 +186,11 @@ def test_a_text_without_tokens_is_refused() -> None:
 
 def llama(kind: str = "Llama", **options: Any) -> Any:
     transformers = pytest.importorskip("transformers")
-    sizes = dict(vocab_size=257, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+    ends = dict(bos_token_id=0, eos_token_id=0)
+    sizes = dict(vocab_size=257, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, **ends)
     config = getattr(transformers, f"{kind}Config")(**sizes, **options)
     torch.manual_seed(0)
-    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
 def directly_by(model: Any, request: Request) -> float:
@@ -204,7 +205,16 @@ def directly_by(model: Any, request: Request) -> float:
     [
         ("Llama", {"intermediate_size": 24, "max_position_embeddings": CONTEXT}, True),
         ("GPT2", {"n_positions": CONTEXT}, True),
-        ("Mistral", {"intermediate_size": 24, "max_position_embeddings": CONTEXT, "sliding_window": 4}, False),
+        (
+            "Mistral",
+            {
+                "intermediate_size": 24,
+                "num_key_value_heads": 1,
+                "max_position_embeddings": CONTEXT,
+                "sliding_window": 4,
+            },
+            False,
+        ),
         ("Mpt", {"max_seq_len": CONTEXT}, False),
     ],
 )

@@ -49,7 +49,8 @@ class RunResult(PlannedRun):
     """One run of a plan: what was run, how it ended, what it reached and what it cost.
 
     `held_out` has the metrics of the last validation by name, `first_held_out` those before the first step; `facts` is
-    the first record of the run, which describes its model, data and metrics; `streams` those of the stream monitor.
+    the first record of the run, which describes its model, data and metrics; `streams` those of the stream monitor;
+    `evaluations` those inside training and those of `siamesenorm evaluate` after it.
     """
 
     path: Path
@@ -67,6 +68,7 @@ class RunResult(PlannedRun):
     losses: Curve = field(repr=False)
     gradient_norms: Curve = field(repr=False)
     streams: tuple[Record, ...] = field(default=(), repr=False)
+    evaluations: tuple[Record, ...] = field(default=(), repr=False)
     facts: Record = field(repr=False)
     config: Record = field(repr=False)
     environments: tuple[Record, ...] = field(repr=False)
@@ -193,8 +195,9 @@ def read_run(path: Path, planned: PlannedRun | None = None) -> RunResult:
     directory = RunDirectory(path)
     environments = directory.read_environments()
     records = read_metrics(directory.metrics_file) if directory.metrics_file.exists() else []
+    later = read_metrics(directory.evaluations_file) if directory.evaluations_file.exists() else []
     config = directory.read_config()
-    kinds = ("model", "train", "validation", "streams", "end")
+    kinds = ("model", "train", "validation", "streams", "evaluation", "end")
     of_kind = {kind: [record for record in records if record.get("kind") == kind] for kind in kinds}
     facts, validation, end = (of_kind[kind][-1] if of_kind[kind] else {} for kind in ("model", "validation", "end"))
     train, first = of_kind["train"], next(iter(of_kind["validation"]), {})
@@ -225,6 +228,7 @@ def read_run(path: Path, planned: PlannedRun | None = None) -> RunResult:
             losses=losses,
             gradient_norms=_curve(train, "gradient_norm"),
             streams=tuple(of_kind["streams"]),
+            evaluations=(*of_kind["evaluation"], *later),
             facts=facts,
             config=config.to_json(),
             environments=tuple(environments),

@@ -51,7 +51,7 @@ class Span(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class Row:
+class PackedRow:
     """Sequences in one row: their common beginning (branch 0), then the rest of each; the last tokens are not read."""
 
     tokens: list[int]
@@ -63,7 +63,7 @@ class Row:
     spans: list[Span] = field(default_factory=list)
 
     @classmethod
-    def pack(cls, spans: Sequence[Span]) -> Row:
+    def pack(cls, spans: Sequence[Span]) -> PackedRow:
         """Return a row of spans."""
         inputs = [each.tokens[:-1] for each in spans]
         shared = _common(inputs) if len(inputs) > 1 else 0
@@ -140,7 +140,7 @@ class LanguageScorer:
             parts.append(Span(tokens[max(0, end - most - 1) : end], count))
         return parts[::-1]
 
-    def _rows(self, groups: Sequence[Sequence[Span]]) -> list[Row]:
+    def _rows(self, groups: Sequence[Sequence[Span]]) -> list[PackedRow]:
         """Return rows of spans, none of them twice, the longest first: an error by memory comes at once."""
         seen: set[Span] = set()
         rows = []
@@ -148,10 +148,10 @@ class LanguageScorer:
             new = [one for one in dict.fromkeys(group) if one not in seen]
             seen.update(new)
             if new:
-                rows += [Row.pack(new)] if self.model.packs else [Row.pack([one]) for one in new]
+                rows += [PackedRow.pack(new)] if self.model.packs else [PackedRow.pack([one]) for one in new]
         return sorted(rows, key=lambda row: -len(row.tokens))
 
-    def _batches(self, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    def _batches(self, rows: Sequence[PackedRow]) -> Iterator[Sequence[PackedRow]]:
         start = 0
         while start < len(rows):
             count = max(1, self.tokens_at_once // len(rows[start].tokens))
@@ -159,7 +159,7 @@ class LanguageScorer:
             start += count
 
     @torch.no_grad()
-    def _log_probabilities(self, rows: Sequence[Row]) -> dict[Span, float]:
+    def _log_probabilities(self, rows: Sequence[PackedRow]) -> dict[Span, float]:
         def padded(values: Sequence[Sequence[int]], padding: int) -> Tensor:
             longest = len(rows[0].tokens)
             whole = [[*each, *[padding] * (longest - len(each))] for each in values]
@@ -192,7 +192,7 @@ class Cache:
     def __init__(self, log: MetricsLog | None = None, values: Mapping[str, float] | None = None) -> None:
         self.log, self.values = log, values or {}
 
-    def get(self, rows: Sequence[Row]) -> dict[Span, float] | None:
+    def get(self, rows: Sequence[PackedRow]) -> dict[Span, float] | None:
         """Return the values of a batch; None unless all are there."""
         keys = {span: span.key for row in rows for span in row.spans} if self.values else {}
         if not keys or not self.values.keys() >= set(keys.values()):
