@@ -8,14 +8,14 @@ BIN := .venv/bin
 READY := .venv/ready
 TIMM := .timm/ready
 
-.PHONY: demo test laws check docs pages peers registers rewire-table clean
+.PHONY: demo test laws check vision docs pages peers registers rewire-table clean
 
 demo: $(READY)
 	$(BIN)/siamesenorm demo
 
-test: $(READY) $(TIMM) check
+test: $(READY) $(TIMM)
+	$(MAKE) --no-print-directory -j 2 check vision
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
-	OMP_NUM_THREADS=1 PYTHONPATH=.timm $(BIN)/python -m pytest tests/vision
 
 # Every combination of a topology and a norm, where `make test` runs pairs.
 laws: $(READY)
@@ -25,6 +25,9 @@ check: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+vision: $(TIMM)
+	OMP_NUM_THREADS=1 PYTHONPATH=.timm $(BIN)/python -m pytest tests/vision
 
 docs: $(READY)
 	$(BIN)/siamesenorm explain --markdown > docs/topologies.md
@@ -45,18 +48,19 @@ rewire-table: $(READY) $(TIMM)
 	PYTHONPATH=.timm $(BIN)/python benchmarks/rewire_table.py benchmarks/rewire.json vit deit deit-distilled
 	$(BIN)/python benchmarks/pages.py docs/rewire.md
 
-# The constraints come first: without them an index may bring a torch with gigabytes of CUDA.
+# The constraints come first: without them an index may bring a torch with gigabytes of CUDA. Bytecode is compiled when
+# a module is first imported: most never are.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[lab,diffusion,dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[lab,diffusion,dev]'
 	touch $(READY)
 
 # Beside a torch for the CPU no torchvision of the index imports, and transformers with it: timm, which needs one, and
 # torchvision live in a directory of their own, on the path of their own tests alone.
 $(TIMM): $(READY)
 	rm -rf .timm
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt --target .timm timm torchvision
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps -c constraints.txt --target .timm timm torchvision
 	touch $(TIMM)
 
 clean:

@@ -1,5 +1,6 @@
-"""Which cases run by default, where `--laws` (`make laws`) runs all: pairs of a topology and a norm, and, of tests that
-are marked `one_of_each_family`, one topology for each class of connections."""
+"""Which cases run by default, where `--laws` (`make laws`) runs all: pairs of a topology and a norm; of tests that are
+marked `one_of_each_family`, one topology for each class of connections; of tests that are marked `every_nth(n)`, every
+n-th case; and no case that is marked `laws`."""
 
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "one_of_each_family: run some topologies, with --laws all of them")
+    config.addinivalue_line("markers", "every_nth(n): run every n-th case, with --laws all of them")
+    config.addinivalue_line("markers", "laws: run with --laws alone")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -36,17 +39,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if value not in known[_test(item)]:
                 known[_test(item)].append(value)
 
+    cases: dict[str, int] = defaultdict(int)
+
     def is_kept(item: pytest.Item) -> bool:
-        if item.get_closest_marker("one_of_each_family"):
-            return item.callspec.params["topology"] in FAMILIES
+        if item.get_closest_marker("laws"):
+            return False
+        if item.get_closest_marker("one_of_each_family") and item.callspec.params["topology"] not in FAMILIES:
+            return False
+        if sampled := item.get_closest_marker("every_nth"):
+            cases[_test(item)] += 1
+            return cases[_test(item)] % sampled.args[0] == 1
         mine, others = topologies[_test(item)], len(norms[_test(item)]) - 1
         if item not in pairs or len(mine) < others or others < 2:
             return True
         topology, norm = mine.index(pairs[item][0]), norms[_test(item)].index(pairs[item][1])
         return norm in (0, 1 + topology % others)
 
-    config.hook.pytest_deselected(items=[item for item in items if not is_kept(item)])
-    items[:] = [item for item in items if is_kept(item)]
+    kept = [is_kept(item) for item in items]
+    config.hook.pytest_deselected(items=[item for item, keep in zip(items, kept, strict=True) if not keep])
+    items[:] = [item for item, keep in zip(items, kept, strict=True) if keep]
 
 
 def _test(item: pytest.Item) -> str:

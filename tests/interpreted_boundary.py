@@ -50,6 +50,7 @@ def check(inputs: Inputs, error: float = 1e-6) -> None:
     assert_close(gradients, torch.autograd.grad(weighted(expected), wide.learned), 3 * error)
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("centred", [False, True], ids=["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("dim", [100, 257])
 @EACH
@@ -81,6 +82,7 @@ def test_one_channel(case: Case) -> None:
     assert_close(gradients, torch.autograd.grad(weighted(reference(wide)), wide.learned), 3e-6)
 
 
+@pytest.mark.every_nth(2)
 @EACH
 def test_gains_at_zero(case: Case) -> None:
     check(draw_inputs(case, (6, 100), streams=torch.float32, zero=case.gains))
@@ -94,6 +96,7 @@ def test_a_row_of_zeros() -> None:
     check(inputs, 1e-5)
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("centred", [False, True], ids=["rmsnorm", "layernorm"])
 @EACH
 def test_rows_in_parts(case: Case, centred: bool, monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
@@ -104,6 +107,7 @@ def test_rows_in_parts(case: Case, centred: bool, monkeypatch: pytest.MonkeyPatc
     assert launched == ["boundary_forward", "boundary_projections", "boundary_backward"]
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("centred", [False, True], ids=["rmsnorm", "layernorm"])
 @EACH
 def test_gains_that_are_not_held(case: Case, centred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +116,7 @@ def test_gains_that_are_not_held(case: Case, centred: bool, monkeypatch: pytest.
     check(draw_inputs(case, (19, 100), centred=centred, streams=torch.float32))
 
 
+@pytest.mark.every_nth(2)
 @EACH
 def test_inputs_that_are_not_contiguous(case: Case) -> None:
     inputs = draw_inputs(case, (3, 4, 10), streams=torch.float32)
@@ -148,6 +153,7 @@ def assert_rounded(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> N
         torch.testing.assert_close(x.double(), y, rtol=ERROR[x.dtype], atol=1e-6 * max(1.0, y.abs().max().item()))
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize(
     ("streams", "output"),
     [
@@ -259,6 +265,7 @@ def test_a_lean_model(topology: str, norm: str, part: int, monkeypatch: pytest.M
         torch.testing.assert_close(lean, plain, rtol=0, atol=1e-5 * plain.abs().max().item())
 
 
+@pytest.mark.every_nth(5)
 @pytest.mark.parametrize("part", [64, 4096], ids=["rows in parts", "whole rows"])
 @pytest.mark.parametrize("centred", [False, True], ids=["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("case", CASES[:3], ids=str)

@@ -41,6 +41,7 @@ def assert_close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], error:
         torch.testing.assert_close(x.double(), y, rtol=0, atol=error * max(1.0, y.abs().max().item()))
 
 
+@pytest.mark.every_nth(4)
 @EACH
 @pytest.mark.parametrize(("rows", "dim"), [(6, 100), (19, 60), (3, 1000)], ids=str)
 def test_fp32(case: str, rows: int, dim: int, launched: list[str]) -> None:
@@ -94,6 +95,7 @@ def test_rows_of_zeros_and_of_large_numbers(case: str) -> None:
     assert_close(found, expected, 1e-5)
 
 
+@pytest.mark.every_nth(4)
 @EACH
 def test_sums_of_long_rows(case: str, monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
     """What rows above 4096 get, at 300: a second kernel sums parts of 64 channels for the weights."""
@@ -116,6 +118,7 @@ def test_a_row_of_five_thousand(launched: list[str]) -> None:
     assert launched == ["norm_forward", "norm_backward", "norm_sums"]
 
 
+@pytest.mark.every_nth(3)
 @EACH
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bit_rows(case: str, dtype: torch.dtype) -> None:

@@ -60,6 +60,7 @@ def test_gradcheck(case: Case, centred: bool) -> None:
 DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
 
 
+@pytest.mark.every_nth(4)
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # PyTorch's compiler asks for it, and hides this
 @pytest.mark.parametrize(("streams", "output"), DTYPES, ids=str)
 @EACH
@@ -68,6 +69,7 @@ def test_opcheck(case: Case, streams: torch.dtype, output: torch.dtype) -> None:
     torch.library.opcheck(torch.ops.siamesenorm.boundary.default, inputs.arguments)
 
 
+@pytest.mark.every_nth(3)
 @EACH
 def test_opcheck_of_the_backward_operator(case: Case) -> None:
     inputs = draw_inputs(case, (2, 3, 4), streams=torch.float32).map(Tensor.detach)

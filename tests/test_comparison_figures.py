@@ -35,8 +35,9 @@ from siamesenorm.comparison.figure_style import (
     styles_of,
 )
 from siamesenorm.comparison.findings import Findings, find
-from siamesenorm.comparison.rate_figures import noise_band, rate_figures
+from siamesenorm.comparison.rate_figures import rate_figures
 from siamesenorm.comparison.results import Curve, read_experiment
+from siamesenorm.comparison.statistics import noise_band
 
 # Machado, Oliveira and Fernandes (2009), severity 1: what a person without one kind of cone sees, in linear RGB.
 VISION = {
@@ -146,13 +147,16 @@ def figures(found: Findings) -> list[Figure]:
     return [*rate_figures(found), *(f for rate in found.results.learning_rates for f in curve_figures(found, rate))]
 
 
-def test_the_noise_band_is_the_spread_of_the_baseline_over_its_seeds(read: Reader) -> None:
+def test_the_noise_band_is_that_of_the_baseline_at_its_chosen_rate(read: Reader) -> None:
     found = read(runs_of([PRE, METHODS[-1]], rates=(2e-3, 8e-3), seeds=(0, 1, 2), steps=40))
-    noise, choice = noise_band(found), found.choices["pre"]
-    assert noise is not None and noise[0] == "pre"
-    assert noise[2] - noise[1] == pytest.approx(2 * np.std(list(choice.losses.values()), ddof=1))
+    noise = found.noise
+    assert noise is not None and noise.baseline == "pre"
+    assert (noise.low, noise.high) == noise_band(list(found.choices["pre"].losses.values()))
+    frontier, sensitivity = rate_figures(found)
+    assert "Framed" in frontier.caption and "The band" in sensitivity.caption
     alone = read(runs_of([PRE, METHODS[-1]], rates=(2e-3, 8e-3), steps=40))
-    assert noise_band(alone) is None
+    assert alone.noise is None
+    assert not any("95 %" in figure.caption for figure in rate_figures(alone))
 
 
 def texts(svg: bytes) -> list[str]:

@@ -14,7 +14,7 @@ from scipy.special import stdtrit
 from comparison_sweeps import template
 from siamesenorm.comparison.comparison_report import conclusions, definitions
 from siamesenorm.comparison.experiment_plan import ComparisonKind, ExperimentPlan, Part, PlannedComparison, PlannedRun
-from siamesenorm.comparison.findings import Conclusion, Edge, Findings, find
+from siamesenorm.comparison.findings import Conclusion, Edge, Findings, find, steps_to_final_loss
 from siamesenorm.comparison.results import Curve, ExperimentResults, RunResult
 from siamesenorm.comparison.sweep_grid import comparisons_of
 from siamesenorm.tasks.language import LanguageTask
@@ -298,3 +298,27 @@ def test_outcomes_hold_the_worst_verdict_and_the_seeds_that_survived() -> None:
     assert perplexity is not None and perplexity.mean == pytest.approx((math.exp(1.4) + math.exp(1.6)) / 2)
     assert outcome.median(lambda run: run.seed) == 1
     assert findings({POST: {1e-3: [2.95, NAN]}}).outcomes[1e-3, POST].verdict == "diverged"
+
+
+def falling(method: str, seed: int, start: float) -> RunResult:
+    """Return a run whose training loss falls by 0.01 a step, from `start`."""
+    values = start - 0.01 * np.arange(1.0, 41.0)
+    run = result(method, 1e-3, seed, 1.5)
+    curve = Curve(steps=np.arange(1.0, 41.0), values=values)
+    return dataclasses.replace(run, losses=curve, train_loss=float(values[-4:].mean()))
+
+
+def test_steps_to_the_final_loss_of_the_baseline_are_counted_by_seed() -> None:
+    base = [falling(PRE, seed, start) for seed, start in ((1, 2.0), (2, 2.1), (3, 2.2))]
+    ahead = [falling(POST, seed, start) for seed, start in ((1, 1.9), (2, 2.05), (3, 2.5), (4, 0.0))]
+    assert steps_to_final_loss(ahead[:1], base) == pytest.approx(31, abs=1), "0.1 ahead is 10 of 40 steps"
+    assert steps_to_final_loss(ahead[2:3], base) == math.inf
+    assert steps_to_final_loss(ahead, base) == steps_to_final_loss(ahead[1:2], base) == pytest.approx(36, abs=1)
+    assert steps_to_final_loss(ahead[3:], base) is None, "the baseline has no run of this seed"
+
+
+def test_no_step_counts_after_a_loss_that_is_not_finite() -> None:
+    run = falling(PRE, 1, 2.0)
+    run.losses.values[10] = NAN
+    assert list(run.trailing_losses) == [4, 5, 6, 7, 8, 9, 10]
+    assert run.trailing_losses[10] == pytest.approx(run.losses.values[6:10].mean())

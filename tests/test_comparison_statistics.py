@@ -1,17 +1,24 @@
-"""Student's t against published tables and closed forms, Holm's correction against a worked example."""
+"""Student's t against published tables and closed forms, Holm's correction against a worked example, curves by hand."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
 from siamesenorm.comparison.statistics import (
+    Bound,
     PairedDifference,
+    effective_speedup,
     holm,
+    median_time,
+    noise_band,
     paired_difference,
+    rate_sensitivity,
     t_interval,
+    time_to_target,
 )
 
 # Fisher and Yates, Statistical Tables, table III: two-sided quantiles.
@@ -87,3 +94,83 @@ def test_holms_intervals_exclude_zero_exactly_for_the_rejected() -> None:
             assert decision.rejected == (decision.adjusted_p < 0.05)
             seen.add(decision.rejected)
     assert seen == {True, False}
+
+
+def test_a_noise_band_is_the_prediction_interval_of_one_more_value() -> None:
+    low, high = noise_band([3.0, 3.2, 3.4]) or (0.0, 0.0)  # t = 4.30265, s = 0.2, sqrt(4 / 3)
+    assert (low, high) == (pytest.approx(3.2 - 0.993654, abs=1e-5), pytest.approx(3.2 + 0.993654, abs=1e-5))
+    assert noise_band([3.0]) is None
+    generator = np.random.default_rng(1)
+    inside = 0
+    for row in generator.normal(2.0, 0.1, size=(2000, 5)).tolist():
+        low, high = noise_band(row[:4]) or (0.0, 0.0)
+        inside += low <= row[4] <= high
+    assert inside / 2000 == pytest.approx(0.95, abs=0.015)
+
+
+def test_rate_sensitivity_is_the_mean_excess_over_the_best_rate() -> None:
+    assert rate_sensitivity({1e-3: 2.5, 1e-2: 2.0, 1e-1: 2.75}, floor=5.5) == pytest.approx(1.25 / 3)
+    assert rate_sensitivity({1e-3: 2.5, 1e-2: 2.0}, floor=None) == pytest.approx(0.25)
+
+
+def test_a_rate_that_did_not_survive_counts_at_the_floor() -> None:
+    for lost in (math.nan, math.inf):
+        assert rate_sensitivity({1e-3: 2.0, 1e-2: lost, 1e-1: 9.0}, floor=5.0) == pytest.approx(2.0)
+        assert rate_sensitivity({1e-3: 2.0, 1e-2: lost}, floor=None) is None
+
+
+def test_there_is_no_sensitivity_of_one_rate_or_of_none_that_survived() -> None:
+    for losses in ({1e-3: 2.0}, {}, {1e-3: math.nan, 1e-2: math.inf}):
+        assert rate_sensitivity(losses, floor=5.0) is None
+
+
+def test_a_target_is_reached_at_the_first_step_at_or_below_it() -> None:
+    losses = {300: 2.0, 100: 3.0, 200: 2.5, 400: math.nan, 500: 2.4}
+    assert time_to_target(losses, 2.5) == 200
+    assert time_to_target(losses, 1.9) == time_to_target({1: math.nan}, 9.0) == math.inf
+    assert median_time([200, math.inf, 300]) == 300
+    assert median_time([math.inf, math.inf, 300]) == median_time([200, math.inf]) == math.inf
+
+
+def power_law(compute: float) -> float:
+    return 1.6 + 8.0 * compute**-0.1
+
+
+def test_effective_speedup_is_exact_on_a_power_law() -> None:
+    curve = {compute: power_law(compute) for compute in (1e2, 1e3, 1e4, 1e5)}
+    speedup = effective_speedup(curve, power_law(3e3), 1.25, compute=1e3, irreducible=1.6)
+    assert speedup is not None and speedup.bound is Bound.EXACT
+    assert (speedup.at_equal_step_cost, speedup.ratio) == (pytest.approx(3.0), pytest.approx(2.4))
+    for compute in curve:
+        own = effective_speedup(curve, curve[compute], 1.0, compute=compute)
+        assert own is not None and own.ratio == pytest.approx(1.0) and own.bound is Bound.EXACT
+
+
+def test_effective_speedup_interpolates_over_log_compute() -> None:
+    curve = {100.0: math.e**2, 400.0: math.e, 1600.0: 1.0}  # equal steps of log loss over equal steps of log compute
+    speedup = effective_speedup(curve, math.e**1.5, 1.0, compute=100.0)
+    assert speedup is not None and speedup.ratio == pytest.approx(2.0)
+
+
+def test_a_loss_outside_of_the_curve_gives_a_bound() -> None:
+    curve = {1.0: 4.0, 2.0: 3.5, 4.0: 3.2}
+    better = effective_speedup(curve, 3.0, 2.0, compute=1.0)
+    worse = effective_speedup(curve, 4.5, 2.0, compute=2.0)
+    assert better is not None and (better.bound, better.ratio) == (Bound.AT_LEAST, pytest.approx(2.0))
+    assert worse is not None and (worse.bound, worse.ratio) == (Bound.AT_MOST, pytest.approx(0.25))
+
+
+def test_a_budget_that_is_no_better_than_a_smaller_one_is_left_out() -> None:
+    curve = {1.0: 4.0, 2.0: 4.1, 4.0: 3.5, 8.0: 3.0}
+    without = {compute: loss for compute, loss in curve.items() if compute != 2.0}
+    assert effective_speedup(curve, 3.7, 1.0, compute=1.0) == effective_speedup(without, 3.7, 1.0, compute=1.0)
+    assert effective_speedup({1.0: 4.0, 2.0: 4.1, 4.0: 3.5}, 3.7, 1.0, compute=1.0) is None
+
+
+@pytest.mark.parametrize(
+    "changes", [{"step_cost": 0.0}, {"compute": -1.0}, {"curve": {0.0: 4.0}}, {"irreducible": 3.2}, {"loss": 0.0}]
+)
+def test_impossible_costs_and_losses_are_refused(changes: dict[str, Any]) -> None:
+    given = {"curve": {1.0: 4.0, 2.0: 3.5, 4.0: 3.2}, "loss": 3.3, "step_cost": 1.0, "compute": 1.0}
+    with pytest.raises(ValueError, match=r"\d"):
+        effective_speedup(**{**given, **changes})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import math
 from pathlib import Path
 
 import pytest
@@ -134,8 +135,23 @@ def test_differences_have_both_intervals_and_are_grouped_by_kind(findings: Findi
     )
     assert row["95 % t interval"].text == formatting.interval(comparison.interval)
     assert row["Holm interval"].text == formatting.interval(comparison.corrected) != row["95 % t interval"].text
+    assert comparison.decision is not None and comparison.difference.p_value is not None
+    assert row["p"].text == formatting.p_value(comparison.difference.p_value)
+    assert row["Holm p"].text == formatting.p_value(comparison.decision.adjusted_p) != row["p"].text
+    assert comparison.steps_to_baseline is not None and float(row["Steps to its loss"].text) < 120
     assert row["Conclusion"].pill is not None and row["Conclusion"].pill.text == comparison.conclusion
     assert str(cells(at_chosen_rates(findings))["post"]["Chosen rate"].pill) == "! low edge"
+
+
+def test_losses_are_set_against_the_noise_of_the_baseline(tmp_path: Path) -> None:
+    losses = {"pre": 1.6, "post": 1.9, "siamese": 1.3, "dhc-2": 1.6005}
+    methods = [SyntheticMethod(label=name, losses=(loss,)) for name, loss in losses.items()]
+    rows = cells(at_chosen_rates(find(read_experiment(write_sweep(tmp_path, runs_of(methods, (2e-3,), (0, 1, 2)))))))
+    places = {name: row["Against noise"] for name, row in rows.items()}
+    assert places["pre"].text.startswith("band 1.")
+    assert [str(places[name].pill) for name in ("post", "siamese", "dhc-2")] == ["↑ above", "↓ below", "≈ inside"]
+    alone = find(read_experiment(write_sweep(tmp_path / "alone", runs_of(methods, (2e-3,), steps=40))))
+    assert "Against noise" not in cells(at_chosen_rates(alone))["pre"]
 
 
 def test_a_missing_control_row_is_noted(tmp_path: Path) -> None:
@@ -220,6 +236,7 @@ def test_the_csv_of_comparisons_has_both_intervals(findings: Findings) -> None:
     last = records[-1]
     assert float(last["holm_low"]) <= float(last["t_low"]) < float(last["difference"]) < float(last["t_high"])
     assert float(last["holm_p_value"]) >= float(last["p_value"])
+    assert float(last["steps_to_baseline"]) > 0
 
 
 def test_quantities_are_written_for_people() -> None:
@@ -229,6 +246,13 @@ def test_quantities_are_written_for_people() -> None:
     assert [formatting.significant(value) for value in (4.5678, 12.606, 123.44, 12345.6, 1e9)] == [
         "4.568", "12.61", "123.4", "12346", "1.00e+09",
     ]  # fmt: skip
+    assert [formatting.p_value(value) for value in (0.03125, 0.5, 9e-5, 0.0)] == [
+        "0.031",
+        "0.50",
+        "< 0.0001",
+        "< 0.0001",
+    ]
+    assert [formatting.steps(value) for value in (1234.0, math.inf)] == ["1,234", "never"]
     assert [formatting.count(value) for value in (999, 999_999, 1_284_096, 9.9e9)] == [
         "999",
         "1.00 M",

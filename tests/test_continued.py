@@ -267,7 +267,7 @@ TINY = ContinuedPlan(
 def train_here(trained: list[str], *, until: int = 1000) -> Any:
     """Return what trains jobs in this process, appends their names, and is interrupted after some."""
 
-    def train_jobs(jobs: Any, at_once: int, observer: Any) -> dict[str, str]:
+    def train_jobs(jobs: Any, at_once: int, observer: Any, deadline: float) -> dict[str, str]:
         for job in jobs:
             if job.verdict is None:
                 if len(trained) == until:

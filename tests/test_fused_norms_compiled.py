@@ -32,6 +32,7 @@ def inspect_both_passes(
     return found
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize(
     ("kind", "dim", "heads", "rows"),
     [

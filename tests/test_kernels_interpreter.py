@@ -18,8 +18,9 @@ FILES = sorted(Path(__file__).parent.glob("interpreted_*.py"))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_interpreted(file: Path) -> None:
+def test_interpreted(file: Path, pytestconfig: pytest.Config) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", str(file)]
+    command += ["--laws"] if pytestconfig.getoption("--laws") else []
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-1000:]

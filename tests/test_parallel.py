@@ -1,4 +1,7 @@
-"""Law 6: several processes train as one does, and resume with the same bits; through torchrun."""
+"""Law 6: several processes train as one does, and resume with the same bits; through torchrun.
+
+Each case runs with one kind of parallelism, with `--laws` with both.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import pytest
 import torch
 
-from parallel_training import CASES, RESUMED, STEPS, configuration, interrupt
+from parallel_training import CASES, PAIRED, RESUMED, RESUMED_OF_PAIRS, STEPS, configuration, interrupt
 from siamesenorm.analysis.monitor_instrument import MonitorInstrument
 from siamesenorm.errors import UserError
 from siamesenorm.training.checkpoint import load_checkpoint
@@ -22,8 +26,13 @@ from siamesenorm.world import World
 from training_runs import write_data
 
 TESTS = Path(__file__).parent
-over_cases = pytest.mark.parametrize("case", CASES)
-over_parallels = pytest.mark.parametrize("parallel", ["replicate", "shard"])
+KINDS = ("replicate", "shard")
+over_parallels = pytest.mark.parametrize("parallel", KINDS)
+
+
+def over_pairs(*, default: Collection[tuple[str, str]], every: Iterable[tuple[str, str]]) -> pytest.MarkDecorator:
+    marked = [pytest.param(*pair, marks=[] if pair in default else pytest.mark.laws) for pair in every]
+    return pytest.mark.parametrize(("case", "parallel"), marked)
 
 
 def torchrun(*command: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
@@ -40,10 +49,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def together(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def together(data: Path, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
     """Every case, trained by two processes."""
     out = tmp_path_factory.mktemp("together")
-    result = torchrun(str(TESTS / "parallel_training.py"), str(data), str(out))
+    run_all = ["all"] if pytestconfig.getoption("--laws") else []
+    result = torchrun(str(TESTS / "parallel_training.py"), str(data), str(out), *run_all)
     assert result.returncode == 0, result.stderr[-3000:]
     return out
 
@@ -67,18 +77,18 @@ def numbers(directory: Path) -> list[tuple[float, ...]]:
     return [*steps, *evaluations]
 
 
-@over_parallels
-@over_cases
+@over_pairs(
+    default=[(case, kind) for case, kinds in PAIRED.items() for kind in kinds],
+    every=[(case, kind) for case in CASES if "dropout" not in case for kind in KINDS],  # processes drop other elements
+)
 def test_two_processes_train_as_one(case: str, parallel: str, alone: Path, together: Path) -> None:
-    if "dropout" in case:
-        pytest.skip("processes drop other elements than one process does")
     ours, expected = numbers(together / f"{case}-{parallel}"), numbers(alone / case)
     assert [loss for loss, _ in ours] == pytest.approx([loss for loss, _ in expected], rel=1e-6)
     assert [other for _, other in ours] == pytest.approx([other for _, other in expected], rel=1e-5)
     assert expected[STEPS - 1][0] < 0.95 * expected[0][0], "a run that learns"
 
 
-@pytest.mark.parametrize(("case", "parallel"), RESUMED)
+@over_pairs(default=RESUMED_OF_PAIRS, every=RESUMED)
 def test_a_resumed_run_has_the_same_bits(case: str, parallel: str, together: Path) -> None:
     whole, resumed = together / f"{case}-{parallel}", together / f"{case}-{parallel}-resumed"
     records = [
@@ -120,13 +130,19 @@ def test_one_process_continues_what_two_began(data: Path, together: Path, alone:
     assert any("processes 1" in note["text"] for note in notes)
 
 
-def test_the_command_line_prints_once_and_refuses_a_batch_that_does_not_divide(tmp_path: Path) -> None:
-    command = ["-m", "siamesenorm", "train", "digits", "--steps", "3", "--optimizer.warmup-steps", "1", "--json"]
-    run = torchrun(*command, "--batch", "6", "--out", str(tmp_path / "run"), "--execution.compile", "off")
+COMMAND = ("-m", "siamesenorm", "train", "digits", "--steps", "3", "--optimizer.warmup-steps", "1", "--json")
+
+
+def test_the_command_line_prints_once(tmp_path: Path) -> None:
+    run = torchrun(*COMMAND, "--batch", "6", "--out", str(tmp_path / "run"), "--execution.compile", "off")
     assert run.returncode == 0, run.stderr[-3000:]
     assert run.stdout.count("label") == 1
     assert RunDirectory(tmp_path / "run").read_environments()[0]["processes"] == 2
-    refused = torchrun(*command, "--batch", "5", "--out", str(tmp_path / "other"))
+
+
+@pytest.mark.laws
+def test_the_command_line_refuses_a_batch_that_does_not_divide(tmp_path: Path) -> None:
+    refused = torchrun(*COMMAND, "--batch", "5", "--out", str(tmp_path / "other"))
     assert refused.returncode != 0 and "batch is 5" in refused.stderr
     assert not (tmp_path / "other").exists()
 
@@ -138,6 +154,8 @@ def test_refusals_before_anything_is_built(data: Path, tmp_path: Path) -> None:
     accumulated = dataclasses.replace(configuration("pre", data), batch=12, micro_batch=4)
     with pytest.raises(UserError, match="4: choose a divisor of 6"):
         TrainingLoop(accumulated, run, two)
+    with pytest.raises(UserError, match="batch is 5"):
+        TrainingLoop(dataclasses.replace(configuration("pre", data), batch=5), run, two)
     assert not run.path.exists()
 
 

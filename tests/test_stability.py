@@ -14,7 +14,7 @@ import pytest
 from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json, encode_json
 from siamesenorm.training.loss_curve import LossCurve
-from siamesenorm.training.robust_statistics import centred_medians, learning_rate_sensitivity, still_falls
+from siamesenorm.training.robust_statistics import centred_medians, still_falls
 from siamesenorm.training.verdict import (
     DEFAULT_THRESHOLDS,
     Reason,
@@ -562,23 +562,6 @@ def test_the_default_thresholds_are_those_of_the_specification():
 )
 def test_the_smoothing_window_is_odd_and_between_its_limits(steps, window):
     assert DEFAULT_THRESHOLDS.smoothing_window(steps) == window
-
-
-def test_learning_rate_sensitivity_is_the_mean_excess_over_the_best_rate():
-    assert learning_rate_sensitivity({1e-3: 2.5, 1e-2: 2.0, 1e-1: 2.75}, floor=5.5) == pytest.approx(1.25 / 3)
-    assert learning_rate_sensitivity({1e-3: 2.5, 1e-2: 2.0}, floor=None) == pytest.approx(0.25)
-
-
-def test_a_rate_that_did_not_survive_counts_at_the_floor():
-    for lost in (math.nan, math.inf):
-        assert learning_rate_sensitivity({1e-3: 2.0, 1e-2: lost, 1e-1: 9.0}, floor=5.0) == pytest.approx(2.0)
-        assert learning_rate_sensitivity({1e-3: 2.0, 1e-2: lost}, floor=None) is None
-
-
-def test_there_is_no_sensitivity_of_one_rate_or_of_none_that_survived():
-    assert learning_rate_sensitivity({1e-3: 2.0}, floor=5.0) is None
-    assert learning_rate_sensitivity({}, floor=5.0) is None
-    assert learning_rate_sensitivity({1e-3: math.nan, 1e-2: math.inf}, floor=5.0) is None
 
 
 ALONE = """

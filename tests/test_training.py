@@ -273,6 +273,7 @@ def test_flops_are_those_counted_by_hand(size: str, topology: str) -> None:
     assert count_flops(model, tokens) == 3 * (2 * weights + attention) * config.context
 
 
+@pytest.mark.one_of_each_family
 @pytest.mark.parametrize("topology", available_topologies())
 def test_flops_of_blocks_counted_once_are_those_of_all_blocks(topology: str) -> None:
     config = language_model_config("nano", topology=topology, depth=4)

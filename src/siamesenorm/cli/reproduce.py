@@ -1,41 +1,76 @@
-"""siamesenorm reproduce: an experiment of the recipes, from training to its report."""
+"""siamesenorm reproduce: a table or figure of the papers, from training to its report, at a scale that can be paid."""
 
 from __future__ import annotations
 
 import dataclasses
 import shlex
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
+from typing_extensions import Doc
 
 from siamesenorm.cli.report import build_report, show_report
 from siamesenorm.cli.sweep import chosen_jobs, raise_failures, train_experiment
 from siamesenorm.cli.train import text_constructors
-from siamesenorm.comparison.experiment_runner import Experiment
+from siamesenorm.comparison.experiment_runner import Experiment, OutOfTime
 from siamesenorm.errors import UserError
 from siamesenorm.models.language import LanguageModelConfig, language_model_config
 from siamesenorm.norms import NormSpec
 from siamesenorm.recipes.continued import ContinuedPlan
+from siamesenorm.recipes.item import Item
+from siamesenorm.recipes.items import ITEMS, find_item
+from siamesenorm.recipes.scales import Scale, find_workload
 from siamesenorm.tasks.language import LanguageTaskConfig
 from siamesenorm.training.config import Execution, RunConfig
 from siamesenorm.training.optimizer import OptimizerConfig
 
+NAMES = ", ".join([*ITEMS, "continued", "all"])
 MODEL = language_model_config("mini", dim=64, hidden=176, topology="pre", vocabulary=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReproduceArguments:
+    """Train what an item needs and is not there yet, evaluate it, and set it beside the published numbers.
+
+    Repeat the command to resume it after an interruption. Runs are shared between items.
+    """
+
+    item: Annotated[
+        str, tyro.conf.Positional, Doc(f"What to reproduce: {', '.join([*ITEMS, 'continued', 'all'])}.")
+    ] = "all"
+    scale: Scale = Scale.MINI
+    """How much is trained: mini (two cores), small (one GPU, an hour), full (the papers' settings)."""
+    data: Path | None = None
+    """Directory of prepared text; without it no language model is trained."""
+    images: Path | None = None
+    """Labelled images to classify: CIFAR-10 at the scale mini, ImageNet at full."""
+    drawings: Path | None = None
+    """Images to generate: MNIST at the scale mini, ImageNet at full."""
+    out: Path = Path("runs/reproduce")
+    """Directory of the runs, the plans and the reports."""
+    runs: tuple[Path, ...] = ()
+    """Further directories of runs, such as benchmarks/books/runs: what has ended there is not trained again."""
+    jobs: int = 0
+    """Runs at a time; as many as cores (or GPUs) if 0."""
+    minutes: float = 0.0
+    """Stop after so many minutes, to be resumed by the same command; 0 does not stop."""
+    device: str = ""
+    """Device of the runs, if not that of the scale."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContinuedArguments:
     """Train Pre-Norm models, convert them, continue both on the same batches, and report the differences by seed.
 
     Repeat the command to resume it after an interruption; without --data it reports on what has been trained.
     """
 
-    recipe: Annotated[Literal["continued"], tyro.conf.Positional] = "continued"
-    """The experiment."""
     data: Path | None = None
     """Directory of prepared data; without it nothing is trained."""
     model: LanguageModelConfig = MODEL
@@ -55,15 +90,62 @@ class ReproduceArguments:
 
 
 class Arguments:
-    """The arguments, with topologies and norms read from text."""
+    """The arguments, with topologies and norms read from text; those of `continued` are its own."""
 
     @staticmethod
     def prepare(words: Sequence[str]) -> tuple[Any, list[str], tyro.constructors.ConstructorRegistry]:
         """Return the type that tyro reads, the words, and how tyro reads topologies and norms."""
+        if words[:1] == ["continued"]:
+            return ContinuedArguments, list(words[1:]), text_constructors(NormSpec())
         return ReproduceArguments, list(words), text_constructors(NormSpec())
 
 
-def run(arguments: ReproduceArguments) -> None:
+def run(arguments: ReproduceArguments | ContinuedArguments) -> None:
+    """Train what is missing, then report; raises UserError when runs have failed."""
+    if isinstance(arguments, ContinuedArguments):
+        reproduce_continued(arguments)
+        return
+    items = list(ITEMS.values()) if arguments.item == "all" else [find_item(arguments.item)]
+    deadline = time.monotonic() + 60 * arguments.minutes if arguments.minutes else float("inf")
+    try:
+        for item in items:
+            for experiment in train_item(item, arguments, deadline):
+                raise_failures(experiment)
+    except OutOfTime:
+        print(f"stopped after {arguments.minutes:g} minutes; repeat the command to resume")
+
+
+def train_item(item: Item, arguments: ReproduceArguments, deadline: float) -> Iterator[Experiment]:
+    """Train the grids of an item whose data are given; yield the experiment of each."""
+    for grid in item.grids:
+        workload = find_workload(grid.domain, arguments.scale)
+        data = getattr(arguments, workload.data) if workload.data else ""
+        if data is None:
+            if arguments.item == item.name:
+                raise UserError(f"{item.name} trains on data: give --{workload.data} PATH")
+            continue
+        template = grid.template(workload, workload.template(data, execution(arguments, workload.template())))
+        experiment = Experiment(
+            directory=arguments.out / arguments.scale / item.name / grid.directory,
+            template=template,
+            jobs=chosen_jobs(arguments.jobs, template),
+            comparisons=grid.comparisons(template),
+            command=shlex.join(["siamesenorm", *sys.argv[1:]]),
+            stores=(arguments.out / "runs", *arguments.runs),
+            deadline=deadline,
+        )
+        train_experiment(experiment, partial(grid.stages, workload))
+        yield experiment
+
+
+def execution(arguments: ReproduceArguments, template: RunConfig) -> Execution:
+    """Return how runs are carried out: one thread each, on the device of the scale or the one given."""
+    own = template.execution
+    device = arguments.device or own.device
+    return dataclasses.replace(own, device=device, threads=own.threads or 1, keep_checkpoints=1)
+
+
+def reproduce_continued(arguments: ContinuedArguments) -> None:
     """Train what is missing, then write the report and print its tables; raises UserError when runs have failed."""
     experiment = None
     if arguments.data is not None:
@@ -83,7 +165,7 @@ def run(arguments: ReproduceArguments) -> None:
         raise_failures(experiment)
 
 
-def base_template(arguments: ReproduceArguments, data: Path) -> RunConfig:
+def base_template(arguments: ContinuedArguments, data: Path) -> RunConfig:
     """Return the run from which bases are made; raises UserError for options that the variants have."""
     for name in ("topology", "norm", "attention_norm"):
         if getattr(arguments.model, name) != getattr(MODEL, name):

@@ -141,6 +141,7 @@ def definitions(findings: Findings) -> tuple[Statement, ...]:
         f"and ignores the input) is the dotted line in the figures{floor}.",
         f"Train {training_metric(results).label}": "Of the mean training loss over the last 10 % of steps. "
         + _passes_over_data(results),
+        **noise_definition(findings),
         "Held-out": "At the last validation, on data that no run trains on. ± is the half width of the 95 % t interval "
         "over seeds; a value without one is from a single seed.",
         "Seeds": "Results by learning rate, and the figures of them, are over the seeds that every method has finished "
@@ -148,8 +149,12 @@ def definitions(findings: Findings) -> tuple[Statement, ...]:
         "Choice of the rate": "The learning rate of a method is the one with the lowest held-out loss on seed "
         f"{seeds} among runs that did not diverge. Its result is reported on the other seeds, where there are any.",
         "Confirmed": "Differences are paired by seed, each method at its own rate. The 95 % t interval is of one "
-        "difference alone. The Holm interval is widened because the table has several tests; a difference is confirmed "
-        "where it excludes zero.",
+        "difference alone, as is p, the two-sided p-value of the paired t test. The Holm interval and the Holm p are "
+        "corrected for the number of tests of the table; a difference is confirmed where the Holm interval excludes "
+        "zero, which is where the Holm p is below 0.05.",
+        "Steps to its loss": "The first step at which the mean training loss over the tenth of the steps before it was "
+        "as low as that of the baseline over its last tenth, on the same seed and so the same data; the median over "
+        "the seeds, in which a run that never got there counts as infinite.",
     }
     step_time = (
         "The median over the faster half of the steps, which compilation and other processes disturb least."
@@ -163,6 +168,19 @@ def definitions(findings: Findings) -> tuple[Statement, ...]:
         Statement("Step time", step_time),
         *statements(_cautions(findings)),
     )
+
+
+def noise_definition(findings: Findings) -> dict[str, str]:
+    """Return what the noise band is, where there is one."""
+    if (noise := findings.noise) is None:
+        return {}
+    count = len(findings.choices[noise.baseline].losses)
+    return {
+        "Noise band": f"{noise.low:.4f} to {noise.high:.4f}: where one more seed of {noise.baseline} at its chosen "
+        f"rate falls with 95 % probability, the mean ± t s √(1 + 1/n) over its {count} seeds (a prediction interval of "
+        "normal losses). It says how far two runs are apart that differ in nothing but the seed; paired differences "
+        "are more exact, because the seeds of both see the same data."
+    }
 
 
 def method_notes(findings: Findings) -> tuple[Statement, ...]:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from siamesenorm.comparison import formatting
 from siamesenorm.comparison.accuracy_tables import accuracy_tables
 from siamesenorm.comparison.experiment_plan import ComparisonKind
-from siamesenorm.comparison.findings import Choice, Comparison, Findings, Outcome, Quantity
+from siamesenorm.comparison.findings import Choice, Comparison, Findings, NoiseBand, Outcome, Quantity
 from siamesenorm.comparison.formatting import NOTHING
 from siamesenorm.comparison.report_parts import HIGHER, LOWER, Column, Entry, Pill, Row, RowGroup, Table
 from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, UNFINISHED, ExperimentResults, RunResult
@@ -48,6 +48,7 @@ COMPARISON_COLUMNS: dict[str, Callable[[Comparison], object]] = {
     "holm_low": lambda each: _ends(each.corrected)[0],
     "holm_high": lambda each: _ends(each.corrected)[1],
     "holm_p_value": lambda each: each.decision and each.decision.adjusted_p,
+    "steps_to_baseline": lambda each: each.steps_to_baseline,
     "conclusion": lambda each: each.conclusion,
 }
 
@@ -89,16 +90,23 @@ def by_learning_rate(findings: Findings) -> Table:
 
 def at_chosen_rates(findings: Findings) -> Table:
     """Build the table of every method at the rate that its selection runs chose."""
+    noise = findings.noise
     columns = (
         METHOD,
         Column("Chosen rate", "lowest held-out loss of the selection runs that did not diverge"),
         Column("Seeds", "reported seeds, the selection seed left out where there are others"),
         *map(_held_out_column, findings.results.metrics),
         VERDICT,
+        *([Column("Against noise", f"the held-out loss against {noise_words(noise)}", numeric=False)] if noise else []),
         Column(f"Rate sensitivity{LOWER}", "mean excess loss over the grid of rates"),
     )
-    rows = tuple(_choice_row(findings, method) for method in findings.results.methods)
+    rows = tuple(_choice_row(findings, method, noise) for method in findings.results.methods)
     return Table("Every method at its own best rate", columns, (RowGroup("", rows),))
+
+
+def noise_words(noise: NoiseBand) -> str:
+    """Return what a noise band is, in words."""
+    return f"the noise band of {noise.baseline}, {noise.low:.4f} to {noise.high:.4f}"
 
 
 def by_kind(comparisons: Sequence[Comparison]) -> dict[str, list[Comparison]]:
@@ -115,11 +123,18 @@ def against_baselines(groups: Mapping[str, Sequence[Comparison]], unit: str) -> 
         Column("Seeds", "seeds that both have"),
         Column(f"Difference ({unit})", "held-out loss minus that of the baseline, mean over the seeds"),
         Column("95 % t interval", "of this difference alone"),
+        Column("p", "two-sided p-value of the paired t test, of this difference alone"),
         Column("Holm interval", "widened so that all tests of the table together are wrong at most once in 20"),
+        Column("Holm p", "p-value adjusted for the number of tests of the table"),
+        Column(
+            "Steps to its loss",
+            "steps until the training loss was as low as the baseline's over its last tenth, of those planned; median "
+            "over the seeds, a run that never got there counts as infinite",
+        ),
         Column("Conclusion", "confirmed where the Holm interval excludes zero", numeric=False),
     )
     rows = tuple(RowGroup(title, tuple(map(_comparison_row, group))) for title, group in groups.items())
-    return Table("Against the baselines", columns, rows)
+    return Table("Against the baselines", columns, rows).without_empty_columns()
 
 
 def verdict_entry(outcome: Outcome) -> Entry:
@@ -163,7 +178,10 @@ def _comparison_row(comparison: Comparison) -> Row:
         Entry(str(len(comparison.difference.by_seed))),
         Entry(_written(comparison.interval, lambda value: formatting.signed(value.mean))),
         Entry(_written(comparison.interval, formatting.interval)),
+        Entry(_written(comparison.difference.p_value, formatting.p_value)),
         Entry(_written(comparison.corrected, formatting.interval)),
+        Entry(_written(comparison.decision, lambda decision: formatting.p_value(decision.adjusted_p))),
+        Entry(_written(comparison.steps_to_baseline, formatting.steps)),
         Entry(pill=Pill(conclusion, conclusion)),
     )
 
@@ -238,14 +256,14 @@ def _change(ratio: float) -> str:
     return "" if ratio == 1 else formatting.percent(ratio - 1)
 
 
-def _choice_row(findings: Findings, method: str) -> Row:
+def _choice_row(findings: Findings, method: str, noise: NoiseBand | None) -> Row:
     choice, metrics = findings.choices.get(method), findings.results.metrics
     sensitivity = Entry(_written(findings.sensitivities.get(method), "{:.4f}".format))
     if choice is None:
         complete = [run for run in findings.results.runs_of(method) if run.complete]
         lost = complete and all(run.diverged for run in complete)
         why = Pill(DIVERGED, "diverged at every rate") if lost else Pill(UNFINISHED, "no finished run")
-        return (Entry(method), Entry(pill=why), *[Entry(NOTHING)] * (len(metrics) + 2), sensitivity)
+        return (Entry(method), Entry(pill=why), *[Entry(NOTHING)] * (len(metrics) + 2 + bool(noise)), sensitivity)
     leading = findings.same_seeds and findings.ranked()[:1] == [choice]
     return (
         Entry(method),
@@ -256,8 +274,20 @@ def _choice_row(findings: Findings, method: str) -> Row:
             for each in metrics
         ),
         verdict_entry(choice),
+        *([_against_noise(choice, noise)] if noise else []),
         sensitivity,
     )
+
+
+def _against_noise(choice: Choice, noise: NoiseBand) -> Entry:
+    """Return where a method is against the noise band, for its baseline the band itself."""
+    if choice.method == noise.baseline:
+        return Entry(f"band {noise.low:.4f} to {noise.high:.4f}")
+    loss = choice.held_out_loss
+    if loss is None:
+        return Entry(NOTHING)
+    place = noise.place(loss.mean)
+    return Entry(pill=Pill(place, place.removesuffix(" noise")))
 
 
 def _reported_seeds(choice: Choice) -> str:

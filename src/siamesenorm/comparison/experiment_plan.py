@@ -1,12 +1,14 @@
 """The plan of an experiment: every run with its part, and which method is compared with which baseline.
 
-A plan is the file `plan.json` of an experiment's directory; the runs are in `runs/<run id>`. Sweeps and recipes write
-plans, `Experiment` trains them, reports read them: nothing about a run is derived from differences of configurations.
+A plan is the file `plan.json` of an experiment's directory; the runs are in `runs/<run id>`, or in stores that several
+plans share. Sweeps and recipes write plans, `Experiment` trains them, reports read them: nothing about a run is derived
+from differences of configurations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json, disk_errors, encode_json, write_atomically
+from siamesenorm.training.run_directory import RunDirectory
 
 PLAN_FILE = "plan.json"
 RUNS = "runs"
@@ -84,6 +87,8 @@ class ExperimentPlan:
         runs: What each run is, by its id.
         comparisons: Methods and their baselines.
         jobs: Largest number of runs that shared a device at a time; 0 where none was trained yet.
+        stores: Directories of runs, relative to that of the plan: new runs are in the first, the others are searched
+            for runs that have ended.
     """
 
     command: str | None = None
@@ -92,6 +97,7 @@ class ExperimentPlan:
     runs: Mapping[str, PlannedRun] = field(default_factory=dict)
     comparisons: tuple[PlannedComparison, ...] = ()
     jobs: int = 0
+    stores: tuple[str, ...] = (RUNS,)
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -107,6 +113,17 @@ class ExperimentPlan:
     def selection_seeds(self) -> tuple[int, ...]:
         """The seeds whose runs choose the learning rates."""
         return tuple(sorted({run.seed for run in self.runs.values() if run.part is Part.SELECTION}))
+
+
+def find_run(stores: Sequence[Path], name: str) -> Path:
+    """Return the directory of a run: that in the first store where it has ended, else that in the first store."""
+    places = [store / name for store in stores]
+    return next((place for place in places if RunDirectory(place).verdict_file.is_file()), places[0])
+
+
+def find_planned(directory: Path, plan: ExperimentPlan, name: str) -> Path:
+    """Return the directory of a run of the plan in `directory`, as `find_run` does."""
+    return find_run([Path(os.path.normpath(directory / store)) for store in plan.stores], name)
 
 
 def read_plan(directory: Path) -> ExperimentPlan | None:
@@ -127,6 +144,7 @@ def read_plan(directory: Path) -> ExperimentPlan | None:
                     for each in record["comparisons"]
                 ),
                 jobs=int(record["jobs"]),
+                stores=tuple(record.get("stores", (RUNS,))),
             )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not the plan of an experiment ({error}): choose another directory") from error

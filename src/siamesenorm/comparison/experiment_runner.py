@@ -1,12 +1,14 @@
 """Train the runs of a plan, several at a time; the same command repeated resumes where it stopped.
 
-An experiment is a directory with `plan.json` and `runs/<id>`; a run's name is its identity, so that a finished run is
-never trained twice. Each run has a process of its own; one that fails does not stop the others.
+An experiment is a directory with `plan.json` and `runs/<id>`, unless it shares a store of runs with others; a run's
+name is its identity, so that a finished run is never trained twice. Each run has a process of its own; one that fails
+does not stop the others.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import subprocess
 import sys
@@ -20,7 +22,7 @@ from typing import Any, Literal
 import torch
 
 from siamesenorm.comparison import experiment_plan
-from siamesenorm.comparison.experiment_plan import RUNS, ExperimentPlan, PlannedComparison, PlannedRun
+from siamesenorm.comparison.experiment_plan import RUNS, ExperimentPlan, PlannedComparison, PlannedRun, find_run
 from siamesenorm.comparison.results import KERNEL_SETTINGS, require_same_kernels
 from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json, disk_errors, encode_json, exclusive
@@ -36,6 +38,10 @@ UNPLANNED = {LOCK_FILE, f".{experiment_plan.PLAN_FILE}.tmp"}
 """Files that a process leaves that was killed before it wrote the plan."""
 
 Planned = tuple[PlannedRun, RunConfig]
+
+
+class OutOfTime(Exception):
+    """The deadline of an experiment has passed; its runs resume from their checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +97,8 @@ class Experiment:
         command: Command to write into the plan.
         notes: Lines for people, shown before the first run.
         mixed: Allow runs that were computed with different kernels, or partly compiled.
+        stores: Directories of runs that experiments share, the first for new runs; `directory/runs` if not given.
+        deadline: Time by `time.monotonic` at which training stops; runs that are not finished resume the next time.
     """
 
     directory: Path
@@ -102,6 +110,8 @@ class Experiment:
     command: str | None = None
     notes: tuple[str, ...] = ()
     mixed: bool = False
+    stores: tuple[Path, ...] = ()
+    deadline: float = math.inf
     trained: list[Job] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
 
@@ -131,7 +141,11 @@ class Experiment:
 
     def run_directory(self, config: RunConfig) -> Path:
         """Return the directory of a run."""
-        return self.directory / RUNS / config.identity[:12]
+        return find_run(self._stores, config.identity[:12])
+
+    @property
+    def _stores(self) -> tuple[Path, ...]:
+        return self.stores or (self.directory / RUNS,)
 
     @property
     def plan(self) -> ExperimentPlan:
@@ -185,12 +199,13 @@ class Experiment:
         self.trained += jobs
         self._write_plan(jobs)
         self.observer.planned(jobs)
-        self.failures |= train_jobs(jobs, self.jobs, self.observer)
+        self.failures |= train_jobs(jobs, self.jobs, self.observer, self.deadline)
 
     def _common_execution(self, configs: Sequence[RunConfig]) -> Execution:
         """Return how all runs are executed: with the kernels, and compiled or not, as the runs that are there."""
         execution = self.template.execution
-        started = (RunDirectory(self.directory / RUNS / name) for name in self.plan.runs)
+        names = dict.fromkeys([*self.plan.runs, *(config.identity[:12] for config in configs)])
+        started = (RunDirectory(find_run(self._stores, name)) for name in names)
         earlier = [environment for run in started for environment in run.read_environments()]
         recorded = next((each for each in earlier if all(name in each for name in KERNEL_SETTINGS)), None)
         operations = _operations(configs[0]) if configs and execution.compile == "auto" and not recorded else 0.0
@@ -221,16 +236,20 @@ class Experiment:
             runs=runs,
             comparisons=tuple(dict.fromkeys([*before.comparisons, *self.comparisons])),
             jobs=max(before.jobs, together),
+            stores=tuple(Path(os.path.relpath(store, self.directory)).as_posix() for store in self._stores),
         )
         experiment_plan.write_plan(self.directory, plan)
         for job in jobs:
             RunDirectory(job.directory).prepare(job.config)
 
 
-def train_jobs(jobs: Sequence[Job], at_once: int, observer: ExperimentObserver) -> dict[str, str]:
+def train_jobs(
+    jobs: Sequence[Job], at_once: int, observer: ExperimentObserver, deadline: float = math.inf
+) -> dict[str, str]:
     """Train the jobs that are not finished, each in a process of its own; return the errors of those that failed.
 
-    The configurations of the jobs are in their directories already. All processes end with this one.
+    The configurations of the jobs are in their directories already. All processes end with this one. Raises OutOfTime
+    at the deadline, a time by `time.monotonic`.
     """
     waiting = iter([job for job in jobs if job.verdict is None])
     running: dict[int, tuple[Job, subprocess.Popen[bytes]]] = {}
@@ -251,6 +270,8 @@ def train_jobs(jobs: Sequence[Job], at_once: int, observer: ExperimentObserver) 
                         failures[job.name] = error
                     observer.ended(job, error)
             observer.progressed([job for job, _ in running.values()])
+            if running and time.monotonic() > deadline:
+                raise OutOfTime
     finally:
         for _, process in running.values():
             process.terminate()

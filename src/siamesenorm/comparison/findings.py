@@ -12,17 +12,20 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 
 from siamesenorm.comparison import formatting
-from siamesenorm.comparison.experiment_plan import Part, PlannedComparison
+from siamesenorm.comparison.experiment_plan import ComparisonKind, Part, PlannedComparison
 from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, STABLE, ExperimentResults, RunResult
 from siamesenorm.comparison.statistics import (
     Estimate,
     HolmDecision,
     PairedDifference,
     holm,
+    median_time,
+    noise_band,
     paired_difference,
+    rate_sensitivity,
     t_interval,
+    time_to_target,
 )
-from siamesenorm.training.robust_statistics import learning_rate_sensitivity
 
 Quantity = Callable[[RunResult], float | None]
 
@@ -36,6 +39,14 @@ class Conclusion(StrEnum):
     ONE_SEED = "one seed, no interval"
     SOME_DIVERGED = "diverged on a seed"
     NOT_COMPARABLE = "nothing to compare"
+
+
+class AgainstNoise(StrEnum):
+    """Where a held-out loss is against the noise band of a baseline."""
+
+    BELOW = "below noise"
+    INSIDE = "inside noise"
+    ABOVE = "above noise"
 
 
 class Edge(StrEnum):
@@ -129,16 +140,34 @@ class Choice(Outcome):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseBand:
+    """The held-out losses between which one more seed of a baseline falls, at the rate chosen for it."""
+
+    baseline: str
+    low: float
+    high: float
+
+    def place(self, loss: float) -> AgainstNoise:
+        """Return where a loss is against the band."""
+        if loss < self.low:
+            return AgainstNoise.BELOW
+        return AgainstNoise.ABOVE if loss > self.high else AgainstNoise.INSIDE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison(PlannedComparison):
     """The difference in held-out loss between a method and its baseline, paired by seed.
 
     `diverged` says that a seed of one of them did: the others alone prove nothing. `interval` is the t interval at
     95 %, `corrected` the one widened by Holm's procedure, which decides whether a difference is confirmed.
+    `steps_to_baseline` is the median over seeds of the step at which the method's training loss was as low as the
+    baseline's at its end, infinite where it never was (`steps_to_final_loss`); of trainings from the start alone.
     """
 
     learning_rate: float
     difference: PairedDifference
     diverged: bool
+    steps_to_baseline: float | None = None
     decision: HolmDecision | None = None
 
     @property
@@ -212,6 +241,16 @@ class Findings:
         return ranked
 
     @property
+    def noise(self) -> NoiseBand | None:
+        """The noise band of the plan's first baseline that has a result on two seeds; control rows do not count."""
+        planned = self.results.plan.comparisons
+        for method in dict.fromkeys(each.baseline for each in planned if each.kind is not ComparisonKind.CONTROL):
+            choice = self.choices.get(method)
+            if choice is not None and (band := noise_band(list(choice.losses.values()))):
+                return NoiseBand(baseline=method, low=band[0], high=band[1])
+        return None
+
+    @property
     def same_seeds(self) -> bool:
         """Whether all methods that have a result have it on the same seeds."""
         return len({frozenset(choice.losses) for choice in self.choices.values() if choice.losses}) <= 1
@@ -271,6 +310,19 @@ def paired(choice: Choice, other: Choice) -> PairedDifference:
     return PairedDifference(by_seed={choice.selection.seed: choice.selection.score - other.selection.score})
 
 
+def steps_to_final_loss(runs: Iterable[RunResult], baseline: Iterable[RunResult]) -> float | None:
+    """Return the median over seeds of the steps that runs need for the final training loss of a baseline's runs.
+
+    Both losses are means over a tenth of the planned steps: of the baseline its last, of a run the tenth before a step.
+    A run counts where the baseline has a result on its seed, infinite where it never gets there; None without any.
+    """
+    targets = {run.seed: run.train_loss for run in baseline if run.has_result and run.train_loss is not None}
+    times = [
+        time_to_target(run.trailing_losses, targets[run.seed]) for run in runs if run.complete and run.seed in targets
+    ]
+    return median_time(times) if times else None
+
+
 def corrected_together(comparisons: Iterable[Comparison]) -> tuple[Comparison, ...]:
     """Return the comparisons with the decisions of Holm's procedure over all that can be tested."""
     comparisons = tuple(comparisons)
@@ -297,8 +349,11 @@ def _comparisons(results: ExperimentResults, choices: Mapping[str, Choice]) -> I
     for planned in results.plan.comparisons:
         if {planned.method, planned.baseline} <= choices.keys():
             choice, baseline = choices[planned.method], choices[planned.baseline]
-            comparison = compare(planned, choice, baseline)
-            yield comparison if comparison.diverged else replace(comparison, difference=paired(choice, baseline))
+            comparison, runs, base = compare(planned, choice, baseline), choice.runs, baseline.runs
+            if not comparison.diverged and not comparison.difference.by_seed:
+                comparison = replace(comparison, difference=paired(choice, baseline))
+                runs, base = (choice.selection,), (baseline.selection,)
+            yield replace(comparison, steps_to_baseline=steps_to_final_loss(runs, base))
 
 
 def _sensitivity(results: ExperimentResults, method: str) -> float | None:
@@ -307,12 +362,13 @@ def _sensitivity(results: ExperimentResults, method: str) -> float | None:
     None where a rate has not been run, where only one was tried, where none survived, and where a run diverged and the
     loss of a model that has learned nothing is not known.
     """
-    runs = [run for run in results.runs_of(method) if run.part is Part.SELECTION and run.complete]
-    losses = {run.learning_rate: run.score for run in runs}
-    floor = next((run.floor for run in runs if run.floor is not None), None)
-    if losses.keys() != set(results.learning_rates):
-        return None
-    return learning_rate_sensitivity(losses, floor=floor)
+    selection = [run for run in results.runs if run.part is Part.SELECTION and run.complete]
+    planned = [run for run in results.plan.runs.values() if run.part is Part.SELECTION]
+    # A method may have been tried outside the grid of all.
+    grid = set.intersection(*({run.learning_rate for run in planned if run.method == m} for m in results.methods))
+    losses = {run.learning_rate: run.score for run in selection if run.method == method and run.learning_rate in grid}
+    floor = next((run.floor for run in selection if run.method == method and run.floor is not None), None)
+    return rate_sensitivity(losses, floor=floor) if losses.keys() == grid else None
 
 
 def _edge(chosen: float, tried: Collection[float]) -> Edge | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from siamesenorm.comparison.statistics import Estimate
@@ -49,6 +50,11 @@ def interval(value: Estimate) -> str:
     return NOTHING if value.ends is None else f"[{', '.join(map(signed, value.ends))}]"
 
 
+def p_value(value: float) -> str:
+    """Write a p-value with two significant digits, but none below 1e-4."""
+    return "< 0.0001" if value < 1e-4 else significant(value, 2)
+
+
 def count(value: float) -> str:
     """Write a large count with three significant digits and its unit: 1,284,096 as `1.28 M`."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -73,6 +79,11 @@ def memory(value: float) -> str:
     """Write a number of bytes in MiB or GiB."""
     gibibytes = value / 2**30
     return f"{gibibytes:.2f} GiB" if gibibytes >= 1.0 else f"{value / 2**20:.0f} MiB"
+
+
+def steps(value: float) -> str:
+    """Write a number of steps, `never` where it is infinite."""
+    return "never" if math.isinf(value) else f"{value:,.0f}"
 
 
 def plural(number: int, noun: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,9 +15,8 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
 from siamesenorm.comparison import figure_style, formatting
-from siamesenorm.comparison.experiment_plan import ComparisonKind
 from siamesenorm.comparison.figure_style import CurveLabel, Figure, MethodStyle, Theme
-from siamesenorm.comparison.findings import Findings, Outcome
+from siamesenorm.comparison.findings import AgainstNoise, Findings, Outcome
 from siamesenorm.comparison.report_parts import SIGNS
 from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, UNFINISHED
 
@@ -46,13 +44,13 @@ def rate_figures(findings: Findings) -> tuple[Figure, Figure]:
     over_seeds = (
         f"Held-out loss ({findings.results.unit}), the mean over the seeds that every method has finished at that rate"
     )
-    noise = noise_band(findings)
-    band = f" The band: one standard deviation over the seeds of {noise[0]}, around its result." if noise else ""
+    noise = findings.noise
+    words = f"where one more seed of {noise.baseline} falls with 95 % probability" if noise else ""
     frontier = Figure(
         name="frontier",
         title="Stability frontier",
         caption=f"{over_seeds}, without the diverged: the stronger the colour, the lower the loss. ● stable, ▲ spiked, "
-        "◇ not learned, ✕ and hatching: diverged, ○ unfinished.",
+        f"◇ not learned, ✕ and hatching: diverged, ○ unfinished.{f' Framed: {words}.' if noise else ''}",
         alternative="; ".join(outcome.description for outcome in findings.outcomes.values()),
         draw=lambda theme: draw_frontier(findings, theme),
     )
@@ -60,7 +58,7 @@ def rate_figures(findings: Findings) -> tuple[Figure, Figure]:
         name="sensitivity",
         title="Learning-rate sensitivity",
         caption=f"{over_seeds}; the tables have the intervals. In the upper band: ✕ every seed diverged, ◇ not "
-        f"learned.{band}",
+        f"learned.{f' The band: {words}.' if noise else ''}",
         alternative="Rate sensitivity, mean excess loss: "
         + "; ".join(f"{method} {value:.3f}" for method, value in findings.sensitivities.items()),
         draw=lambda theme: draw_sensitivity(findings, theme),
@@ -70,7 +68,7 @@ def rate_figures(findings: Findings) -> tuple[Figure, Figure]:
 
 def draw_frontier(findings: Findings, theme: Theme) -> Drawing:
     """Draw a cell for every method and learning rate: held-out loss as colour, verdict as mark and hatching."""
-    methods, rates = findings.results.methods, findings.results.learning_rates
+    methods, rates, noise = findings.results.methods, findings.results.learning_rates, findings.noise
     left, right = 0.04 + figure_style.name_room(methods), 0.985
     drawing, axes = _new_drawing(methods, left=left, right=right, top=0.4, bottom=0.5)
     wide = (right - left) * figure_style.WIDTH / len(rates) >= WIDE_CELL
@@ -78,7 +76,10 @@ def draw_frontier(findings: Findings, theme: Theme) -> Drawing:
     for (rate, method), outcome in findings.outcomes.items():
         loss, colored = outcome.held_out_loss, outcome.verdict not in (DIVERGED, NOT_LEARNED)
         face = color(loss.mean) if loss and colored else None
-        text = _draw_cell(axes, (rates.index(rate), methods.index(method)), outcome, face, theme, wide=wide)
+        place = (rates.index(rate), methods.index(method))
+        text = _draw_cell(axes, place, outcome, face, theme, wide=wide)
+        if noise and loss and colored and noise.place(loss.mean) is AgainstNoise.INSIDE:
+            _frame(axes, place, theme)
         if findings.is_best(outcome, lambda run: run.held_out.get("loss")):
             text.set_fontweight("bold")
     axes.set_title("Held-out loss and verdict", x=(0.02 - left) / (right - left))
@@ -102,9 +103,8 @@ def draw_sensitivity(findings: Findings, theme: Theme) -> Drawing:
     axes.set_xscale("log")
     axes.set_xlim(rates[0] / 1.3, rates[-1] * 1.3)
     band = _set_heights(axes, findings, theme)
-    if noise := noise_band(findings):
-        method, low, high = noise
-        axes.axhspan(low, high, color=styles[method].color(theme), alpha=0.13, linewidth=0)
+    if noise := findings.noise:
+        axes.axhspan(noise.low, noise.high, color=styles[noise.baseline].color(theme), alpha=0.13, linewidth=0)
     labels = []
     for method, style in styles.items():
         points = _points(findings, method, band, math.log(axes.get_xlim()[1] / axes.get_xlim()[0]))
@@ -119,22 +119,6 @@ def draw_sensitivity(findings: Findings, theme: Theme) -> Drawing:
     axes.minorticks_off()
     figure_style.label_ends(axes, labels, theme)
     return drawing
-
-
-def noise_band(findings: Findings) -> tuple[str, float, float] | None:
-    """Return the first baseline of the plan that has a result on two seeds or more, and its noise band.
-
-    The band is one standard deviation over the seeds to both sides of its result at its chosen rate.
-    """
-    planned = findings.results.plan.comparisons
-    for method in dict.fromkeys(each.baseline for each in planned if each.kind is not ComparisonKind.CONTROL):
-        choice = findings.choices.get(method)
-        if choice is not None and len(choice.losses) > 1:
-            outcome = findings.outcomes.get((choice.learning_rate, method))
-            if outcome is not None and (loss := outcome.held_out_loss) is not None:
-                spread = statistics.stdev(choice.losses.values())
-                return method, loss.mean - spread, loss.mean + spread
-    return None
 
 
 def _new_drawing(
@@ -174,6 +158,12 @@ def _draw_cell(
         text.set_color(theme.danger)
         text.set_bbox({"facecolor": theme.fill, "edgecolor": "none", "pad": 1.5})
     return text
+
+
+def _frame(axes: Axes, place: tuple[int, int], theme: Theme) -> None:
+    column, row = place
+    frame = Rectangle((column - 0.455, row - 0.4), 0.91, 0.8, fill=False, linewidth=1.1, edgecolor=theme.ink)
+    axes.add_patch(frame)
 
 
 def _cell_text(outcome: Outcome, wide: bool) -> str:

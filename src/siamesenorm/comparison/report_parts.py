@@ -22,6 +22,9 @@ SIGNS = {
     "confirmed higher": ("✓", "bad"),
     "diverged on a seed": ("–", "bad"),
     "edge": ("!", "warn"),
+    "below noise": ("↓", "good"),
+    "inside noise": ("≈", ""),
+    "above noise": ("↑", "bad"),
 }
 """The mark beside a word of each kind, so that no meaning is in a colour alone, and its tone."""
 NEUTRAL = ("–", "")

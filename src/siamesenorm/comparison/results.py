@@ -15,9 +15,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from siamesenorm.comparison.experiment_plan import PLAN_FILE, RUNS, ExperimentPlan, Part, PlannedRun, read_plan
+from siamesenorm.comparison.experiment_plan import (
+    PLAN_FILE,
+    ExperimentPlan,
+    Part,
+    PlannedRun,
+    find_planned,
+    read_plan,
+)
 from siamesenorm.errors import UserError
-from siamesenorm.evaluation.perplexity import final_mean
+from siamesenorm.evaluation.perplexity import final_mean, final_steps
 from siamesenorm.tasks.task import Metric
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.run_record import read_metrics
@@ -98,6 +105,16 @@ class RunResult(PlannedRun):
     def has_result(self) -> bool:
         """Whether it ended without diverging and has a held-out loss."""
         return math.isfinite(self.score)
+
+    @property
+    def trailing_losses(self) -> dict[int, float]:
+        """The mean training loss over the tenth of the planned steps that ends at each step, up to a non-finite one."""
+        finite = np.isfinite(self.losses.values)
+        count = len(finite) if finite.all() else int(np.argmin(finite))
+        width = final_steps(self.steps)
+        sums = np.concatenate([[0.0], np.cumsum(self.losses.values[:count])])
+        means = (sums[width:] - sums[:-width]) / width
+        return dict(zip(self.losses.steps[width - 1 : count].astype(int).tolist(), means.tolist(), strict=True))
 
     @property
     def floor(self) -> float | None:
@@ -238,7 +255,7 @@ def read_run(path: Path, planned: PlannedRun | None = None) -> RunResult:
 
 
 def read_experiment(path: Path, *, mixed: bool = False) -> ExperimentResults:
-    """Read the directory of an experiment with all its runs.
+    """Read the directory of an experiment with all its runs, in the stores that its plan names.
 
     Raises `UserError` where it has no plan or no run has started, and, unless `mixed`, where its runs were computed
     with different kernels or partly compiled: their numbers differ for another reason than the methods.
@@ -249,7 +266,7 @@ def read_experiment(path: Path, *, mixed: bool = False) -> ExperimentResults:
     runs: list[RunResult] = []
     missing: dict[str, str] = {}
     for name, planned in plan.runs.items():
-        run_path = path / RUNS / name
+        run_path = find_planned(path, plan, name)
         try:
             if RunDirectory(run_path).metrics_file.exists():
                 runs.append(read_run(run_path, planned))

@@ -1,14 +1,23 @@
-"""Intervals and tests of a comparison: Student's t over seeds, differences paired by seed, Holm's correction."""
+"""Statistics of a comparison: intervals and tests over seeds, noise of a baseline, sensitivity, and cost of a loss.
+
+Student's t over seeds, differences paired by seed and corrected together (Holm); the band in which one more seed of a
+baseline falls; the dependence of a loss on the learning rate; the steps and the compute that a loss takes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
 
 from scipy.special import stdtr, stdtrit
 
 CONFIDENCE = 0.95
+LEAST_BUDGETS = 3
+"""Budgets that a curve of loss over compute needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +65,30 @@ class HolmDecision:
     rejected: bool
 
 
+class Bound(StrEnum):
+    """How a speedup is known: from the curve, or, for a loss outside of its losses, from its nearer end."""
+
+    EXACT = "="
+    AT_LEAST = "≥"
+    AT_MOST = "≤"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speedup:
+    """Compute that a baseline needs for a loss, over the compute that a method needed for it.
+
+    `ratio` counts the cost of the method's steps, `at_equal_step_cost` does not. `bound` is EXACT only where the loss
+    is within the losses of the baseline's curve.
+    """
+
+    ratio: float
+    at_equal_step_cost: float
+    bound: Bound
+
+
+# --- over seeds
+
+
 def t_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
     """Return the mean of the values and the half width `t s / sqrt(n)` of its two-sided t interval."""
     if not values:
@@ -65,6 +98,21 @@ def t_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Estim
     mean, error = _mean_and_standard_error(values)
     quantile = float(stdtrit(len(values) - 1, (1 + confidence) / 2))
     return Estimate(mean=mean, half_width=quantile * error, count=len(values))
+
+
+def noise_band(losses: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
+    r"""Return the ends of the interval in which the loss of one more seed falls; None for fewer than two losses.
+
+    .. math:: \bar l \pm t_{n-1} s \sqrt{1 + 1/n}
+
+    with the mean and the standard deviation s of the n losses: the prediction interval of normal losses. It describes a
+    single run, and is wider than the interval of the mean (`t_interval`) by the factor sqrt(n + 1).
+    """
+    estimate = t_interval(losses, confidence)
+    if estimate.half_width is None:
+        return None
+    half_width = estimate.half_width * math.sqrt(len(losses) + 1)
+    return estimate.mean - half_width, estimate.mean + half_width
 
 
 def paired_difference(first: Mapping[int, float], second: Mapping[int, float]) -> PairedDifference:
@@ -88,6 +136,92 @@ def holm(p_values: Sequence[float], confidence: float = CONFIDENCE) -> list[Holm
             tests, rejected = left, p_values[index] < alpha / left
         decisions[index] = HolmDecision(adjusted_p=adjusted, confidence=1.0 - alpha / tests, rejected=rejected)
     return [decisions[index] for index in range(len(p_values))]
+
+
+# --- over learning rates
+
+
+def rate_sensitivity(losses: Mapping[float, float], *, floor: float | None) -> float | None:
+    r"""Return how much the loss depends on the learning rate, averaged over a log-uniform grid of rates.
+
+    .. math:: \frac{1}{n} \sum_{i} \min(l_i, \mathtt{floor}) - \min_i l_i
+
+    (Wortsman et al., 2023, arXiv 2309.14322, whose floor is the loss at initialisation: that depends on the model, the
+    loss of one that has learned nothing does not). `losses` are the final losses by rate, infinite or NaN for a rate
+    that did not survive: it counts at `floor`. None where only one rate was tried, where none survived (a method that
+    fails everywhere is not insensitive), and where one did not survive and the floor is unknown.
+    """
+    survived = [loss for loss in losses.values() if math.isfinite(loss)]
+    if len(losses) < 2 or not survived or (floor is None and len(survived) < len(losses)):
+        return None
+    cap = math.inf if floor is None else floor
+    counted = [min(loss, cap) if math.isfinite(loss) else cap for loss in losses.values()]
+    return sum(counted) / len(counted) - min(counted)
+
+
+# --- over steps and compute
+
+
+def time_to_target(losses_by_step: Mapping[int, float], target: float) -> float:
+    """Return the first step whose loss is not above a target, infinity where there is none; NaN does not count."""
+    return min((step for step, loss in losses_by_step.items() if loss <= target), default=math.inf)
+
+
+def median_time(times: Iterable[float]) -> float:
+    """Return the median of the times of several seeds, in which a miss counts as infinite (arXiv 2306.07179)."""
+    return statistics.median(times)
+
+
+def effective_speedup(
+    curve: Mapping[float, float], loss: float, step_cost: float, *, compute: float, irreducible: float = 0.0
+) -> Speedup | None:
+    r"""Return the compute that a baseline needs for a method's loss, over the compute of the method.
+
+    .. math:: \frac{C(l)}{\mathtt{compute} \cdot \mathtt{step\_cost}}
+
+    C(l) is read from `curve`, the baseline's loss by compute: log C is interpolated linearly over log(l - irreducible)
+    between neighbouring budgets, which is exact for the power law `irreducible + A C^-a` (1.6 in a public ladder of
+    language models). A budget whose loss is not below that of every smaller one is left out, so that C(l) is monotone.
+    A loss outside of the curve is not extrapolated: C at the nearer end is a bound, and `bound` says so.
+
+    Args:
+        curve: Loss by compute, in any unit (FLOPs, steps).
+        loss: Loss of the method.
+        step_cost: Cost of a step of the method over that of the baseline, such as the ratio of their step times.
+        compute: Compute, in the unit of the curve, of the baseline's run with as many steps as the method's.
+        irreducible: Loss below every other, of which log(l - irreducible) is taken.
+
+    Returns:
+        The speedup; None where fewer than three budgets are left.
+
+    Raises:
+        ValueError: For costs that are not positive, and losses that are not above `irreducible`.
+    """
+    if min(step_cost, compute, *curve) <= 0:
+        raise ValueError(f"step cost {step_cost}, compute {compute} and budgets {list(curve)} must be positive")
+    if not min(loss, *curve.values()) > irreducible:
+        raise ValueError(f"losses {loss} and {list(curve.values())} must be above irreducible = {irreducible}")
+    points: list[tuple[float, float]] = []
+    for budget, reached in sorted(curve.items()):
+        height = math.log(reached - irreducible)
+        if not points or height < points[-1][1]:
+            points.append((math.log(budget), height))
+    if len(points) < LEAST_BUDGETS:
+        return None
+    needed, bound = _log_compute(points, math.log(loss - irreducible))
+    gross = math.exp(needed) / compute
+    return Speedup(ratio=gross / step_cost, at_equal_step_cost=gross, bound=bound)
+
+
+def _log_compute(points: Sequence[tuple[float, float]], height: float) -> tuple[float, Bound]:
+    """Return the log compute at a height of a falling curve, at the nearer end for a height outside of it."""
+    (first, highest), (last, lowest) = points[0], points[-1]
+    if height > highest:
+        return first, Bound.AT_MOST
+    if height < lowest:
+        return last, Bound.AT_LEAST
+    (x0, y0), (x1, y1) = next(pair for pair in pairwise(points) if pair[1][1] <= height)
+    return x0 + (x1 - x0) * (y0 - height) / (y0 - y1), Bound.EXACT
 
 
 def _mean_and_standard_error(values: Sequence[float]) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from typing_extensions import Doc
 
 from siamesenorm.comparison.experiment_plan import ComparisonKind, Part, PlannedComparison, PlannedRun
 from siamesenorm.comparison.experiment_runner import Experiment, Planned
-from siamesenorm.comparison.findings import choose_learning_rate
+from siamesenorm.comparison.findings import Choice, Edge, choose_learning_rate
 from siamesenorm.comparison.results import read_experiment
 from siamesenorm.errors import UserError, unknown
 from siamesenorm.models.transformer import TransformerConfig, read_method
@@ -96,7 +96,7 @@ class SweepGrid:
         """Return the runs that choose the learning rates, the lowest learning rate first."""
         rates = sorted(set(self.learning_rates))
         runs = [(rate, method) for rate in rates for method in self.all_methods]
-        return [_planned(template, method, rate, template.seed, Part.SELECTION) for rate, method in runs]
+        return [planned_run(template, method, rate, template.seed, Part.SELECTION) for rate, method in runs]
 
     def stages(self, experiment: Experiment) -> Iterator[Sequence[Planned]]:
         """Yield the runs that choose the rates, then, from their results, the runs with further seeds."""
@@ -105,16 +105,45 @@ class SweepGrid:
         seeds = [seed for seed in dict.fromkeys(self.seeds) if seed != template.seed]
         if not seeds or experiment.nothing_finished:
             return
-        results = read_experiment(experiment.directory, mixed=experiment.mixed)
-        further: list[Planned] = []
-        for method in self.reported_methods:
-            first = configured(template, method, min(self.learning_rates), template.seed)
-            choice = choose_learning_rate(results, experiment.plan.runs[experiment.run_directory(first).name].method)
-            if choice is None:
-                experiment.observer.note(f"{method}: no further seeds, as no run of seed {template.seed} has a result")
-            else:
-                further += [_planned(template, method, choice.learning_rate, seed, Part.REPORT) for seed in seeds]
-        yield further
+        yield runs_at_chosen_rates(experiment, self.reported_methods, seeds)
+
+
+def runs_at_chosen_rates(experiment: Experiment, methods: Sequence[str], seeds: Sequence[int]) -> list[Planned]:
+    """Return runs of further seeds, each method at the rate that its selection runs have chosen."""
+    runs: list[Planned] = []
+    for method, choice in _choices(experiment, methods).items():
+        if choice is None:
+            seed = experiment.template.seed
+            experiment.observer.note(f"{method}: no further seeds, as no run of seed {seed} has a result")
+        else:
+            rate = choice.learning_rate
+            runs += [planned_run(experiment.template, method, rate, seed, Part.REPORT) for seed in seeds]
+    return runs
+
+
+def runs_beyond_edges(experiment: Experiment, methods: Sequence[str]) -> list[Planned]:
+    """Return a selection run one step outside the tried rates for each method whose best is at their edge.
+
+    The step is the ratio of the two outermost rates. A method that diverged at every rate is tried at a lower one.
+    """
+    runs = []
+    for method, choice in _choices(experiment, methods).items():
+        selection = [run for run in experiment.plan.runs.values() if run.part is Part.SELECTION]
+        tried = sorted({run.learning_rate for run in selection if run.method == method})
+        edge = Edge.LOW if choice is None else choice.edge
+        if len(tried) > 1 and edge in (Edge.LOW, Edge.HIGH):
+            outermost, inner = tried[:2] if edge is Edge.LOW else tried[:-3:-1]
+            rate = float(f"{outermost * outermost / inner:.3g}")
+            runs.append(planned_run(experiment.template, method, rate, experiment.template.seed, Part.SELECTION))
+    return runs
+
+
+def _choices(experiment: Experiment, methods: Sequence[str]) -> dict[str, Choice | None]:
+    """Return the rate that each method's selection runs have chosen; None where none of them has a result."""
+    results, template = read_experiment(experiment.directory, mixed=experiment.mixed), experiment.template
+    labels = {_signature(template.with_method(run.method).task.model): run.method for run in results.runs}
+    own = {method: labels.get(_signature(template.with_method(method).task.model), method) for method in methods}
+    return {method: choose_learning_rate(results, label) for method, label in own.items()}
 
 
 def normalised(method: str) -> str:
@@ -161,7 +190,8 @@ def configured(template: RunConfig, method: str, rate: float, seed: int) -> RunC
     return dataclasses.replace(template.with_method(method), optimizer=optimizer, seed=seed).resolved()
 
 
-def _planned(template: RunConfig, method: str, rate: float, seed: int, part: Part) -> Planned:
+def planned_run(template: RunConfig, method: str, rate: float, seed: int, part: Part) -> Planned:
+    """Return a run of a grid and its configuration."""
     run = PlannedRun(method=method, learning_rate=rate, seed=seed, part=part, label=method)
     return run, configured(template, method, rate, seed)
 

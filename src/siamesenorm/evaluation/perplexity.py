@@ -27,8 +27,12 @@ def final_mean(steps: Sequence[float], losses: Sequence[float], planned: int) ->
     """Return the mean loss over the last tenth of the planned steps, or None where training did not get to its end."""
     if not len(steps) or steps[-1] < planned:
         return None
-    last = np.asarray(steps) > planned - max(1, math.floor(FINAL_FRACTION * planned))
-    return float(np.mean(np.asarray(losses)[last]))
+    return float(np.mean(np.asarray(losses)[np.asarray(steps) > planned - final_steps(planned)]))
+
+
+def final_steps(planned: int) -> int:
+    """Return how many steps are the last tenth of the planned ones, at least one."""
+    return max(1, math.floor(FINAL_FRACTION * planned))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

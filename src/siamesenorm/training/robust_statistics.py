@@ -1,11 +1,11 @@
-"""Measures of a loss curve that single bad batches do not move: running medians, excursions, dependence on the rate."""
+"""Measures of a loss curve that single bad batches do not move: running medians, excursions, falls."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
 
 SIGMA_PER_MAD = 1.4826
@@ -137,21 +137,3 @@ def still_falls(values: Sequence[float], *, fall: float) -> bool:
     squares = sum((rank - time) ** 2 for rank, time in enumerate(order))
     correlation = 1 - 6 * squares / (count * (count**2 - 1))
     return median(half[:middle]) - median(half[middle:]) > fall and correlation * math.sqrt(count - 1) < -2
-
-
-def learning_rate_sensitivity(losses: Mapping[float, float], *, floor: float | None) -> float | None:
-    r"""Return how much the loss depends on the learning rate, averaged over a log-uniform grid of rates.
-
-    .. math:: \frac{1}{n} \sum_{i} \min(l_i, \mathtt{floor}) - \min_i l_i
-
-    (Wortsman et al., 2023, arXiv 2309.14322). `losses` are the final losses by rate, infinite or NaN for a rate that
-    did not survive: it counts at `floor`, the loss of a model that has learned nothing. None where only one rate was
-    tried, where none survived (a method that fails everywhere is not insensitive), and where one did not survive and
-    the floor is unknown.
-    """
-    survived = [loss for loss in losses.values() if math.isfinite(loss)]
-    if len(losses) < 2 or not survived or (floor is None and len(survived) < len(losses)):
-        return None
-    cap = math.inf if floor is None else floor
-    counted = [min(loss, cap) if math.isfinite(loss) else cap for loss in losses.values()]
-    return sum(counted) / len(counted) - min(counted)
