@@ -20,7 +20,7 @@ from siamesenorm.data.tokenizer import ByteTokenizer
 from siamesenorm.errors import UserError
 from siamesenorm.evaluation.causal_models import Batch
 from siamesenorm.evaluation.choice_items import generate_arithmetic, read_item, read_tasks
-from siamesenorm.evaluation.choice_tasks import TASKS, Item
+from siamesenorm.evaluation.choice_tasks import TASKS, ChoiceItem
 from siamesenorm.evaluation.multiple_choice import ItemScore, MultipleChoice, read_item_scores, score_items, summarise
 from siamesenorm.evaluation.paired_tests import compare_items, compare_tasks
 from siamesenorm.evaluation.scorer import LanguageScorer
@@ -90,7 +90,7 @@ def test_an_oracle_is_right_everywhere_and_a_uniform_model_where_chance_is(tmp_p
 
 
 def test_prompts_are_those_of_olmo() -> None:
-    item = Item(id="0", question="A _ is {flat}.", choices=("mat", "cup "), label=0)
+    item = ChoiceItem(id="0", question="A _ is {flat}.", choices=("mat", "cup "), label=0)
     assert TASKS["winogrande"].requests(item) == [("A mat", " is {flat}."), ("A cup ", " is {flat}.")]
     for name in ("arc_easy", "arc_challenge", "piqa", "basic_arithmetic"):
         assert TASKS[name].requests(item)[1] == ("Question: A _ is {flat}.\nAnswer:", " cup ")
@@ -105,7 +105,7 @@ def test_prompts_are_those_of_olmo() -> None:
 
 def test_metrics_by_hand() -> None:
     """The first choice is the likeliest, the second per character; sizes leave the leading blank out."""
-    item = Item(id="x", question="Q", choices=("ab", "äbcdefgh"), label=1)
+    item = ChoiceItem(id="x", question="Q", choices=("ab", "äbcdefgh"), label=1)
     score = ItemScore.of(TASKS["arc_easy"], item, (-4.0, -8.0))
     assert (score.characters, score.bytes) == ((2, 8), (2, 9))
     assert (score.acc, score.acc_per_char) == (0.0, 1.0)

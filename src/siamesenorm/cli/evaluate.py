@@ -157,12 +157,12 @@ def open_model(arguments: Arguments, path: str) -> TrainedRun | OtherModel:
     device, data = find_device(arguments.device), arguments.data
     opened = open_language_model(path, device=device, data=Path(data) if data else None)
     _note(opened.notes)
-    native = isinstance(opened.model, LanguageModel)
+    model = opened.model
     scorer = LanguageScorer(
-        model=NativeCausalModel(opened.model) if native else LibraryCausalModel(opened.model),
+        model=NativeCausalModel(model) if isinstance(model, LanguageModel) else LibraryCausalModel(model),
         encode=opened.encode,
         start=opened.start,
-        identity=model_digest(opened.model, device=device.type),
+        identity=model_digest(model, device=device.type),
         device=device,
     )
     name = re.sub(r"[^\w.-]+", "-", opened.name)

@@ -59,7 +59,7 @@ class NativeCausalModel:
         """Yield the logits; the head reads nothing but the places."""
         hidden = self.model.hidden(batch.tokens, positions=batch.positions, mask=batch.mask)[rows, columns]
         elements = HEAD_ELEMENTS.get(hidden.device.type, HEAD_ELEMENTS_ELSEWHERE)
-        for part in hidden.split(max(1, elements // self.model.config.vocabulary)):
+        for part in torch.split(hidden, max(1, elements // self.model.config.vocabulary)):
             yield self.model.logits(part)
 
 
@@ -140,7 +140,7 @@ def sharing_mask(branch: Tensor) -> Tensor:
 
 def model_digest(model: nn.Module, **settings: Any) -> str:
     """Return the SHA-256 of a model's configuration and weights, and of settings: of all that its numbers depend on."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     described = config.to_json() if hasattr(config, "to_json") else _foreign_config(config)
     text = json.dumps([type(model).__name__, described, settings], sort_keys=True, default=str)
     found = hashlib.sha256(text.encode())

@@ -12,7 +12,7 @@ from typing import Any
 from siamesenorm.data.builtin import equation
 from siamesenorm.data.sources import read_json_lines
 from siamesenorm.errors import UserError, reason, unknown
-from siamesenorm.evaluation.choice_tasks import GENERATED, TASKS, ChoiceTask, Item
+from siamesenorm.evaluation.choice_tasks import GENERATED, TASKS, ChoiceItem, ChoiceTask
 from siamesenorm.files import disk_errors, encode_json
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
@@ -27,7 +27,7 @@ class TaskItems:
 
     task: ChoiceTask
     split: str
-    items: tuple[Item, ...]
+    items: tuple[ChoiceItem, ...]
 
     @property
     def digest(self) -> str:
@@ -81,7 +81,7 @@ def _file(directory: Path, name: str, split: str) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def _items(task: ChoiceTask, source: str | Path | None, split: str) -> Iterator[Item]:
+def _items(task: ChoiceTask, source: str | Path | None, split: str) -> Iterator[ChoiceItem]:
     if task.name == GENERATED:
         yield from generate_arithmetic()
         return
@@ -114,7 +114,7 @@ def _hub_rows(task: ChoiceTask, split: str) -> Iterator[tuple[str, dict[str, Any
         yield f"{task.repository}: row {number}", dict(row)
 
 
-def read_item(task: ChoiceTask, row: dict[str, Any], place: str, number: str) -> Item:
+def read_item(task: ChoiceTask, row: dict[str, Any], place: str, number: str) -> ChoiceItem:
     """Return the item of a row, of the uniform form (question, choices, label) or of the task's original one.
 
     Raises UserError, naming the place, for a row that is no item.
@@ -132,13 +132,13 @@ def read_item(task: ChoiceTask, row: dict[str, Any], place: str, number: str) ->
         raise UserError(f"{place}: choices are {choices!r}: give at least two texts")
     if type(label) is not int or not 0 <= label < len(choices):
         raise UserError(f"{place}: label is {label!r}: give the index of the right one of {len(choices)} choices")
-    item = Item(id=str(row.get("id", number)), question=question, choices=tuple(choices), label=label)
+    item = ChoiceItem(id=str(row.get("id", number)), question=question, choices=tuple(choices), label=label)
     if not all(continuation.strip() for _, continuation in task.requests(item) or [("", "")]):
         raise UserError(f"{place}: {question!r} has no _ with text behind it: mark the place of the choices")
     return item
 
 
-def generate_arithmetic(count: int = GENERATED_ITEMS, seed: int = 0) -> Iterator[Item]:
+def generate_arithmetic(count: int = GENERATED_ITEMS, seed: int = 0) -> Iterator[ChoiceItem]:
     """Yield items such as `Calculate 85 - 56 =`, with near misses v - d, v + d and v + 10 d of the result v.
 
     The questions are those of the built-in corpus, whose texts hold such lines: its models can learn them.
@@ -149,4 +149,4 @@ def generate_arithmetic(count: int = GENERATED_ITEMS, seed: int = 0) -> Iterator
         result, step = int(answer), 10 ** max(0, len(answer.lstrip("-")) - 3)
         choices = [str(result + miss) for miss in (0, -step, step, 10 * step)]
         generator.shuffle(choices)
-        yield Item(id=str(number), question=question, choices=tuple(choices), label=choices.index(answer))
+        yield ChoiceItem(id=str(number), question=question, choices=tuple(choices), label=choices.index(answer))

@@ -17,7 +17,7 @@ QUESTION = "Question: {question}\nAnswer:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class ChoiceItem:
     """A question with its choices, of which `label` is the index of the right one."""
 
     id: str
@@ -48,7 +48,7 @@ class ChoiceTask:
     configuration: str | None = None
     read: Callable[[Row], tuple[str, list[str], int]]
 
-    def requests(self, item: Item) -> list[tuple[str, str]]:
+    def requests(self, item: ChoiceItem) -> list[tuple[str, str]]:
         """Return context and continuation of each choice; a sentence without `_` has none."""
         if self.fills_blank:
             before, blank, after = item.question.partition("_")

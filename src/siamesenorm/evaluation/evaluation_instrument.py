@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,10 +68,10 @@ class EvaluationInstrument(Instrument):
         step = record["step"]
         if step % self.every and step != loop.config.steps:
             return
-        averaged = {} if loop.average is None else {AVERAGE: loop.average.applied()}
-        for kind, weights in {RAW: nullcontext(), **averaged}.items():
-            with weights:
-                loop.record(self._record(loop, step, kind))
+        loop.record(self._record(loop, step, RAW))
+        if loop.average is not None:
+            with loop.average.applied():
+                loop.record(self._record(loop, step, AVERAGE))
 
     def _record(self, loop: TrainingLoop, step: int, weights: str) -> dict[str, Any]:
         lowered = loop.config.precision == "bfloat16"

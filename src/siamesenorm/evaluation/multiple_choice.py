@@ -13,7 +13,7 @@ import numpy as np
 
 from siamesenorm.errors import UserError
 from siamesenorm.evaluation.choice_items import TaskItems
-from siamesenorm.evaluation.choice_tasks import ChoiceTask, Item
+from siamesenorm.evaluation.choice_tasks import ChoiceItem, ChoiceTask
 from siamesenorm.evaluation.evaluation import Subject
 from siamesenorm.evaluation.language import require_language, scorer_of
 from siamesenorm.evaluation.scorer import LanguageScorer, Progress
@@ -33,7 +33,7 @@ class ItemScore:
     bytes: tuple[int, ...]
 
     @classmethod
-    def of(cls, task: ChoiceTask, item: Item, log_probabilities: Sequence[float]) -> ItemScore:
+    def of(cls, task: ChoiceTask, item: ChoiceItem, log_probabilities: Sequence[float]) -> ItemScore:
         """Return the score of an item."""
         texts = [continuation[1:] for _, continuation in task.requests(item)]
         return cls(
@@ -66,6 +66,11 @@ class ItemScore:
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
         return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> ItemScore:
+        """Read what `to_json` wrote."""
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in record.items()})
 
 
 METRICS = ("acc", "acc_per_char", "bits_per_byte")
@@ -157,8 +162,7 @@ def read_item_scores(directory: Path) -> dict[str, tuple[ItemScore, ...]]:
     """Return the scores of the items by task and split; raises UserError for a directory without any."""
     found = {}
     for file in sorted(directory.glob("*.jsonl")):
-        lines = ({k: tuple(v) if isinstance(v, list) else v for k, v in line.items()} for line in read_metrics(file))
-        found[file.stem] = tuple(ItemScore(**line) for line in lines)
+        found[file.stem] = tuple(map(ItemScore.from_json, read_metrics(file)))
     if not found:
         raise UserError(f"{directory} has no scores of items: evaluate with --tasks first")
     return found

@@ -10,6 +10,7 @@ import numpy as np
 from scipy import stats
 
 from siamesenorm.errors import UserError
+from siamesenorm.evaluation.choice_tasks import Primary
 from siamesenorm.evaluation.evaluation import Record
 from siamesenorm.evaluation.multiple_choice import METRICS, ItemScore, MultipleChoice, read_item_scores
 from siamesenorm.training.run_directory import RunDirectory
@@ -58,7 +59,9 @@ def _mcnemar(pairs: np.ndarray) -> dict[str, Any]:
 
 
 def compare_tasks(
-    first: Mapping[str, Sequence[ItemScore]], second: Mapping[str, Sequence[ItemScore]], primaries: Mapping[str, str]
+    first: Mapping[str, Sequence[ItemScore]],
+    second: Mapping[str, Sequence[ItemScore]],
+    primaries: Mapping[str, Primary],
 ) -> dict[str, Any]:
     """Return `compare_items` of each task, and the difference of the averages of their primary accuracies.
 
@@ -94,11 +97,13 @@ class Evaluated(Protocol):
 
 def paired_record(first: Evaluated, second: Evaluated, choice: MultipleChoice, *, weights: str) -> Record:
     """Return the record of the comparison of two models by the scores of items that both have kept."""
-    scores = []
-    for each in (first, second):
-        kept = read_item_scores(each.directory.item_scores_of(each.step, weights))
-        scores.append({one.task.name: kept[f"{one.task.name}_{one.split}"] for one in choice.tasks})
-    results = compare_tasks(*scores, {one.task.name: one.task.primary for one in choice.tasks})
+
+    def scores(model: Evaluated) -> dict[str, tuple[ItemScore, ...]]:
+        kept = read_item_scores(model.directory.item_scores_of(model.step, weights))
+        return {one.task.name: kept[f"{one.task.name}_{one.split}"] for one in choice.tasks}
+
+    primaries = {one.task.name: one.task.primary for one in choice.tasks}
+    results = compare_tasks(scores(first), scores(second), primaries)
     options = {**choice.options(), "against": second.identity, "against_step": second.step}
     return {
         "kind": "evaluation",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from siamesenorm.errors import UserError
 from siamesenorm.evaluation.evaluation import Subject, TaskMetrics
@@ -23,11 +24,12 @@ FINAL_FRACTION = 0.1
 """The last part of the steps whose mean training loss is the training loss of a run."""
 
 
-def final_mean(steps: Sequence[float], losses: Sequence[float], planned: int) -> float | None:
+def final_mean(steps: ArrayLike, losses: ArrayLike, planned: int) -> float | None:
     """Return the mean loss over the last tenth of the planned steps, or None where training did not get to its end."""
+    steps, losses = np.asarray(steps), np.asarray(losses)
     if not len(steps) or steps[-1] < planned:
         return None
-    return float(np.mean(np.asarray(losses)[np.asarray(steps) > planned - final_steps(planned)]))
+    return float(np.mean(losses[steps > planned - final_steps(planned)]))
 
 
 def final_steps(planned: int) -> int:

@@ -38,15 +38,15 @@ class Request(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Tokens that end with `count` tokens to be predicted from those before them."""
+    """Tokens of which the last `predicted` are to be predicted from those before them."""
 
     tokens: tuple[int, ...]
-    count: int
+    predicted: int
 
     @property
     def key(self) -> str:
         """A digest of the content."""
-        content = np.array([self.count, *self.tokens], dtype="<i8").tobytes()
+        content = np.array([self.predicted, *self.tokens], dtype="<i8").tobytes()
         return hashlib.blake2b(content, digest_size=12).hexdigest()
 
 
@@ -73,8 +73,8 @@ class PackedRow:
             row.tokens += read[shared:]
             row.positions += range(shared, len(read))
             row.branches += [branch] * (len(read) - shared)
-            row.targets += span.tokens[-span.count :]
-            before = range(len(read) - span.count, len(read))
+            row.targets += span.tokens[-span.predicted :]
+            before = range(len(read) - span.predicted, len(read))
             row.columns += (place if place < shared else place + moved for place in before)
             row.spans.append(span)
         return row
@@ -182,7 +182,7 @@ class LanguageScorer:
         values = torch.cat(found).tolist()
         sums = {}
         for span in (span for row in rows for span in row.spans):
-            sums[span], values = sum(values[: span.count]), values[span.count :]
+            sums[span], values = sum(values[: span.predicted]), values[span.predicted :]
         return sums
 
 
@@ -222,7 +222,7 @@ def open_cache(directory: Path | None, identity: str) -> Iterator[Cache]:
             yield Cache(log, {key: value for line in read_metrics(file) for key, value in line.items()})
 
 
-def _common(sequences: Sequence[Sequence[int]]) -> int:
+def _common(sequences: Sequence[tuple[int, ...]]) -> int:
     """Return the length of the common beginning."""
     first, last = min(sequences), max(sequences)  # in the order of words, all others are between them
     shortest = min(len(first), len(last))

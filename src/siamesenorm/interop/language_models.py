@@ -36,7 +36,7 @@ def open_language_model(path: str, *, device: torch.device, data: Path | None = 
     `data` is the prepared data of a run, where they were moved. Raises UserError for anything else, for a model without
     a tokenizer, and for weights that are not finite.
     """
-    if not Path(path).exists() and not Path(path).is_absolute() and path.count("/") == 1:
+    if path.count("/") == 1 and not Path(path).parent.exists():
         return _of_transformers(path, *_from_hub(path), device)
     stored = detect(path, data=data)
     if isinstance(stored, TransformersModel):
@@ -85,7 +85,8 @@ def _from_hub(name: str) -> tuple[Any, Any]:
     except ImportError as error:
         raise UserError(f"{name} needs transformers ({error}): pip install 'siamesenorm[hf]'") from error
     try:
-        return AutoModelForCausalLM.from_pretrained(name).eval(), AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, use_safetensors=True).eval()
+        return model, AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the network and the Hub raise anything
         raise UserError(
             f"{name}: no such directory, nor a language model that the Hugging Face Hub could give ({reason(error)}): "
