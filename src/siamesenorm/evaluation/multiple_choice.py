@@ -70,7 +70,9 @@ class ItemScore:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> ItemScore:
         """Read what `to_json` wrote."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in record.items()})
+        fields: dict[str, Any] = dict(record)
+        fields |= {name: tuple(fields[name]) for name in ("log_probabilities", "characters", "bytes")}
+        return cls(**fields)
 
 
 METRICS = ("acc", "acc_per_char", "bits_per_byte")
