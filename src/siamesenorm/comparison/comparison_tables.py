@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from siamesenorm.comparison import formatting
+from siamesenorm.comparison.accuracy_tables import accuracy_tables
 from siamesenorm.comparison.experiment_plan import ComparisonKind
 from siamesenorm.comparison.findings import Choice, Comparison, Findings, NoiseBand, Outcome, Quantity
 from siamesenorm.comparison.formatting import NOTHING
@@ -58,7 +59,7 @@ def comparison_tables(findings: Findings) -> tuple[Table, ...]:
     """Return the tables of a comparison; the one of differences is left out where nothing is compared."""
     groups = by_kind(findings.comparisons)
     differences = (against_baselines(groups, findings.results.unit),) if groups else ()
-    return (at_chosen_rates(findings), *differences, by_learning_rate(findings))
+    return (at_chosen_rates(findings), *differences, *accuracy_tables(findings), by_learning_rate(findings))
 
 
 def by_learning_rate(findings: Findings) -> Table:

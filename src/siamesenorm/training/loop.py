@@ -105,7 +105,8 @@ class TrainingLoop:
         self.config, self.run_directory, self.world = config, run, world
         self.instruments = instruments if world.is_first else ()
         if world.size > 1 and config.execution.parallel == "shard" and any(i.reads_parameters for i in instruments):
-            raise UserError("parallel is shard: monitor.every needs whole parameters; use replicate, or leave it out")
+            watching = "monitor.every and evaluation.every"
+            raise UserError(f"parallel is shard: {watching} need whole parameters: use replicate, or leave them out")
         self.share = world.share_of(config.batch)
         self.at_once = min(config.samples_at_once, self.share)
         if self.share % self.at_once:
