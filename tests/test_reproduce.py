@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,9 +42,10 @@ def test_every_item_has_runs_that_can_be_configured_and_priced(scale: Scale) -> 
         if workload is None:
             continue
         template = grid.template(workload, workload.template())
-        ends = [*grid.expected_runs(workload, template)][:: 10**6 or 1]
-        methods = [template.with_method(method) for method in grid.methods]
-        assert ends and len({config.identity for config in methods[:2]}) == len(methods[:2])
+        configs = [template.with_method(method) for method in grid.methods]
+        names = [config.identity for config in configs[:: max(1, len(configs) - 1)]]
+        assert len(set(names)) == len(names)
+        assert len(grid.learning_rates(workload)) == len(set(grid.learning_rates(workload)))
         assert count_operations(template) > 0
 
 
@@ -157,7 +159,7 @@ TINY = (
 
 
 def loss_of(config: Any) -> float:
-    """Return a loss whose best rate is 1e-3 for Pre-Norm, and for SiameseNorm lower than the grid and the extensions."""
+    """Return a loss whose best rate is 1e-3 for Pre-Norm, and for SiameseNorm below the grid and its extensions."""
     rate = config.optimizer.learning_rate
     distance = abs(math.log(rate / 1e-3)) if config.label == "pre" else math.log(rate / 1e-9)
     return 2.0 + 0.01 * distance + 0.001 * config.seed
@@ -182,9 +184,9 @@ def small_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tup
 
 def test_items_share_their_runs_and_rates_are_extended_at_edges(small_world: tuple[Path, Workers]) -> None:
     path, workers = small_world
-    assert main("reproduce table1 --data data --out out --jobs 1".split()) == 0
+    assert main(["reproduce", "table1", "--data", "data", "--out", "out", "--jobs", "1"]) == 0
     assert len(workers.started) == 2 * 3 * 3
-    assert main("reproduce league --data data --out out --jobs 1".split()) == 0
+    assert main(["reproduce", "league", "--data", "data", "--out", "out", "--jobs", "1"]) == 0
     new = workers.started[18:]
     assert len(set(workers.started)) == len(workers.started), "no run is trained twice"
     selected = sorted(rate for method, rate, seed in new if method == "siamese" and seed == 0)
@@ -193,40 +195,40 @@ def test_items_share_their_runs_and_rates_are_extended_at_edges(small_world: tup
     assert {(rate, seed) for method, rate, seed in new if method == "pre"} == {(1e-3, seed) for seed in (3, 4, 5)}
     assert {seed for method, _, seed in new if method == "siamese"} == {0, 1, 2, 3}
     before = len(workers.started)
-    assert main("reproduce table1 --data data --out other --runs out/runs --jobs 1".split()) == 0
+    assert main(["reproduce", "table1", "--data", "data", "--out", "other", "--runs", "out/runs", "--jobs", "1"]) == 0
     assert len(workers.started) == before
     plan = read_plan(path / "other/mini/table1/three-rates")
     assert plan is not None and plan.jobs == 2, "how many runs were trained at a time is not known"
 
     judged = read_item(path / "out/mini/table1").judged()
-    assert {each.outcome for each in judged[:1]} == {ClaimOutcome.CONTRADICTED, ClaimOutcome.CONFIRMED} & {
-        judged[0].outcome
-    }
+    gap = 0.01 * (math.log(3e-4 / 1e-9) - math.log(1e-3 / 3e-4))
+    assert judged[0].effect.by_seed == pytest.approx(dict.fromkeys(range(3), gap))
     assert judged[-1].outcome is ClaimOutcome.NOT_RUN
     page = (path / "out/mini/table1/report/report.md").read_text()
     assert "11.21" in page and judged[0].claim.text in page and next((path / "out/runs").iterdir()).name in page
     assert "speedup" in (path / "out/mini/league/report/report.md").read_text().lower()
-    assert main("report out/mini/table1".split()) == 0
+    assert main(["report", "out/mini/table1"]) == 0
 
 
 def test_what_stopped_goes_on(small_world: tuple[Path, Workers]) -> None:
     _, workers = small_world
     workers.polls_of = lambda config: 10**9 if len(workers.started) > 2 else 0
-    assert main("reproduce table1 --data data --out out --jobs 1 --minutes 0.0001".split()) == 0
+    assert main(["reproduce", "table1", "--data", "data", "--out", "out", "--jobs", "1", "--minutes", "0.0001"]) == 0
     ended = [line for line in workers.ended if line.endswith(": 0")]
     workers.polls_of = lambda config: 0
-    assert main("reproduce table1 --data data --out out --jobs 1".split()) == 0
+    assert main(["reproduce", "table1", "--data", "data", "--out", "out", "--jobs", "1"]) == 0
     assert len([line for line in workers.ended if line.endswith(": 0")]) == 18
     assert len(ended) < 18
 
 
 def test_the_list_counts_what_there_is(small_world: tuple[Path, Workers], capsys: pytest.CaptureFixture[str]) -> None:
     path, _ = small_world
-    assert main("reproduce table1 --data data --out out --jobs 1".split()) == 0
+    assert main(["reproduce", "table1", "--data", "data", "--out", "out", "--jobs", "1"]) == 0
     capsys.readouterr()
-    assert main("reproduce league --list --data data --out out".split()) == 0
+    assert main(["reproduce", "league", "--list", "--data", "data", "--out", "out"]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if "league" in line)
-    assert row.split("│")[4:6] == [f"{6 + 5 + 3:>6}".replace("    14", "   14 "), row.split("│")[5]]
+    runs, ended, shared = map(int, re.findall(r"(\d+)\s*│", row)[:3])
+    assert (runs, ended, shared) == (6 + 5 + 3, 6 + 2 * 2, 0)
     assert not (path / "out/mini/league").exists()
 
 

@@ -29,7 +29,7 @@ from siamesenorm.norms import NormSpec
 from siamesenorm.recipes.catalogue import list_offers, offers_table
 from siamesenorm.recipes.continued import ContinuedPlan
 from siamesenorm.recipes.item import Item
-from siamesenorm.recipes.item_evaluations import evaluate_item
+from siamesenorm.recipes.item_evaluations import build_evaluations, evaluate_item
 from siamesenorm.recipes.item_report import item_report
 from siamesenorm.recipes.item_results import ITEM_FILE, read_item, write_item
 from siamesenorm.recipes.items import ITEMS, find_item
@@ -64,6 +64,10 @@ class ReproduceArguments:
     """Directory of the runs, the plans and the reports."""
     runs: tuple[Path, ...] = ()
     """Further directories of runs, such as benchmarks/books/runs: what has ended there is not trained again."""
+    tasks: Path | None = None
+    """Directory of multiple-choice tasks; without it no accuracies on tasks are measured."""
+    task_limit: int = 0
+    """Score so many items of each task; 0 scores all."""
     costs: Path | None = None
     """File of step times by topology, such as benchmarks/topology_cost.json, for the league."""
     jobs: int = 0
@@ -139,8 +143,10 @@ def report_item(item: Item, arguments: ReproduceArguments) -> None:
     directory = arguments.out / arguments.scale / item.name
     if arguments.item == "all" and not (directory / ITEM_FILE).is_file():
         return
-    if evaluate_item(read_item(directory), partial(data_of_run, arguments, item), arguments.device or "cpu", print):
-        print(f"evaluated the runs of {item.name}")
+    names = [name for grid in item.grids for name in grid.evaluations]
+    evaluations = build_evaluations(names, arguments.tasks, arguments.task_limit)
+    data = partial(data_of_run, arguments, item)
+    evaluate_item(read_item(directory), evaluations, data, arguments.device or "cpu", print)
     show_report(item_report(read_item(directory)), directory / "report")
 
 

@@ -7,14 +7,22 @@ from pathlib import Path
 
 from siamesenorm.analysis import available_analyses, build_analysis
 from siamesenorm.comparison.results import RunResult
+from siamesenorm.evaluation.choice_items import read_tasks
 from siamesenorm.evaluation.evaluation import Evaluation, TrainedRun
+from siamesenorm.evaluation.multiple_choice import MultipleChoice
+from siamesenorm.evaluation.perplexity import Perplexity
 from siamesenorm.recipes.item_results import ItemResults
 from siamesenorm.training.run_directory import RunDirectory
 
 
-def build_evaluations(names: Sequence[str]) -> dict[str, Evaluation]:
-    """Return the evaluations of these names that can be built, by name."""
-    return {name: build_analysis(name) for name in names if name in available_analyses()}
+def build_evaluations(names: Sequence[str], tasks: Path | None, limit: int) -> dict[str, Evaluation]:
+    """Return the evaluations of these names by name; multiple-choice only with the directory of its tasks."""
+    built: dict[str, Evaluation] = {name: build_analysis(name) for name in names if name in available_analyses()}
+    if "perplexity" in names:
+        built["perplexity"] = Perplexity()
+    if "multiple-choice" in names and tasks is not None:
+        built["multiple-choice"] = MultipleChoice(tasks=read_tasks(tasks, limit=limit))
+    return built
 
 
 def missing_evaluations(
@@ -32,13 +40,14 @@ def missing_evaluations(
 
 
 def evaluate_item(
-    results: ItemResults, data_of: Callable[[RunResult], Path | None], device: str, on_run: Callable[[str], None]
-) -> int:
-    """Make the evaluations of an item that are not there; return how many runs were evaluated."""
-    names = [name for grid in results.item.grids for name in grid.evaluations]
-    found = list(missing_evaluations(results, build_evaluations(names)))
-    for run, missing in found:
+    results: ItemResults,
+    evaluations: Mapping[str, Evaluation],
+    data_of: Callable[[RunResult], Path | None],
+    device: str,
+    on_run: Callable[[str], None],
+) -> None:
+    """Make the evaluations of an item that are not there, on the data that `data_of` names or those of the run."""
+    for run, missing in list(missing_evaluations(results, evaluations)):
         on_run(f"{run.name}: {', '.join(each.name for each in missing)}")
         data = data_of(run)
         TrainedRun(run.path, device=device, data=None if data is None else str(data)).evaluate(missing)
-    return len(found)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from siamesenorm.analysis import available_analyses
 from siamesenorm.comparison import comparison_report, formatting
+from siamesenorm.comparison.accuracy_tables import accuracy_tables
 from siamesenorm.comparison.analysis_figures import analysis_figures
 from siamesenorm.comparison.comparison_tables import (
     METHOD,
@@ -181,7 +182,7 @@ def grid_tables(findings: dict[str, Findings]) -> Iterator[Table]:
         tables = [by_learning_rate(each)]
         if any(run.part == "report" for run in each.results.runs) and each.comparisons:
             tables = [at_chosen_rates(each), against_baselines(by_kind(each.comparisons), each.results.unit), *tables]
-        for table in tables:
+        for table in (*tables, *accuracy_tables(each)):
             yield Table(f"{_named(name)}{table.title}", table.columns, table.groups)
 
 
