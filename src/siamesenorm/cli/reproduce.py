@@ -141,6 +141,9 @@ def run(arguments: ReproduceArguments | ContinuedArguments) -> None:
 def report_item(item: Item, arguments: ReproduceArguments) -> None:
     """Evaluate the runs that have weights, and write the page of an item; without runs there is none."""
     directory = arguments.out / arguments.scale / item.name
+    if item.experiment is not None:
+        show_report(item.experiment(), directory / "report")
+        return
     if arguments.item == "all" and not (directory / ITEM_FILE).is_file():
         return
     names = [name for grid in item.grids for name in grid.evaluations]

@@ -54,7 +54,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class PaperClaim:
     """A claim: its sentence, what is measured, the signed cells, and the sign of their sum in the paper.
 
     `published` names another published number than that of the measure, where the paper states the claim in it, with
@@ -76,7 +76,7 @@ Cells = Callable[[Cell], Mapping[int, RunResult]]
 class JudgedClaim:
     """A claim with the published effect, and ours by seed with the confidence of Holm's procedure."""
 
-    claim: Claim
+    claim: PaperClaim
     effect: PairedDifference
     published: float | None
     published_verdicts: tuple[str, ...]
@@ -110,7 +110,7 @@ class JudgedClaim:
         return None if self.interval is None else self.interval.mean * self.claim.sign > 0
 
 
-def judge_claims(item: str, claims: Sequence[Claim], cells: Cells) -> tuple[JudgedClaim, ...]:
+def judge_claims(item: str, claims: Sequence[PaperClaim], cells: Cells) -> tuple[JudgedClaim, ...]:
     """Return the claims of an item with their outcomes, corrected together (Holm)."""
     judged = [_effect_of(item, claim, cells) for claim in claims]
     tested = {index: p for index, each in enumerate(judged) if (p := each.effect.p_value) is not None}
@@ -119,7 +119,7 @@ def judge_claims(item: str, claims: Sequence[Claim], cells: Cells) -> tuple[Judg
     return tuple(judged)
 
 
-def _effect_of(item: str, claim: Claim, cells: Cells) -> JudgedClaim:
+def _effect_of(item: str, claim: PaperClaim, cells: Cells) -> JudgedClaim:
     measure = MEASURES[claim.measure]
     found = [
         (factor, {seed: value for seed, run in cells(cell).items() if (value := measure.of(run)) is not None})

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from siamesenorm.comparison.experiment_plan import Part, PlannedComparison
 from siamesenorm.comparison.experiment_runner import Experiment, Planned
+from siamesenorm.comparison.report_parts import Report
 from siamesenorm.comparison.sweep_grid import (
     SweepGrid,
     comparisons_of,
@@ -132,6 +133,7 @@ class Item:
         title: What it shows, in a few words.
         published: What the paper did and found, in sentences.
         grids: The runs.
+        experiment: Returns the page of an item that needs no training.
     """
 
     name: str
@@ -139,6 +141,7 @@ class Item:
     title: str
     published: str
     grids: tuple[RunGrid, ...] = ()
+    experiment: Callable[[], Report] | None = None
 
     def workload(self, grid: RunGrid, scale: Scale) -> Workload:
         """Return what a grid trains at a scale; raises UserError where there is nothing."""

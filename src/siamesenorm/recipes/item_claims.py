@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from siamesenorm.recipes.claims import Cell, Claim
+from siamesenorm.recipes.claims import Cell, PaperClaim
 
 CODE = "siamese-post-pre:post_norm=lazy,readout=code"
 RATES = ("conservative", "high", "aggressive")
@@ -22,16 +22,16 @@ def against(
     measure: str = "loss",
     sign: int = -1,
     published: tuple[str, str, float] | None = None,
-) -> Claim:
+) -> PaperClaim:
     """Return the claim that a measure of a method is lower (sign -1) or higher (1) than that of a baseline."""
     terms = ((1.0, Cell(method, grid, rate)), (-1.0, Cell(baseline, grid, rate)))
-    return Claim(text=text, measure=measure, terms=terms, sign=sign, published=published)
+    return PaperClaim(text=text, measure=measure, terms=terms, sign=sign, published=published)
 
 
 higher = partial(against, sign=1)
 
 
-def _table1() -> Iterator[Claim]:
+def _table1() -> Iterator[PaperClaim]:
     at = partial(against, grid="three rates")
     for rate, word in enumerate(RATES):
         yield at(f"SiameseNorm is better than Pre-Norm at the {word} rate", "siamese", "pre", rate=rate)
@@ -46,7 +46,7 @@ def _table1() -> Iterator[Claim]:
         yield higher(f"SiameseNorm is better in {text}", "siamese", "pre", grid="evaluated", rate=1, measure=measure)
 
 
-def _table2() -> Iterator[Claim]:
+def _table2() -> Iterator[PaperClaim]:
     at = partial(against, grid="three rates", published=("ppl_reduction", "PPL", -1.0))
     for rate, word in enumerate(RATES):
         yield at(f"coupling with Post-Norm improves Pre-Norm at the {word} rate", "siamese-post-pre", "pre", rate=rate)
@@ -54,7 +54,7 @@ def _table2() -> Iterator[Claim]:
         yield at(text, "siamese", "siamese-post-pre", rate=rate)
 
 
-def _table3() -> Iterator[Claim]:
+def _table3() -> Iterator[PaperClaim]:
     parts = {
         "hybridnorm": "HybridNorm alone fails",
         "hybridnorm:depth_scale=code": "two streams are better than HybridNorm with depth-wise scaling",
@@ -68,17 +68,17 @@ def _table3() -> Iterator[Claim]:
     yield against(text, "siamese:depth_scale=none", "pre", grid="high rate", rate=1)
 
 
-def _depth() -> Iterator[Claim]:
+def _depth() -> Iterator[PaperClaim]:
     for shape in SHAPES:
         yield against(f"SiameseNorm is better than Pre-Norm, {shape}", "siamese", "pre", grid=shape, rate=1)
     signs = {("siamese", "deepest"): 1, ("pre", "deepest"): -1, ("siamese", "shallow"): -1, ("pre", "shallow"): 1}
-    yield Claim(
+    yield PaperClaim(
         text="SiameseNorm's gain over Pre-Norm grows from the shallowest to the deepest model",
         measure="loss",
         terms=tuple((factor, Cell(method, grid, 1)) for (method, grid), factor in signs.items()),
         sign=-1,
     )
-    yield Claim(
+    yield PaperClaim(
         text="Pre-Norm is worse at the largest depth than at the middle one",
         measure="loss",
         terms=((1.0, Cell("pre", "deepest", 1)), (-1.0, Cell("pre", "middle", 1))),
@@ -86,7 +86,7 @@ def _depth() -> Iterator[Claim]:
     )
 
 
-def _figures() -> Iterator[tuple[str, Claim]]:
+def _figures() -> Iterator[tuple[str, PaperClaim]]:
     yield "figure2", higher("a normalised embedding harms Pre-Norm", "pre-embednorm", "pre", rate=1)
     text = "a normalised embedding flattens the magnitude of Pre-Norm's hidden state"
     yield "figure2", against(text, "pre-embednorm", "pre", rate=1, measure="growth")
@@ -96,7 +96,7 @@ def _figures() -> Iterator[tuple[str, Claim]]:
         ("fusion", "the bounded stream has the larger weight at the end"),
         ("lens", "the bounded stream agrees with the output more often"),
     ):
-        yield "figure6", Claim(text=text, measure=measure, terms=((1.0, Cell("siamese", rate=1)),), sign=1)
+        yield "figure6", PaperClaim(text=text, measure=measure, terms=((1.0, Cell("siamese", rate=1)),), sign=1)
     for other in ("pre", "dhc-2"):
         yield "figure8", against(f"SiameseNorm is better than {other} on the longer run", "siamese", other, rate=2)
     for other in ("pre", "post", "hybridnorm"):
@@ -105,7 +105,7 @@ def _figures() -> Iterator[tuple[str, Claim]]:
     yield "pruning", higher(text, "siamese", "pre", rate=1, measure="pruning")
 
 
-def _other_models() -> Iterator[tuple[str, Claim]]:
+def _other_models() -> Iterator[tuple[str, PaperClaim]]:
     yield "moe", against("SiameseNorm is better than Pre-Norm in a mixture of experts", "siamese", "pre", rate=1)
     text = "SiameseNorm is better than Pre-Norm in image classification"
     yield "deit", higher(text, CODE, "pre", measure="accuracy")
@@ -113,7 +113,7 @@ def _other_models() -> Iterator[tuple[str, Claim]]:
     yield "dit", against(text, CODE, "pre", published=("fid", "FID", 1.0))
 
 
-def _seednorm() -> Iterator[tuple[str, Claim]]:
+def _seednorm() -> Iterator[tuple[str, PaperClaim]]:
     seednorm, language, ablation = "pre + seednorm", "seednorm-language", "seednorm-ablation"
     for grid in ("mixture of experts", "dense"):
         yield language, against(f"SeeDNorm is better than RMSNorm, {grid}", seednorm, "pre", grid=grid)
@@ -151,7 +151,7 @@ def _seednorm() -> Iterator[tuple[str, Claim]]:
     yield "league", against(text, seednorm, "pre", grid="league")
 
 
-def claims_of(item: str) -> tuple[Claim, ...]:
+def claims_of(item: str) -> tuple[PaperClaim, ...]:
     """Return the claims of an item, in the order of its paper."""
     tables = {"table1": _table1, "table2": _table2, "table3": _table3, "depth": _depth}
     named = [*_figures(), *_other_models(), *_seednorm()]
