@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from siamesenorm.cli import main
-from siamesenorm.comparison import experiment_runner
+from siamesenorm.comparison import experiment_runner, report_writer
 from siamesenorm.comparison.experiment_plan import read_plan
 from siamesenorm.recipes import scales
 from siamesenorm.recipes.claims import MEASURES, Cell, ClaimOutcome, judge_claims
@@ -35,18 +35,22 @@ GRIDS = [(item, grid) for item in ITEMS.values() for grid in item.grids]
 # --- plans
 
 
-@pytest.mark.parametrize("scale", Scale)
-def test_every_item_has_runs_that_can_be_configured_and_priced(scale: Scale) -> None:
-    for _, grid in GRIDS:
-        workload = WORKLOADS[grid.domain].get(scale)
-        if workload is None:
-            continue
-        template = grid.template(workload, workload.template())
-        configs = [template.with_method(method) for method in grid.methods]
-        names = [config.identity for config in configs[:: max(1, len(configs) - 1)]]
-        assert len(set(names)) == len(names)
-        assert len(grid.learning_rates(workload)) == len(set(grid.learning_rates(workload)))
-        assert count_operations(template) > 0
+def test_every_item_has_runs_that_can_be_configured_at_every_scale() -> None:
+    for scale in Scale:
+        for _, grid in GRIDS:
+            if workload := WORKLOADS[grid.domain].get(scale):
+                template = grid.template(workload, workload.template())
+                assert template.identity and all(template.with_method(method) for method in grid.methods)
+                assert len(set(grid.learning_rates(workload))) == len(grid.rates or workload.rates)
+
+
+@pytest.mark.parametrize("domain", WORKLOADS)
+def test_the_papers_settings_build_and_have_a_price(domain: str) -> None:
+    """On the meta device: 6 operations a parameter and token at least, of 100 B tokens of 1.3 B parameters 8e20."""
+    operations = count_operations(WORKLOADS[domain][Scale.FULL].template())
+    assert operations > 1e18
+    if domain == "language":
+        assert 7e20 < operations < 1.2e21
 
 
 def test_runs_of_items_are_the_committed_ones_and_each_others() -> None:
@@ -170,8 +174,9 @@ def small_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tup
     workers = Workers(outcome_of=loss_of, polls_of=lambda config: 0)
     monkeypatch.setattr(experiment_runner, "_start", workers.start)
     monkeypatch.setattr(experiment_runner, "POLL_SECONDS", 0)
+    monkeypatch.setattr(report_writer, "render", lambda *_: b"<svg></svg>")  # figures are drawn in other tests
     tiny = Workload(
-        build=lambda data: tiny_run(data or tmp_path / "data"), rates=(3e-4, 1e-3, 3e-3), data="data", digest="none"
+        build=lambda data: tiny_run(data or tmp_path / "data"), rates=(3e-4, 1e-3, 3e-3), seeds=(0, 1), data="data"
     )
     full = dataclasses.replace(WORKLOADS["language"][Scale.FULL])
     monkeypatch.setitem(scales.WORKLOADS, "language", {Scale.MINI: tiny, Scale.FULL: full})
@@ -185,14 +190,14 @@ def small_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tup
 def test_items_share_their_runs_and_rates_are_extended_at_edges(small_world: tuple[Path, Workers]) -> None:
     path, workers = small_world
     assert main(["reproduce", "table1", "--data", "data", "--out", "out", "--jobs", "1"]) == 0
-    assert len(workers.started) == 2 * 3 * 3
+    assert len(workers.started) == 2 * 3 * 2
     assert main(["reproduce", "league", "--data", "data", "--out", "out", "--jobs", "1"]) == 0
-    new = workers.started[18:]
+    new = workers.started[12:]
     assert len(set(workers.started)) == len(workers.started), "no run is trained twice"
     selected = sorted(rate for method, rate, seed in new if method == "siamese" and seed == 0)
     assert selected == pytest.approx([2.7e-5, 9e-5], rel=0.01), "two steps of the grid below its low edge"
     assert not [rate for method, rate, seed in new if method == "pre" and seed == 0], "its best is inside"
-    assert {(rate, seed) for method, rate, seed in new if method == "pre"} == {(1e-3, seed) for seed in (3, 4, 5)}
+    assert {(rate, seed) for method, rate, seed in new if method == "pre"} == {(1e-3, seed) for seed in (2, 3, 4, 5)}
     assert {seed for method, _, seed in new if method == "siamese"} == {0, 1, 2, 3}
     before = len(workers.started)
     assert main(["reproduce", "table1", "--data", "data", "--out", "other", "--runs", "out/runs", "--jobs", "1"]) == 0
@@ -202,7 +207,7 @@ def test_items_share_their_runs_and_rates_are_extended_at_edges(small_world: tup
 
     judged = read_item(path / "out/mini/table1").judged()
     gap = 0.01 * (math.log(3e-4 / 1e-9) - math.log(1e-3 / 3e-4))
-    assert judged[0].effect.by_seed == pytest.approx(dict.fromkeys(range(3), gap))
+    assert judged[0].effect.by_seed == pytest.approx(dict.fromkeys(range(2), gap))
     assert judged[-1].outcome is ClaimOutcome.NOT_RUN
     page = (path / "out/mini/table1/report/report.md").read_text()
     assert "11.21" in page and judged[0].claim.text in page and next((path / "out/runs").iterdir()).name in page
@@ -217,8 +222,8 @@ def test_what_stopped_goes_on(small_world: tuple[Path, Workers]) -> None:
     ended = [line for line in workers.ended if line.endswith(": 0")]
     workers.polls_of = lambda config: 0
     assert main(["reproduce", "table1", "--data", "data", "--out", "out", "--jobs", "1"]) == 0
-    assert len([line for line in workers.ended if line.endswith(": 0")]) == 18
-    assert len(ended) < 18
+    assert len([line for line in workers.ended if line.endswith(": 0")]) == 12
+    assert len(ended) < 12
 
 
 def test_the_list_counts_what_there_is(small_world: tuple[Path, Workers], capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,7 +233,7 @@ def test_the_list_counts_what_there_is(small_world: tuple[Path, Workers], capsys
     assert main(["reproduce", "league", "--list", "--data", "data", "--out", "out"]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if "league" in line)
     runs, ended, shared = map(int, re.findall(r"(\d+)\s*│", row)[:3])
-    assert (runs, ended, shared) == (6 + 5 + 3, 6 + 2 * 2, 0)
+    assert (runs, ended, shared) == (6 + 5 + 3, 6 + 2, 0)
     assert not (path / "out/mini/league").exists()
 
 

@@ -168,7 +168,6 @@ def train_item(item: Item, arguments: ReproduceArguments, deadline: float) -> It
             if alone and not (directory / PLAN_FILE).is_file():
                 raise UserError(f"{item.name} trains on data: give --{workload.data} PATH")
             continue
-        write_item(arguments.out / scale / item.name, item, scale, arguments.costs)
         template = grid.template(workload, workload.template(data or "", execution(arguments, workload.template())))
         experiment = Experiment(
             directory=directory,
@@ -179,7 +178,11 @@ def train_item(item: Item, arguments: ReproduceArguments, deadline: float) -> It
             stores=(arguments.out / "runs", *arguments.runs),
             deadline=deadline,
         )
-        train_experiment(experiment, partial(grid.stages, workload))
+        try:
+            train_experiment(experiment, partial(grid.stages, workload))
+        finally:
+            if (directory / PLAN_FILE).is_file():
+                write_item(directory.parent, item, scale, arguments.costs)
         yield experiment
 
 
