@@ -254,6 +254,7 @@ def unbounded_activation(
             for name in activations
         ],
     )
+    bounded = [name for name in activations if name in BOUNDED]
     unbounded = [name for name in activations if name not in BOUNDED]
     claims = (
         Claim(
@@ -265,7 +266,7 @@ def unbounded_activation(
         Claim(
             text="In a residual stack an unbounded σ makes the stream grow exponentially with depth, a bounded one "
             "linearly.",
-            holds=all(stacks[n] > 100 * depth for n in unbounded) and all(stacks[n] < 4 * depth for n in BOUNDED),
+            holds=all(stacks[n] > 100 * depth for n in unbounded) and all(stacks[n] < 4 * depth for n in bounded),
             measured=", ".join(f"RMS {stacks[name]:.3g} after {depth} additions with {name}" for name in activations),
         ),
     )

@@ -25,6 +25,11 @@ class Claim:
     holds: bool
     measured: str
 
+    @property
+    def outcome(self) -> str:
+        """Whether it holds, in words."""
+        return "holds" if self.holds else "does not hold"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TheoryResult:
@@ -43,7 +48,7 @@ class TheoryResult:
         """Return the result as a page: claims, figure, table, and the record as a file."""
         link = (f"arXiv {self.paper}", f"https://arxiv.org/abs/{self.paper}") if self.paper[:4].isdigit() else None
         claims = tuple(
-            Statement("Holds" if claim.holds else "Does not hold", f"{claim.text} Measured: {claim.measured}.", link)
+            Statement(claim.outcome.capitalize(), f"{claim.text} Measured: {claim.measured}.", link)
             for claim in self.claims
         )
         return Report(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from siamesenorm.errors import unknown
 from siamesenorm.recipes.gradient_theory import gradient_at_init, gradient_spikes
 from siamesenorm.recipes.seednorm_theory import (
     dynamic_variance,
@@ -22,10 +21,3 @@ THEORY: dict[str, Callable[[], TheoryResult]] = {
     "dyt-equivalence": dyt_equivalence,
     "unbounded-activation": unbounded_activation,
 }
-
-
-def run_theory(name: str) -> TheoryResult:
-    """Run an experiment; raises UserError for an unknown name."""
-    if name not in THEORY:
-        raise unknown("experiment on theory", name, THEORY)
-    return THEORY[name]()
