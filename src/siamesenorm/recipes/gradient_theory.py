@@ -18,7 +18,7 @@ from siamesenorm.comparison.report_parts import Column, Entry, RowGroup, Table
 from siamesenorm.data.builtin import builtin_documents
 from siamesenorm.models.initialisation import fill_normal
 from siamesenorm.models.language import LanguageModel, build_language_model
-from siamesenorm.recipes.theory import Claim, Line, TheoryResult, draw_lines, slope
+from siamesenorm.recipes.theory import Claim, TheoryLine, TheoryResult, draw_lines, slope
 from siamesenorm.sublayers.sublayer import Projection
 
 SHAPE: dict[str, Any] = {
@@ -64,7 +64,7 @@ def gradient_at_init(methods: Sequence[str] = GRADIENT_METHODS, depths: Sequence
         )),),
     )  # fmt: skip
     styles = styles_of(methods)
-    lines = [Line(name=m, x=range(1, deepest + 1), y=norms[m, deepest], style=styles[m]) for m in methods]
+    lines = [TheoryLine(name=m, x=range(1, deepest + 1), y=norms[m, deepest], style=styles[m]) for m in methods]
     figure = Figure(
         name="gradient-at-init",
         title="Gradient norm by block at initialisation",
@@ -134,7 +134,7 @@ def gradient_spikes(
         )),),
     )  # fmt: skip
     styles = styles_of(methods)
-    lines = [Line(name=m, x=range(1, len(curves[m][0]) + 1), y=curves[m][0], style=styles[m]) for m in methods]
+    lines = [TheoryLine(name=m, x=range(1, len(curves[m][0]) + 1), y=curves[m][0], style=styles[m]) for m in methods]
     figure = Figure(
         name="gradient-spikes",
         title="Global gradient norm over the first steps",

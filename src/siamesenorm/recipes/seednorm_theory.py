@@ -13,7 +13,7 @@ from siamesenorm.comparison.figure_style import Figure
 from siamesenorm.comparison.formatting import significant
 from siamesenorm.comparison.report_parts import Column, Entry, RowGroup, Table
 from siamesenorm.norms import DyT, Norm, SeeDNorm, build_norm
-from siamesenorm.recipes.theory import Claim, Line, TheoryResult, draw_lines, plain_styles, slope
+from siamesenorm.recipes.theory import Claim, TheoryLine, TheoryResult, draw_lines, plain_styles, slope
 
 PAPER = "2510.22777"
 WIDTHS = (64, 128, 256, 512, 1024, 2048)
@@ -196,7 +196,7 @@ def dyt_equivalence(dim: int = 64, factor: float = 4.0) -> TheoryResult:
     curves = {name: pair[1] for name, pair in found.items() if name != "RMSNorm, larger"}
     styles = plain_styles(list(curves))
     lines = [
-        Line(name=name, x=[v / math.sqrt(dim) for v in found[name][0]], y=y, style=styles[name])
+        TheoryLine(name=name, x=[v / math.sqrt(dim) for v in found[name][0]], y=y, style=styles[name])
         for name, y in curves.items()
     ]
     result = _result(
@@ -367,7 +367,7 @@ def _result(
 ) -> TheoryResult:
     """Return the result with a figure of the curves over x, both axes logarithmic."""
     styles = plain_styles(list(curves))
-    lines = [Line(name=each, x=x, y=values, style=styles[each]) for each, values in curves.items()]
+    lines = [TheoryLine(name=each, x=x, y=values, style=styles[each]) for each, values in curves.items()]
     figure = Figure(
         name=name,
         title=title,

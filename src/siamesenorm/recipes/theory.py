@@ -64,7 +64,7 @@ class TheoryResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class TheoryLine:
     """A line of a figure."""
 
     name: str
@@ -74,7 +74,7 @@ class Line:
 
 
 def draw_lines(
-    lines: Sequence[Line],
+    lines: Sequence[TheoryLine],
     theme: Theme,
     *,
     title: str,
