@@ -24,6 +24,7 @@ from siamesenorm.recipes.items import ITEMS
 from siamesenorm.recipes.prices import count_operations
 from siamesenorm.recipes.published_numbers import find_published, published_rows
 from siamesenorm.recipes.scales import WORKLOADS, Scale, Workload
+from siamesenorm.recipes.theory_experiments import THEORY
 from siamesenorm.topologies import available_topologies
 from test_sweep import Workers
 from training_runs import tiny_run, write_data
@@ -69,6 +70,10 @@ def test_runs_of_items_are_the_committed_ones_and_each_others() -> None:
 
 def test_the_league_has_every_topology() -> None:
     assert set(available_topologies()) <= set(ITEMS["league"].grids[0].methods)
+
+
+def test_every_experiment_on_theory_is_an_item() -> None:
+    assert {name for name, item in ITEMS.items() if item.experiment} == {*THEORY, "cost"}
 
 
 # --- published numbers and claims

@@ -22,6 +22,7 @@ from siamesenorm.cli.sweep import chosen_jobs, raise_failures, train_experiment
 from siamesenorm.cli.train import text_constructors
 from siamesenorm.comparison.experiment_plan import PLAN_FILE
 from siamesenorm.comparison.experiment_runner import Experiment, OutOfTime
+from siamesenorm.comparison.report_parts import Statements
 from siamesenorm.comparison.results import RunResult
 from siamesenorm.errors import UserError
 from siamesenorm.models.language import LanguageModelConfig, language_model_config
@@ -142,7 +143,11 @@ def report_item(item: Item, arguments: ReproduceArguments) -> None:
     """Evaluate the runs that have weights, and write the page of an item; without runs there is none."""
     directory = arguments.out / arguments.scale / item.name
     if item.experiment is not None:
-        show_report(item.experiment(), directory / "report")
+        report = item.experiment()
+        found = report.sections.get("What came out")
+        for statement in found.items if isinstance(found, Statements) else ():
+            print(f"{statement.topic}: {statement.text}")
+        show_report(report, arguments.out / item.name)
         return
     if arguments.item == "all" and not (directory / ITEM_FILE).is_file():
         return

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from siamesenorm.comparison.report_parts import Report
 from siamesenorm.errors import unknown
 from siamesenorm.recipes.item import Item, RunGrid
 from siamesenorm.recipes.overhead import overhead_report
+from siamesenorm.recipes.theory_experiments import THEORY
 from siamesenorm.topologies import available_topologies
 
 CONTROL = "pre + qkv"
@@ -26,6 +30,22 @@ VISION = ("pre + layernorm", "pre + dyt", "pre + seednorm")
 HEADS = tuple(f"pre + seednorm:heads={heads}" for heads in (1, 8, 16, 32))
 LEAGUE = (*available_topologies(), CONTROL, "pre + seednorm", "siamese + seednorm")
 LEAGUE_DEEPER = ("pre", "post", "deepnorm", "dhc-2", "siamese-post-pre", "siamese")
+
+XIONG, SEEDNORM_THEORY = "Xiong et al. (arXiv 2002.04745)", "SeeDNorm, theory"
+THEORY_TITLES = {
+    "gradient-at-init": (XIONG, "gradient norms by layer before training, Pre-Norm and Post-Norm"),
+    "gradient-spikes": (XIONG, "spikes of the gradient norm in the first steps"),
+    "dynamic-variance": (SEEDNORM_THEORY, "variance of the dynamic dot product by width and heads"),
+    "gradient-scaling": (SEEDNORM_THEORY, "gradients at inputs k x"),
+    "dyt-equivalence": (SEEDNORM_THEORY, "DyT and RMSNorm at a constant norm"),
+    "unbounded-activation": (SEEDNORM_THEORY, "unbounded activations"),
+}
+"""Paper and title of the experiments on theory, by the names of `THEORY`."""
+
+
+def _theory_page(name: str) -> Report:
+    return THEORY[name]().report()
+
 
 ITEMS: dict[str, Item] = {
     item.name: item
@@ -242,6 +262,16 @@ ITEMS: dict[str, Item] = {
             title="SeeDNorm, DyT and LayerNorm in a convolutional network",
             published="ConvNeXt-B on ImageNet: 83.7 % with each of SeeDNorm, DyT and LayerNorm.",
             grids=(RunGrid(domain="convnext", methods=VISION, chosen=True),),
+        ),
+        *(
+            Item(
+                name=name,
+                paper=paper,
+                title=title,
+                published="A measurement of seconds, without a trained run.",
+                experiment=partial(_theory_page, name),
+            )
+            for name, (paper, title) in THEORY_TITLES.items()
         ),
         Item(
             name="league",
