@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from report_tables import fill_tables
 from siamesenorm.cli.parsing import parse
-from siamesenorm.cli.report import build_report
 from siamesenorm.cli.sweep import Arguments, SweepArguments, template_of
+from siamesenorm.comparison.comparison_tables import comparison_tables
 from siamesenorm.comparison.experiment_plan import Part, read_plan
 from siamesenorm.comparison.experiment_runner import Experiment
 from siamesenorm.comparison.findings import find
+from siamesenorm.comparison.report_writer import table_in_markdown
 from siamesenorm.comparison.results import read_experiment
 from siamesenorm.comparison.sweep_grid import comparisons_of, configured
 from siamesenorm.training.config import RunConfig
@@ -27,7 +27,6 @@ ROOT = Path(__file__).parents[1]
 BOOKS, DIGITS = ROOT / "benchmarks/books", ROOT / "benchmarks/digits"
 SAFE = sorted((ROOT / "benchmarks").glob("safe*/runs/*"))
 RUNS = sorted([*BOOKS.glob("runs/*"), *DIGITS.glob("runs/*"), *SAFE])
-FILLED = sorted(page for page in (ROOT / "docs").glob("*.md") if "<!-- report " in page.read_text())
 COMMITTED = sorted((ROOT / "benchmarks").glob("*/runs/*"))
 
 
@@ -40,17 +39,11 @@ def test_a_committed_run_keeps_its_identity(run: Path) -> None:
     assert RunDirectory(run).read_config().identity[:12] == run.name
 
 
-@pytest.mark.parametrize("page", FILLED, ids=lambda page: page.stem)
-def test_the_tables_of_a_page_are_those_of_its_runs(page: Path) -> None:
-    """Of experiments, and of the items of `reproduce`: every table that a page names, recomputed."""
-    text = page.read_text()
-    assert fill_tables(text, page.parent) == text
-
-
 @pytest.mark.parametrize(("name", "directory"), [("comparison", BOOKS), ("digits", DIGITS)])
-def test_a_comparison_is_whole_and_its_page_has_all_its_tables(name: str, directory: Path) -> None:
+def test_the_tables_of_a_comparison_are_those_of_its_runs(name: str, directory: Path) -> None:
     page, results = (ROOT / f"docs/{name}.md").read_text(), read_experiment(directory)
-    assert all(f": {table.title} -->" in page for table in build_report(directory).tables)
+    for table in comparison_tables(find(results)):
+        assert table_in_markdown(table) in page
     assert not results.unfinished and not results.missing
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from report_tables import fill_tables
 from siamesenorm.cli import main
 from siamesenorm.comparison import experiment_runner, report_writer
 from siamesenorm.comparison.experiment_plan import read_plan
@@ -261,3 +262,20 @@ def test_bad_input_is_refused_in_one_line(
     assert main(arguments.split()) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+# --- pages of the documentation
+
+ELSEWHERE = ("comparison", "digits", "moe", "diffusion", "seednorm_heads")
+"""Pages whose tables are recomputed in `test_committed_results.py` and in tests of their own."""
+PAGES = sorted(
+    page
+    for page in (Path(__file__).parents[1] / "docs").glob("*.md")
+    if "<!-- report " in page.read_text() and page.stem not in ELSEWHERE
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_tables_of_a_page_are_those_of_its_runs(page: Path) -> None:
+    text = page.read_text()
+    assert fill_tables(text, page.parent) == text
