@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from siamesenorm.analysis.held_out import Analysis, HeldOut, PathParts, Results, replaced
+from siamesenorm.analysis.held_out import Analysis, HeldOut, PathParts, Results, replaced, stack_of
 from siamesenorm.errors import UserError
 from siamesenorm.models.block import Block, split_losses
 from siamesenorm.sublayers.sublayer import NO_CONTEXT
 from siamesenorm.topologies import Connection, Opening, Streams, Topology
-from siamesenorm.topologies.boundary_family import BoundaryClosing, BoundaryConnection, times
+from siamesenorm.topologies.boundary_family import BoundaryConnection, times
 from siamesenorm.topologies.hyper_connections import MultiStream
 from siamesenorm.topologies.post_norm_family import SpanNorm
 from siamesenorm.topologies.topology import Reader
@@ -220,7 +220,11 @@ def find_transitions(
         state, settle = states[connection], None
         if isinstance(connection, BoundaryConnection) and not isinstance(path.topology, SpanNorm):
             following = next((c for n, c in connections[index + 1 :] if stack_of(n) == stack_of(name)), None)
-            settle = following.post_norm if isinstance(following, BoundaryConnection) else _last_settle(path, name)
+            settle = (
+                following.post_norm
+                if isinstance(following, BoundaryConnection)
+                else path.last_post_norm(stack_of(name))
+            )
             state = (connection.post_norm(state[0]), *state[1:])
         found.append(
             Transition(name=name, connection=connection, sublayer=sublayers[connection], state=state, settle=settle)
@@ -230,21 +234,6 @@ def find_transitions(
 
 def _output(sublayer: nn.Module, context: Any, h: Tensor) -> Tensor:
     return split_losses(sublayer(h, context))[0]
-
-
-def _last_settle(path: PathParts, name: str) -> nn.Module:
-    """Return the closing's post-norm where it follows the last addition, as the first read of a later block has one."""
-    stacks = list(dict.fromkeys(map(stack_of, path.connections)))
-    closing = path.closings[stacks.index(stack_of(name))]
-    blocks = [block for block in path.blocks if stack_of(f"{block}.") == stack_of(name)]
-    later = path.connections_of(blocks[-1])[0] if len(blocks) > 1 else None
-    settles = isinstance(later, BoundaryConnection) and not isinstance(later.post_norm, nn.Identity)
-    return closing.post_norm if settles and isinstance(closing, BoundaryClosing) else nn.Identity()
-
-
-def stack_of(connection: str) -> str:
-    """Return the name of the list of blocks that a connection is in."""
-    return connection.rsplit(".", 2)[0]
 
 
 # --- matrices

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import blended_transform_factory
 
 from siamesenorm.analysis.stream_terms import mean_of_copies
@@ -50,6 +51,8 @@ class Panel:
     logarithmic: bool = False
     zero: bool = False
     """Whether a line marks the height 0."""
+    share: bool = False
+    """Whether the heights are parts of 1: the axis has all of them."""
 
 
 def analysis_figures(records: Records) -> tuple[Figure, ...]:
@@ -79,7 +82,7 @@ def _magnitude(results: Records) -> Iterator[Figure]:
     yield _figure(
         "hidden-magnitude", "Magnitude of the streams", [panel], results,
         "RMS over the width, averaged over the tokens of held-out samples: before each sublayer, after the norms on "
-        "the stream, and at the end as the closing receives it. Logarithmic axis. Numbered streams are averaged.",
+        "the stream, and at the end before the final norms. Logarithmic axis. Numbered streams are averaged.",
     )  # fmt: skip
 
 
@@ -95,7 +98,7 @@ def _share(results: Records) -> Iterator[Figure]:
                 steps = [found["blocks"] * k / len(values) for k in range(len(values))]
                 lines.append(Line(name=f"{run} {name}", run=run, number=number, x=steps, y=values))
         if lines:
-            panels.append(Panel(x=BLOCKS, y=label, lines=tuple(lines), zero=True))
+            panels.append(Panel(x=BLOCKS, y=label, lines=tuple(lines), share=True))
     if panels:
         yield _figure(
             "stream-share", "Share of the streams in the input", panels, results,
@@ -120,25 +123,34 @@ def _fusion(results: Records) -> Iterator[Figure]:
 
 
 def _lens(results: Records) -> Iterator[Figure]:
-    losses, agreements = [], []
+    whole: dict[str, list[Line]] = {"loss": [], "agreement": []}
+    alone: dict[str, list[Line]] = {"loss": [], "agreement": []}
     for run, found in results.items():
-        views = {"": found, **found["streams"]}
-        for number, (name, view) in enumerate(views.items()):
-            label = f"{run} {name}".strip()
-            start = found["blocks"] + 1 - len(view["loss"])
-            steps = range(start, found["blocks"] + 1)
-            if len(steps) > 1:
-                losses.append(Line(name=label, run=run, number=number, x=steps, y=view["loss"]))
-                agreements.append(Line(name=label, run=run, number=number, x=steps, y=view["agreement"]))
+        for kind, lines in whole.items():
+            lines.append(Line(name=run, run=run, x=range(len(found[kind])), y=found[kind]))
+        for kind, lines in alone.items():
+            by_depth = {name: view for name, view in found["streams"].items() if len(view[kind]) > 1}
+            for number, (name, values) in enumerate(_by_stream(run, by_depth, kind)):
+                lines.append(Line(name=name, run=run, number=number, x=range(len(values)), y=values))
+    unit = _units(results)
     panels = [
-        Panel(x=BLOCKS, y="loss (nats)", lines=tuple(losses)),
-        Panel(x=BLOCKS, y="agreement", lines=tuple(agreements), zero=True),
+        Panel(x=BLOCKS, y=f"loss{unit}", lines=tuple(whole["loss"])),
+        Panel(x=BLOCKS, y="agreement", lines=tuple(whole["agreement"]), share=True),
     ]
     yield _figure(
         "logit-lens", "Logit lens", panels, results,
         "The streams after so many blocks, through the final norms and the head: held-out loss, and the share of the "
-        "model's own most likely predictions. With a stream's name: that stream alone, the others absent.",
+        "model's own most likely predictions.",
     )  # fmt: skip
+    panels = [
+        Panel(x=BLOCKS, y=f"loss{unit}", lines=tuple(alone["loss"])),
+        Panel(x=BLOCKS, y="agreement", lines=tuple(alone["agreement"]), share=True),
+    ]
+    if alone["loss"]:
+        yield _figure(
+            "logit-lens-streams", "Logit lens of single streams", panels, results,
+            "The same of each stream alone, through its own final norm and the output norm, the others absent.",
+        )  # fmt: skip
 
 
 def _pruning(results: Records) -> Iterator[Figure]:
@@ -150,14 +162,15 @@ def _pruning(results: Records) -> Iterator[Figure]:
             for number, kind in enumerate(kinds):
                 steps = range(first, first + len(rises[kind]))
                 lines.append(Line(name=run, run=run, number=number, x=steps, y=rises[kind], dotted=number > 0))
+    unit = _units(results)
     panels = [
-        Panel(x="last blocks without effect", y="rise of the loss", lines=tuple(last), zero=True),
-        Panel(x="block without effect", y="rise of the loss", lines=tuple(single), zero=True),
+        Panel(x="number of last blocks left out", y=f"rise of the loss{unit}", lines=tuple(last), zero=True),
+        Panel(x="block left out", y=f"rise of the loss{unit}", lines=tuple(single), zero=True),
     ]
     yield _figure(
         "pruning", "Loss without blocks", panels, results,
-        "Rise of the held-out loss (unit of the loss) without the last n blocks, and without one. Lines: blocks are "
-        "removed, the streams pass by. Dotted: their sublayers write 0, norms on the streams act.",
+        "Rise of the held-out loss without the last n blocks, and without one. Lines: blocks are removed, the streams "
+        "pass by. Dotted: their sublayers write 0, norms on the streams act.",
     )  # fmt: skip
 
 
@@ -170,8 +183,9 @@ def _depth(results: Records) -> Iterator[Figure]:
     blocks = "; ".join(f"{run} {found['effective_blocks']:.1f} of {found['blocks']}" for run, found in results.items())
     yield _figure(
         "effective-depth", "Influence of the blocks",
-        [Panel(x="block", y="1 - cosine", lines=tuple(lines), zero=True)], results,
-        f"Mean of 1 - cosine between a stream before and after each block. Effective blocks by the loss: {blocks}.",
+        [Panel(x="block", y="1 \N{MINUS SIGN} cosine", lines=tuple(lines), zero=True)], results,
+        "Mean of 1 \N{MINUS SIGN} cosine between a stream before and after each block. Effective blocks by the loss: "
+        f"{blocks}.",
     )  # fmt: skip
 
 
@@ -188,7 +202,7 @@ def _outliers(results: Records) -> Iterator[Figure]:
             first.append(Line(name="uniform", run="", x=places, y=attention["uniform"], dotted=True))
     panels = [Panel(x=BLOCKS, y="largest / median", lines=tuple(ratios), logarithmic=True)]
     if first:
-        panels.append(Panel(x="attention", y="attention to first token", lines=_distinct(first), zero=True))
+        panels.append(Panel(x="attention layer", y="attention to first token", lines=_distinct(first), zero=True))
     yield _figure(
         "outliers", "Outliers and attention sinks", panels, results,
         "Above: the largest |x| of a sample over the median, for each stream (massive activations reach 1,000). Below: "
@@ -204,12 +218,12 @@ def _quantisation(results: Records) -> Iterator[Figure]:
     yield Figure(
         name="quantisation",
         title="Loss after rounding",
-        caption="Rise of the held-out loss (unit of the loss) where the linear layers of the blocks compute with so "
+        caption="Rise of the held-out loss where the linear layers of the blocks compute with so "
         "many bits of weights (W) and activations (A).",
         alternative="; ".join(
             f"{run} {', '.join(f'{k} {v:+.3g}' for k, v in row.items())}" for run, row in rows.items()
         ),
-        draw=lambda theme: draw_rows(rows, "rise of the loss", "Loss after rounding", theme),
+        draw=lambda theme: draw_rows(rows, f"rise of the loss{_units(results)}", "Loss after rounding", theme),
     )
 
 
@@ -226,8 +240,8 @@ def _jacobians(results: Records) -> Iterator[Figure]:
         )
 
     panels = [
-        Panel(x=BLOCKS, y="largest, one sublayer", lines=over_depth(lambda r: r["largest"]), logarithmic=True),
-        Panel(x=BLOCKS, y="RMS, to the end", lines=over_depth(lambda r: r["to_end"]["rms"]), logarithmic=True),
+        Panel(x=BLOCKS, y="largest singular value", lines=over_depth(lambda r: r["largest"]), logarithmic=True),
+        Panel(x=BLOCKS, y="RMS to the end", lines=over_depth(lambda r: r["to_end"]["rms"]), logarithmic=True),
     ]
     checked = [max(found["identity"].values()) for found in results.values() if found["identity"]]
     identity = f" The formula of Eq. 8 holds to {max(checked):.0e}." if checked else ""
@@ -273,6 +287,12 @@ def _by_stream(run: str, streams: Record, quantity: str) -> list[tuple[str, list
     return [(f"{run} {name}" if len(names) > 1 else run, [place.get(name) for place in places]) for name in names]
 
 
+def _units(results: Records) -> str:
+    """Return the unit of the losses in brackets; nothing where runs differ in it."""
+    units = {found["unit"] for found in results.values()}
+    return f" ({units.pop()})" if len(units) == 1 else ""
+
+
 def _distinct(lines: Sequence[Line]) -> tuple[Line, ...]:
     """Return the lines without repetitions of the same curve under the same name."""
     return tuple({(line.name, tuple(line.y)): line for line in lines}.values())
@@ -301,27 +321,24 @@ def _finite(values: Sequence[Any]) -> Any:
 
 def draw_panels(panels: Sequence[Panel], runs: Sequence[str], title: str, theme: Theme) -> Drawing:
     """Draw panels one above the other, each with the names of its curves beside it."""
-    styles = figure_style.styles_of(runs)
+    hues = _hues(runs)
     names = [line.name for panel in panels for line in panel.lines]
-    height = PANEL * len(panels) + 0.6
+    height = PANEL * len(panels) + 0.35
     drawing = Drawing(figsize=(figure_style.WIDTH, height))
     all_axes = drawing.subplots(len(panels), 1, squeeze=False)[:, 0]
     drawing.subplots_adjust(
-        left=LEFT, right=1 - figure_style.label_room(names), top=1 - 0.36 / height, bottom=0.48 / height,
-        hspace=0.55 / PANEL * 1.3,
-    )  # fmt: skip
+        left=LEFT, right=1 - figure_style.label_room(names), top=1 - 0.36 / height, bottom=0.48 / height, hspace=0.3
+    )
     all_axes[0].set_title(title)
     for axes, panel in zip(all_axes, panels, strict=True):
-        _draw_panel(axes, panel, styles, theme)
+        _draw_panel(axes, panel, hues, theme)
     return drawing
 
 
-def _draw_panel(axes: Axes, panel: Panel, styles: Mapping[str, MethodStyle], theme: Theme) -> None:
-    if panel.logarithmic:
-        axes.set_yscale("log")
+def _draw_panel(axes: Axes, panel: Panel, hues: Mapping[str, str], theme: Theme) -> None:
     labels: dict[str, CurveLabel] = {}
     for line in panel.lines:
-        style = _style(line, styles)
+        style = _style(line, hues)
         values = np.array([np.nan if value is None else float(value) for value in line.y])
         axes.plot(
             np.asarray(line.x, dtype=float), values, color=style.color(theme), linewidth=style.width,
@@ -329,26 +346,34 @@ def _draw_panel(axes: Axes, panel: Panel, styles: Mapping[str, MethodStyle], the
         )  # fmt: skip
         finite = _finite(line.y)
         if len(finite):
-            labels.setdefault(
-                line.name, CurveLabel(height=float(finite[-1]), text=figure_style.shortened(line.name), style=style)
-            )
+            label = CurveLabel(height=float(finite[-1]), text=figure_style.shortened(line.name), style=style)
+            labels.setdefault(line.name, label)
+    if panel.logarithmic:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
     if panel.zero:
         axes.axhline(0, color=theme.muted, linewidth=0.8, zorder=1.5)
+    if panel.share:
+        axes.set_ylim(-0.03, 1.03)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
     axes.set_xlabel(panel.x)
     axes.set_ylabel(panel.y)
     axes.yaxis.set_label_coords(0.048, 0.5, blended_transform_factory(axes.figure.transFigure, axes.transAxes))
     figure_style.label_ends(axes, list(labels.values()), theme)
 
 
-def _style(line: Line, styles: Mapping[str, MethodStyle]) -> MethodStyle:
-    """Return the style of a line: the hue of its run, and a dash of its own among the run's curves."""
-    run = styles.get(line.run)
-    if line.dotted:
-        return MethodStyle(hue=run.hue if run else None, dash=DOTTED, marker="", width=1.0)
-    assert run is not None
-    dashes = figure_style.DASHES
-    place = (dashes.index(run.dash) + line.number) % len(dashes)
-    return MethodStyle(hue=run.hue, dash=dashes[place], marker="", width=run.width if not line.number else 1.3)
+def _hues(runs: Sequence[str]) -> dict[str, str]:
+    """Return a hue for each run: `pre` and `siamese` have theirs in every figure, others the next ones."""
+    others = iter([hue for _ in range(1 + len(runs) // len(figure_style.HUES)) for hue in figure_style.HUES])
+    return {run: figure_style.RESERVED_HUES.get(run) or next(others) for run in runs}
+
+
+def _style(line: Line, hues: Mapping[str, str]) -> MethodStyle:
+    """Return the style of a line: the hue of its run, and a dash by its place among the run's curves."""
+    dash = DOTTED if line.dotted else figure_style.DASHES[line.number % len(figure_style.DASHES)]
+    return MethodStyle(hue=hues.get(line.run), dash=dash, marker="", width=1.0 if line.dotted else 1.6)
 
 
 # --- rows
