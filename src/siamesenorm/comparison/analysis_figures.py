@@ -255,16 +255,16 @@ def _jacobians(results: Records) -> Iterator[Figure]:
 LASTS, SINGLES = ("last_removed", "last_zeroed"), ("removed", "zeroed")
 FIGURES: dict[str, Callable[[Records], Iterator[Figure]]] = {
     "hidden-magnitude": _magnitude,
-    "stream-share": _share,
+    "effective-depth": _depth,
     "fusion": _fusion,
+    "quantisation": _quantisation,
+    "stream-share": _share,
     "logit-lens": _lens,
     "pruning": _pruning,
-    "effective-depth": _depth,
     "outliers": _outliers,
-    "quantisation": _quantisation,
     "jacobians": _jacobians,
 }
-"""The figures of each analysis."""
+"""The figures of each analysis, in the order of a page: those of one height side by side."""
 
 
 # --- curves

@@ -8,7 +8,7 @@ from typing import Any
 from siamesenorm.analysis.analyses import ANALYSES
 from siamesenorm.analysis.stream_terms import mean_of_copies
 from siamesenorm.comparison import formatting
-from siamesenorm.comparison.analysis_figures import analysis_figures
+from siamesenorm.comparison.analysis_figures import FIGURES, analysis_figures
 from siamesenorm.comparison.curve_figures import draw_gradient_norms
 from siamesenorm.comparison.figure_style import Figure, styles_of
 from siamesenorm.comparison.formatting import NOTHING
@@ -52,7 +52,7 @@ def analysis_report(
             }
         )
     }
-    figures = [figure for found in by_analysis.values() for figure in analysis_figures(found)]
+    figures = [figure for name in FIGURES if name in by_analysis for figure in analysis_figures(by_analysis[name])]
     table = analysis_table(by_analysis, list(records))
     return Report(
         title=f"Analysis of {formatting.listed(list(records))}",
