@@ -23,7 +23,7 @@ COMMANDS = {
     "runs": "list runs: directory, method, learning rate, seed, verdict, step",
     "report": "make tables, figures and a page of an experiment",
     "verdict": "classify loss curves as stable, spiked, diverged or not learned",
-    "evaluate": "evaluate a trained run: held-out metrics, features of images, Frechet distance of samples",
+    "evaluate": "evaluate a trained run or any language model: held-out metrics, tasks, perplexity, features of images",
     "analyze": "analyse trained models: streams, depth, logit lens, outliers, rounding, Jacobians",
     "calibrate": "measure how often the verdict is wrong on given runs",
     "rewire": "give an existing model in a local directory another residual topology",

@@ -75,7 +75,7 @@ def run(arguments: Arguments) -> None:
         for label, model in opened.items():
             before = sum(map(len, records.values()))
 
-            def show(done: int, what: str, name: str = label, before: int = before) -> None:
+            def show(done: float, what: str, name: str = label, before: int = before) -> None:
                 progress.update(before + done, f"{name}: {what}")
 
             records[label] = model.evaluate(chosen[label], show)
