@@ -16,10 +16,11 @@ from siamesenorm import build_language_model
 from siamesenorm.analysis import HeldOut, available_analyses, build_analysis
 from siamesenorm.analysis.depth import needed_blocks, participation_ratio
 from siamesenorm.analysis.held_out import PathParts, observed_reads, replaced
-from siamesenorm.analysis.jacobians import in_double, jacobian
+from siamesenorm.analysis.jacobians import jacobian
 from siamesenorm.analysis.outliers import attention_to_first, outliers
 from siamesenorm.analysis.quantisation import linear_layers, quantised, rounded
 from siamesenorm.analysis.stream_terms import closing_terms, input_terms, mean_of_copies
+from siamesenorm.analysis.transitions import in_double
 from siamesenorm.errors import UserError
 from siamesenorm.sublayers.sublayer import Context
 from siamesenorm.topologies import ResidualSpec, Streams
