@@ -75,7 +75,7 @@ class Jacobians(Analysis):
         """Return the spectra and the differences from the identity."""
         model = in_double(held_out.model)
         path = PathParts.of(model)
-        with torch.autocast("cpu", enabled=False), torch.no_grad():
+        with torch.no_grad():
             transitions = find_transitions(model, path, *first_inputs(held_out, self.tokens))
             for each in transitions:
                 self._require_size(sum(x[:, : self.tokens].numel() for x in each.state))
@@ -124,7 +124,7 @@ def deviations(transition: Transition, found: Tensor, tokens: int) -> dict[str, 
     written = connection.write(transition.state, output)[0]
     J_h = J(connection.output, [output]) @ J(transition.sublayer, [h]) @ J(transition.normalised, [total])
     J_X, gate = J(transition.settle, [written]), J(connection.gate, [X])
-    eye, size = torch.eye(len(gate), dtype=gate.dtype), len(gate)
+    eye, size = torch.eye(len(gate), dtype=gate.dtype, device=gate.device), len(gate)
     expected = {"first to first": J_X @ (a * eye + s * J_h @ gate)}
     if others:
         J_Y = torch.zeros_like(gate) if Y is None else J(connection.identity_norm, [Y])
