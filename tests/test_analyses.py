@@ -390,6 +390,10 @@ def test_tasks_are_analysed_on_a_part_of_their_held_out_samples(preset: str, tmp
     lens = build_analysis("logit-lens")
     if preset == "digits":
         lens.require(task)
+        one: Any = task.on_part(1)
+        image, label = task.data.held_out.image(0), task.data.held_out.labels[:1]  # type: ignore[attr-defined]
+        logits: Tensor = held_out.model(task.data.normalised(image)[None]).logits  # type: ignore[attr-defined]
+        assert one.evaluate(held_out.model, 2, World())["loss"] == pytest.approx(float(F.cross_entropy(logits, label)))
         everything: Any = task.on_part(10**6)
         assert everything.evaluate(held_out.model, 400, World()) == task.evaluate(held_out.model, 400, World())
     else:
