@@ -263,7 +263,8 @@ def test_sensitivity_counts_a_diverged_rate_as_nothing_learned() -> None:
             POST: {1e-3: [1.6], 2e-3: [NAN], 4e-3: [NAN]},
             SIAMESE: {1e-3: [1.6], 2e-3: [1.5]},
             "deepnorm": {1e-3: [NAN], 2e-3: [NAN], 4e-3: [NAN]},
-        }
+        },
+        absent=PlannedRun(method=SIAMESE, learning_rate=4e-3, seed=0, part=Part.SELECTION, label=SIAMESE),
     )
     assert found.sensitivities == {PRE: pytest.approx(0.1), POST: pytest.approx((0.0 + 1.4 + 1.4) / 3)}
     assert findings({PRE: {1e-3: [1.5]}}).sensitivities == {}, "a single rate says nothing"

@@ -84,7 +84,7 @@ def test_rates_decay_from_the_head_to_the_patches(tmp_path: Path) -> None:
     loop = TrainingLoop(config, RunDirectory(tmp_path), World())
     factors = {
         name: group["rate_factor"]
-        for group in loop.optimizer.param_groups
+        for group in loop.optimizers[0].param_groups
         for name, each in loop.model.named_parameters()
         if any(each is other for other in group["params"])
     }

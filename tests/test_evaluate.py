@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,19 @@ import pytest
 import torch
 
 from siamesenorm.cli import main
+from siamesenorm.comparison.results import read_run
+from siamesenorm.errors import UserError
+from siamesenorm.evaluation.choice_items import read_tasks
 from siamesenorm.evaluation.evaluation import TrainedRun
+from siamesenorm.evaluation.evaluation_instrument import EvaluationOptions
 from siamesenorm.evaluation.frechet import FeatureStatistics, PixelFeatures, frechet_distance
 from siamesenorm.evaluation.images import ImageEncoding, real_images
+from siamesenorm.evaluation.multiple_choice import MultipleChoice
 from siamesenorm.training.config import Execution, RunConfig
 from siamesenorm.training.loop import train
 from siamesenorm.training.presets import presets
 from siamesenorm.training.run_record import read_metrics
-from training_runs import records, tiny_run, with_model, write_data
+from training_runs import records, tiny_plan, tiny_run, with_model, write_data
 
 EXECUTION = Execution(threads=1, compile="off")
 
@@ -185,3 +191,113 @@ def test_what_cannot_be_evaluated_gets_one_line(
     shutil.rmtree(copied / "checkpoints")
     assert "checkpoint" in refusal(capsys, copied)
     refusal(capsys, tmp_path / "nowhere")
+
+
+# --- tasks and texts of language models
+
+
+@pytest.fixture(scope="module")
+def language(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with two runs on bytes, tasks and a text."""
+    root = tmp_path_factory.mktemp("language")
+    line = "What sinks? A stone sinks, and cork floats."
+    (root / "text.txt").write_text(f"{line}\n" * 60)
+    (root / "lines.jsonl").write_text("".join(json.dumps({"text": f"{n} {line}"}) + "\n" for n in range(60)))
+    assert main(["prepare", "--source", str(root / "lines.jsonl"), "--out", str(root / "data")]) == 0
+    items = (
+        {"id": str(n), "question": f"{n}: What sinks?", "choices": ["stone", "cork"], "label": 0} for n in range(9)
+    )
+    (root / "arc_easy_validation.jsonl").write_text("".join(f"{json.dumps(item)}\n" for item in items))
+    for seed in (0, 1):
+        config = tiny_plan(root / "data", steps=6, seed=seed, validation_every=6, ema=0.5 if seed == 0 else 0.0)
+        train(config.resolved(), root / f"seed-{seed}")
+    return root
+
+
+def test_a_language_model_is_scored_on_tasks_and_texts(language: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = language / "seed-0"
+    words = ["--tasks", language, "--perplexity", "--text", language / "text.txt"]
+    found = evaluate(capsys, run, *words)
+    last = records(run, "validation")[-1]
+    losses = [record["loss"] for record in records(run, "train")]
+    perplexity = found["perplexity", "raw"]
+    assert perplexity["held_out_loss"] == pytest.approx(last["loss"], rel=1e-5)
+    assert perplexity["held_out_ppl"] == pytest.approx(math.exp(perplexity["held_out_loss"]))
+    assert perplexity["train_loss"] == losses[-1] and perplexity["train_ppl"] == pytest.approx(math.exp(losses[-1]))
+    assert perplexity["train_ppl_seen_once"] is True
+    assert perplexity["text.txt"]["tokens"] == (language / "text.txt").stat().st_size
+    choice = {kind: found["multiple-choice", kind] for kind in ("raw", "ema")}
+    assert choice["raw"]["arc_easy"]["items"] == 9 and choice["raw"] != choice["ema"]
+    assert choice["raw"]["average"] == choice["raw"]["arc_easy"]["acc"]
+    lines = (run / "items" / "step-00000006-raw" / "arc_easy_validation.jsonl").read_text().splitlines()
+    assert json.loads(lines[8])["id"] == "8" and len(list((run / "scores").glob("*.jsonl"))) == 2
+    assert evaluate(capsys, run, *words) == found, "from the cache"
+
+
+def test_two_runs_are_compared_on_the_same_items(language: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = language / "seed-0", language / "seed-1"
+    found = evaluate(capsys, first, "--against", second, "--tasks", language)
+    paired = found["paired-multiple-choice", "raw"]["arc_easy"]
+    means = [
+        evaluate(capsys, run, "--tasks", language)["multiple-choice", "raw"]["arc_easy"] for run in (first, second)
+    ]
+    for metric in ("acc", "bits_per_byte"):
+        assert paired[metric]["difference"] == pytest.approx(means[0][metric] - means[1][metric])
+    kept = read_metrics(first / "evaluations.jsonl")
+    options = next(each["options"] for each in kept if each["evaluation"] == "paired-multiple-choice")
+    assert options["against"] == TrainedRun(second).identity
+    assert main(["evaluate", str(first), "--against", str(second), "--tasks", str(language)]) == 0
+    assert "McNemar" in capsys.readouterr().out
+
+
+def test_a_model_without_a_run_has_the_scores_of_the_run(
+    language: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = language / "seed-1"
+    assert main(["export", str(run), "--out", str(tmp_path / "model")]) == 0
+    words = ["--tasks", language, "--text", language / "text.txt"]
+    mine, theirs = (
+        evaluate(capsys, run, *words),
+        evaluate(capsys, tmp_path / "model", *words, "--out", tmp_path / "out"),
+    )
+    assert theirs["multiple-choice", "raw"] == mine["multiple-choice", "raw"]
+    assert theirs["perplexity", "raw"]["text.txt"] == mine["perplexity", "raw"]["text.txt"]
+    (kept,) = (tmp_path / "out").iterdir()
+    assert kept.name.startswith("model-") and len(read_metrics(kept / "evaluations.jsonl")) == 2
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    assert "tokenizer.json" in refusal(capsys, tmp_path / "model", "--tasks", language)
+
+
+def test_tasks_inside_training_change_no_number_of_it(language: Path, tmp_path: Path) -> None:
+    config = TrainedRun(language / "seed-0").config
+    options = EvaluationOptions(every=3, tasks=str(language), limit=4)
+    train(config, tmp_path / "run", instruments=options.instruments(config))
+    rest = [record for record in records(tmp_path / "run") if record["kind"] != "evaluation"]
+    assert rest == records(language / "seed-0")
+    found = records(tmp_path / "run", "evaluation")
+    assert [(each["step"], each["weights"]) for each in found] == [(3, "raw"), (3, "ema"), (6, "raw"), (6, "ema")]
+    tasks = read_tasks(str(language), limit=4)
+    after = TrainedRun(language / "seed-0").evaluate([MultipleChoice(tasks=tasks)])
+    assert [each["results"] for each in found[2:]] == [each["results"] for each in after]
+    assert read_run(tmp_path / "run").evaluations[0]["step"] == 3
+    assert EvaluationOptions().instruments(config) == ()
+    with pytest.raises(UserError, match="every"):
+        EvaluationOptions(tasks=str(language))
+    with pytest.raises(UserError, match="scores texts"):
+        options.instruments(short("digits", 3))
+
+
+def test_what_cannot_be_scored_gets_one_line(
+    language: Path, classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = language / "seed-1"
+    assert "--tasks" in refusal(capsys, classifier, "--tasks", language)
+    assert "--tasks" in refusal(capsys, run, "--against", run)
+    assert "did you mean" in refusal(capsys, run, "--tasks", language, "--task-names", "arc_esy")
+    (tmp_path / "bad.txt").write_bytes(b"\xff")
+    assert "UTF-8" in refusal(capsys, run, "--text", tmp_path / "bad.txt")
+    assert "two texts" in refusal(capsys, run, "--text", language / "text.txt", language / "text.txt")
+    assert main(["export", str(run), "--out", str(tmp_path / "model")]) == 0
+    assert "--tasks" in refusal(capsys, tmp_path / "model")
+    assert "--perplexity" in refusal(capsys, tmp_path / "model", "--perplexity")
+    assert "knn" in refusal(capsys, tmp_path / "model", "--knn", 3)

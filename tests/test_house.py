@@ -30,7 +30,7 @@ DEPENDS_ON: dict[str, set[str]] = {
     "tasks": {"models", "data"},
     "training": {"tasks"},
     "evaluation": {"training"},
-    "analysis": {"training"},
+    "analysis": {"evaluation"},
     "comparison": {"evaluation", "analysis"},
     "recipes": {"comparison"},
     "interop": {"analysis"},

@@ -165,6 +165,12 @@ def test_equal_numbers_have_one_spelling(data: Path) -> None:
     assert described(whole)["optimizer"]["clip"] == 2 and type(described(1.0)) is int
 
 
+def test_the_optimizer_counts_unless_it_is_adamw(data: Path) -> None:
+    found = {tiny_run(data, optimizer=each).identity for each in ({}, {"name": "adamw"}, {"name": "muon"})}
+    assert len(found) == 2
+    assert described(tiny_run(data, optimizer={"name": "muon"}))["optimizer"]["name"] == "muon"
+
+
 def test_a_revision_makes_other_runs(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {config.identity}
     for kind in (TASKS["language"], type(build_topology("siamese")), NORMS["rmsnorm"]):

@@ -393,7 +393,9 @@ def test_the_attention_keeps_the_eps_of_the_size_whatever_the_operator() -> None
     assert config.attention_shape.norm.to_json() == {"name": "rmsnorm", "eps": 1e-3, "offset": 0.0}
 
 
-@pytest.mark.parametrize("method", ["pre", "pre + qkv", "pre + qk-head", "pre + rmsnorm:eps=1e-06", "dhc-2 + seednorm"])
+@pytest.mark.parametrize(
+    "method", ["pre", "pre + qkv", "pre + qk-head", "pre + rmsnorm:eps=1e-06", "dhc-2 + seednorm", "pre + init-normal"]
+)
 def test_a_label_reads_back_as_the_method(method: str) -> None:
     assert language_model_config("nano").with_method(method).label == method
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -11,9 +13,11 @@ from siamesenorm.errors import UserError
 from siamesenorm.norms import declared_parameters
 from siamesenorm.sublayers.sublayer import Projection
 from siamesenorm.training.config import OptimizerConfig
-from siamesenorm.training.optimizer import build_optimizer, decayed_parameters, set_learning_rate
+from siamesenorm.training.optimizer import build_optimizers, decayed_parameters, hidden_matrices, set_learning_rate
 
 SHAPE = {"depth": 2, "dim": 16, "heads": 2, "hidden": 32, "vocabulary": 17, "context": 16}
+MATRIX = "blocks.0.attention.query.weight"
+MLP = ("mlp.up", "mlp.gate", "mlp.output")
 RULES = ("declared", "all-but-embeddings")
 
 
@@ -21,11 +25,15 @@ def model(topology: str = "siamese", norm: str = "rmsnorm", **changes: object) -
     return build_language_model("nano", topology=topology, norm=norm, device="meta", **{**SHAPE, **changes})
 
 
+def groups_of(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    return [group for optimizer in build_optimizers(model, config) for group in optimizer.param_groups]
+
+
 def weight_decays(model: nn.Module, config: OptimizerConfig) -> dict[str, float]:
     """Return the weight decay of every parameter by name, as the optimizer has it."""
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, float] = {}
-    for group in build_optimizer(model, config).param_groups:
+    for group in groups_of(model, config):
         for parameter in group["params"]:
             assert name_of[id(parameter)] not in found, "in two groups"
             found[name_of[id(parameter)]] = group["weight_decay"]
@@ -87,16 +95,17 @@ def test_one_step_is_adamw() -> None:
     before = [parameter.detach().double() for parameter in (spared, decayed)]
     for parameter in built.parameters():
         parameter.grad = torch.full_like(parameter, 0.3)
-    build_optimizer(built, config).step()
+    build_optimizers(built, config)[0].step()
     # At the first step mean and square are the gradient's, and the update is lr * g / (|g| + epsilon).
     torch.testing.assert_close(spared.double(), before[0] - 0.01 * 0.3 / (0.3 + 1e-8), rtol=0, atol=1e-7)
     torch.testing.assert_close(decayed.double(), before[1] * (1 - 0.01 * 0.5) - 0.01, rtol=0, atol=1e-7)
 
 
 def test_the_learning_rate_is_set_everywhere() -> None:
-    optimizer = build_optimizer(model(), OptimizerConfig())
-    set_learning_rate(optimizer, 0.125)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
+    optimizers = build_optimizers(model(), OptimizerConfig(name="muon"), {"head.weight": 0.5, MATRIX: 0.25})
+    set_learning_rate(optimizers, 0.125)
+    adamw, muon = ([group["lr"] for group in optimizer.param_groups] for optimizer in optimizers)
+    assert sorted(adamw) == [0.0625, 0.125] and sorted(muon) == [0.03125, 0.125]
 
 
 @pytest.mark.parametrize(
@@ -108,6 +117,8 @@ def test_the_learning_rate_is_set_everywhere() -> None:
         ({"clip": float("inf")}, "inf"),
         ({"beta2": 1.0}, "beta2"),
         ({"decay": "declard"}, "declard"),
+        ({"name": "moun"}, "moun"),
+        ({"momentum": 1.0}, "momentum"),
     ],
 )
 def test_numbers_that_are_none_are_refused(changes: dict[str, float], message: str) -> None:
@@ -117,5 +128,52 @@ def test_numbers_that_are_none_are_refused(changes: dict[str, float], message: s
 
 def test_the_configured_numbers_reach_adamw() -> None:
     config = OptimizerConfig(learning_rate=0.01, beta1=0.7, beta2=0.8, epsilon=1e-3, weight_decay=0.5)
-    for group in build_optimizer(model(), config).param_groups:
+    for group in groups_of(model(), config):
         assert (group["lr"], group["betas"], group["eps"]) == (0.01, (0.7, 0.8), 1e-3)
+
+
+# --- Muon
+
+
+def test_muon_trains_the_matrices_of_attention_and_mlps_and_adamw_the_rest() -> None:
+    built = model("dhc-2", "seednorm", bias=True)
+    adamw, muon = build_optimizers(built, OptimizerConfig(name="muon", weight_decay=0.2, momentum=0.8))
+    names = [{name for group in each.param_groups for name in group["param_names"]} for each in (adamw, muon)]
+    assert names[1] == hidden_matrices(built) == {
+        f"blocks.{block}.{name}.weight"
+        for block in (0, 1)
+        for name in (*(f"attention.{x}" for x in ("query", "key", "value", "output")), *MLP)
+    }  # fmt: skip
+    assert not names[0] & names[1] and names[0] | names[1] == {name for name, _ in built.named_parameters()}
+    assert {"embedding.weight", "head.weight", "blocks.0.attention.query.bias"} <= names[0]
+    (group,) = muon.param_groups
+    assert (group["weight_decay"], group["momentum"], group["nesterov"]) == (0.2, 0.8, True)
+
+
+def test_experts_and_routers_stay_with_adamw() -> None:
+    names = hidden_matrices(model(experts=4))
+    assert names and all(".attention." in name for name in names)
+
+
+def test_a_model_without_such_matrices_refuses_muon() -> None:
+    with pytest.raises(UserError, match="muon"):
+        build_optimizers(nn.Sequential(nn.Linear(2, 2)), OptimizerConfig(name="muon"))
+
+
+def test_one_step_of_muon_is_orthogonal_and_as_large_as_adamws() -> None:
+    """The update is U V^T of the gradient, scaled to a root mean square of 0.2 (a step of AdamW has up to 1)."""
+    config = OptimizerConfig(name="muon", learning_rate=0.01, weight_decay=0.5)
+    built = build_language_model("nano", topology="pre", **{**SHAPE, "dim": 32, "hidden": 64})
+    weight = built.get_parameter("blocks.0.mlp.up.weight")
+    before = weight.detach().double()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in built.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    assert weight.grad is not None
+    left, _, right = torch.linalg.svd(weight.grad.double(), full_matrices=False)
+    for optimizer in build_optimizers(built, config):
+        optimizer.step()
+    update = (before * (1 - 0.01 * 0.5) - weight.detach().double()) / 0.01
+    assert update.square().mean().sqrt() == pytest.approx(0.2, rel=0.25)
+    assert torch.linalg.svdvals(update).div(0.2 * 64**0.5).sub(1).abs().max() < 0.4, "Newton-Schulz in five steps"
+    assert torch.nn.functional.cosine_similarity(update.flatten(), (left @ right).flatten(), dim=0) > 0.97

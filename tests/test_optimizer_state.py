@@ -15,7 +15,7 @@ from siamesenorm.training.checkpoint import (
     restore_random_state,
     save_checkpoint,
 )
-from siamesenorm.training.optimizer import optimizer_tensors, restore_optimizer
+from siamesenorm.training.optimizer import optimizer_tensors, restore_optimizers
 
 
 def build(seed=0, *, dtype=torch.float32, weight_decay=0.1, **options):
@@ -47,7 +47,7 @@ def names(model):
 def test_resumed_is_never_stopped_to_the_bit(tmp_path, dtype, options):
     model, optimizer = build(dtype=dtype, **options)
     train(model, optimizer, range(1, 6))
-    tensors = optimizer_tensors(optimizer)
+    tensors = optimizer_tensors([optimizer])
     groups = {"model": model.state_dict(), "optimizer": tensors, "random": capture_random_state()}
     save_checkpoint(tmp_path, 5, groups, {}, keep=1)
     train(model, optimizer, range(6, 11))
@@ -55,7 +55,7 @@ def test_resumed_is_never_stopped_to_the_bit(tmp_path, dtype, options):
     again, its_optimizer = build(seed=99, dtype=dtype, **options)
     checkpoint = load_checkpoint(tmp_path)
     again.load_state_dict(checkpoint.tensors["model"])
-    restore_optimizer(its_optimizer, checkpoint.tensors["optimizer"])
+    restore_optimizers([its_optimizer], checkpoint.tensors["optimizer"])
     restore_random_state(checkpoint.tensors["random"])
     train(again, its_optimizer, range(6, 11))
 
@@ -73,7 +73,7 @@ def test_resumed_is_never_stopped_to_the_bit(tmp_path, dtype, options):
 def test_the_names_say_which_parameter_and_which_entry():
     model, optimizer = build()
     train(model, optimizer, [1])
-    tensors = optimizer_tensors(optimizer)
+    tensors = optimizer_tensors([optimizer])
     assert set(tensors) == {f"{name}/{entry}" for name in names(model) for entry in ("step", "exp_avg", "exp_avg_sq")}
     assert tensors["0.weight/exp_avg"] is optimizer.state[model[0].weight]["exp_avg"]
 
@@ -85,7 +85,7 @@ def test_the_order_of_parameters_does_not_matter():
     for group in its_optimizer.param_groups:
         group["params"].reverse()
         group["param_names"].reverse()
-    restore_optimizer(its_optimizer, optimizer_tensors(optimizer))
+    restore_optimizers([its_optimizer], optimizer_tensors([optimizer]))
     restored = its_optimizer.state[again[3].weight]["exp_avg"]
     assert torch.equal(restored, optimizer.state[model[3].weight]["exp_avg"])
 
@@ -93,10 +93,10 @@ def test_the_order_of_parameters_does_not_matter():
 def test_restored_tensors_are_copies():
     model, optimizer = build()
     train(model, optimizer, [1])
-    tensors = optimizer_tensors(optimizer)
+    tensors = optimizer_tensors([optimizer])
     before = copy.deepcopy(tensors)
     again, its_optimizer = build(seed=1)
-    restore_optimizer(its_optimizer, tensors)
+    restore_optimizers([its_optimizer], tensors)
     train(again, its_optimizer, [2])
     assert all(torch.equal(tensors[key], before[key]) for key in before)
 
@@ -106,17 +106,17 @@ def test_hyperparameters_stay_those_of_the_optimizer():
     train(model, optimizer, [1])
     _, its_optimizer = build(seed=1, weight_decay=0.2)
     its_optimizer.param_groups[0]["lr"] = 0.5
-    restore_optimizer(its_optimizer, optimizer_tensors(optimizer))
+    restore_optimizers([its_optimizer], optimizer_tensors([optimizer]))
     assert (its_optimizer.param_groups[0]["lr"], its_optimizer.param_groups[0]["weight_decay"]) == (0.5, 0.2)
 
 
 def test_other_parameters_are_refused_and_nothing_changes():
     model, optimizer = build()
     train(model, optimizer, [1])
-    tensors = {f"blocks.{key}": tensor for key, tensor in optimizer_tensors(optimizer).items()}
+    tensors = {f"blocks.{key}": tensor for key, tensor in optimizer_tensors([optimizer]).items()}
     _, its_optimizer = build(seed=1)
     with pytest.raises(UserError):
-        restore_optimizer(its_optimizer, tensors)
+        restore_optimizers([its_optimizer], tensors)
     assert not its_optimizer.state
 
 
@@ -129,7 +129,7 @@ def test_the_step_count_is_where_the_kernel_reads_it(options):
     model.to("meta")
     groups = [{"params": [("0.weight", nn.Parameter(torch.zeros(8, 6, device="meta")))]}]
     restored = torch.optim.AdamW(groups, **options)
-    restore_optimizer(restored, {f"0.weight/{entry}": value for entry, value in state.items()})
+    restore_optimizers([restored], {f"0.weight/{entry}": value for entry, value in state.items()})
     (entries,) = restored.state.values()
     assert entries["exp_avg"].is_meta
     assert entries["step"].is_meta == bool(options)

@@ -24,7 +24,7 @@ from siamesenorm import build_language_model
 from siamesenorm.cli import main
 from siamesenorm.comparison import experiment_runner as experiment_module
 from siamesenorm.comparison.experiment_console import ExperimentConsole
-from siamesenorm.comparison.experiment_plan import ExperimentPlan, Part, PlannedRun, read_plan
+from siamesenorm.comparison.experiment_plan import ComparisonKind, ExperimentPlan, Part, PlannedRun, read_plan
 from siamesenorm.comparison.experiment_runner import Experiment, ExperimentObserver, Job, shared_gpus
 from siamesenorm.comparison.findings import find
 from siamesenorm.comparison.results import read_experiment
@@ -71,13 +71,25 @@ def test_a_method_is_a_topology_and_what_differs() -> None:
         "norm": read_method("pre + seednorm:heads=2")["norm"],
     }
     assert read_method("pre + seednorm:heads=2")["norm"].name == "seednorm"
+    assert read_method("ln-scaling + init-normal")["initialisation"] == "normal"
     names = {"qkv": "qkv-head", "qkv-head": "qkv-head", "qk": "qk", "qk-head": "qk-head", "none": "none"}
     assert {name: read_method(f"pre + {name}")["attention_norm"] for name in names} == names
 
 
 @pytest.mark.parametrize(
     "method",
-    ["siamse", "dhc-2:stream=4", "pre + rmsnrm", "pre + ", "pre + qkv + qk", "pre + rmsnorm + layernorm"],
+    [
+        "siamse",
+        "dhc-2:stream=4",
+        "pre + rmsnrm",
+        "pre + ",
+        "pre + qkv + qk",
+        "pre + rmsnorm + layernorm",
+        "pre + init-norml",
+        "pre + init-normal + init-megatron",
+        "pre + muon + adamw",
+        "muon",
+    ],
 )
 def test_a_text_that_is_no_method_is_refused(method: str) -> None:
     with pytest.raises(UserError):
@@ -120,6 +132,16 @@ def test_a_grid_that_cannot_be_run_is_refused(changes: dict[str, Any]) -> None:
                 "hybridnorm + seednorm:heads=4",
             ),
         ),
+        (
+            ("pre + muon", "siamese + muon", "hybridnorm + init-normal + muon"),
+            (
+                "pre + qkv + muon",
+                "pre + qkv + init-normal + muon",
+                "pre + muon",
+                "siamese + muon",
+                "hybridnorm + init-normal + muon",
+            ),
+        ),
         (("siamese + layernorm", "pre + layernorm + qkv"), ("siamese + layernorm", "pre + layernorm + qkv")),
     ],
 )
@@ -147,6 +169,34 @@ def test_a_run_of_a_grid_differs_from_its_template_by_method_rate_and_seed_alone
         )
         alike = dataclasses.replace(config.with_method("pre"), optimizer=template.optimizer, seed=0)
         assert dataclasses.replace(alike.resolved(), task=template.resolved().task) == template.resolved()
+
+
+def test_optimizer_and_initialisation_are_what_the_method_names_else_the_templates(template: RunConfig) -> None:
+    def found(run: RunConfig, method: str) -> tuple[str, str, str]:
+        config = configured(run, method, 1e-3, 0)
+        return config.optimizer.name, config.task.model.initialisation, config.label
+
+    assert found(template, "pre + init-normal + muon") == ("muon", "normal", "pre + init-normal + muon")
+    assert found(template, "pre") == ("adamw", "mitchell", "pre")
+    other = template.with_method("pre + init-megatron + muon")
+    assert found(other, "post") == ("muon", "megatron", "post + init-megatron + muon")
+    assert found(other, "post + adamw") == ("adamw", "megatron", "post + init-megatron")
+
+
+def test_methods_are_compared_with_a_baseline_of_the_same_optimizer_and_initialisation(template: RunConfig) -> None:
+    methods = ("pre", "siamese", "pre + qkv + muon", "pre + muon", "siamese + muon", "pre + init-normal", "post + muon")
+    kinds = {(each.method, each.baseline): each.kind.value for each in comparisons_of(methods, template)}
+    assert kinds == {
+        ("siamese", "pre"): "topology",
+        ("siamese + muon", "pre + muon"): "topology",
+        ("post + muon", "pre + muon"): "topology",
+        ("siamese + muon", "pre + qkv + muon"): "control",
+        ("pre + qkv + muon", "pre + muon"): "ablation",
+        ("pre + muon", "pre"): "optimizer",
+        ("siamese + muon", "siamese"): "optimizer",
+        ("pre + init-normal", "pre"): "initialisation",
+    }
+    assert all(any(kind == each for each in ComparisonKind) for kind in kinds.values())
 
 
 @pytest.mark.parametrize("method", ["pre", "pre + seednorm", "siamese + layernorm"])

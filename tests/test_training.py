@@ -231,11 +231,11 @@ def test_bfloat16_is_for_sublayers_and_not_for_weights(data: Path, tmp_path: Pat
     block.register_forward_hook(lambda module, inputs, output: seen.update(streams=output[0]))
     block.mlp.register_forward_hook(lambda module, inputs, output: seen.update(sublayer=output))
     loop._accumulate(0)
-    loop.optimizer.step()
+    loop.optimizers[0].step()
     assert {stream.dtype for stream in seen["streams"]} == {getattr(torch, residual_dtype)}
     assert seen["sublayer"].dtype == torch.bfloat16
     kept = [*loop.model.parameters(), *(p.grad for p in loop.model.parameters())]
-    kept += [state["exp_avg"] for state in loop.optimizer.state.values()]
+    kept += [state["exp_avg"] for state in loop.optimizers[0].state.values()]
     assert {tensor.dtype for tensor in kept} == {torch.float32}
     assert train(config, tmp_path / "whole").steps == 2
 

@@ -14,7 +14,7 @@ from siamesenorm.data import generator_at
 from siamesenorm.errors import UserError
 from siamesenorm.models.block import Block, DropPath
 from siamesenorm.training.loop import Instrument, train
-from siamesenorm.training.optimizer import OptimizerConfig, build_optimizer, set_learning_rate
+from siamesenorm.training.optimizer import OptimizerConfig, build_optimizers, set_learning_rate
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.world import World
 from training_runs import records, tiny_run, write_data
@@ -47,13 +47,20 @@ def test_the_average_is_that_of_the_weights_after_each_step_and_survives_an_inte
     data: Path, tmp_path: Path
 ) -> None:
     config = tiny_run(
-        data, steps=6, ema=0.75, validation_every=3, execution={"checkpoint_every": 2, "keep_states": True}
+        data,
+        steps=6,
+        ema=0.75,
+        validation_every=3,
+        optimizer={"name": "muon"},
+        execution={"checkpoint_every": 2, "keep_states": True},
     )
     seen = Weights()
     train(config, tmp_path / "whole", instruments=(seen,))
     average = {name: weight.double() for name, weight in seen.after[0].items()}
     for weights in seen.after[1:]:
         average = {name: 0.75 * average[name] + 0.25 * weight for name, weight in weights.items()}
+    state = load_file(tmp_path / "whole/checkpoints/step-00000006/optimizer.safetensors")
+    assert {name.rpartition("/")[2] for name in state} == {"exp_avg", "exp_avg_sq", "step", "momentum_buffer"}
     stored = load_file(tmp_path / "whole/checkpoints/step-00000006/ema.safetensors")
     assert stored.keys() == average.keys()
     for name, tensor in stored.items():
@@ -143,8 +150,8 @@ def test_blocks_of_different_rates_are_one_compiled_graph_and_equal_the_formula(
 def test_factors_multiply_the_rate_of_single_parameters() -> None:
     model = build_language_model("nano", topology="pre", **TINY)
     factors = {"head.weight": 0.5, "embedding.weight": 0.25}
-    optimizer = build_optimizer(model, OptimizerConfig(), factors)
-    set_learning_rate(optimizer, 8.0)
+    (optimizer,) = build_optimizers(model, OptimizerConfig(), factors)
+    set_learning_rate([optimizer], 8.0)
     rates = {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
     assert rates.keys() == dict(model.named_parameters()).keys()
     assert {name: rate for name, rate in rates.items() if rate != 8.0} == {"head.weight": 4.0, "embedding.weight": 2.0}

@@ -46,8 +46,8 @@ class MonitorInstrument(Instrument):
             if line["kind"] == "streams":
                 loop.record(line)
 
-        self.monitor = StreamMonitor(loop.model, loop.optimizer, every=self.every, write=write)
-        self.monitor.attach(loop.optimizer, after=step)
+        self.monitor = StreamMonitor(loop.model, *loop.optimizers, every=self.every, write=write)
+        self.monitor.attach(*loop.optimizers, after=step)
 
     def on_step(self, loop: TrainingLoop, record: dict[str, Any]) -> None:
         """Record what was measured in this step, if anything was."""

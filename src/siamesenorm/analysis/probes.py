@@ -113,6 +113,9 @@ class Hook:
 class Probe:
     """Measures before and after the forward pass of a module, while a step is measured."""
 
+    in_evaluation = False
+    """Whether it measures in evaluation mode without gradients, too."""
+
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
@@ -136,8 +139,9 @@ class Probe:
 
     @property
     def counts(self) -> bool:
-        """Whether this is a forward pass of training: not an evaluation, and not a recomputation in a backward pass."""
-        return (self.module.training or torch.is_grad_enabled()) and torch._C._current_graph_task_id() == -1
+        """Whether this is a forward pass to measure: of training, or any one `in_evaluation`; no recomputation."""
+        seen = self.in_evaluation or self.module.training or torch.is_grad_enabled()
+        return seen and torch._C._current_graph_task_id() == -1
 
 
 @contextmanager
@@ -307,14 +311,14 @@ def _plan_for_connections(model: nn.Module, connections: Mapping[str, Connection
             owner = owner.rpartition(".")[0]
         inside.setdefault(owner, {})[name.removesuffix("_connection")] = connection
     blocks = {name: modules[name] for name in inside}
-    topology = _topology_of(model)
+    topology = topology_of(model)
     names = topology.name_streams if topology else lambda count: tuple(f"stream{number}" for number in range(count))
     closings = [ClosingProbe(module, names) for module in model.modules() if isinstance(module, Closing) and topology]
     probes = (*(ConnectionProbe(blocks[name], own, names) for name, own in inside.items()), *closings)
     return ProbePlan(blocks=blocks, streams=topology.stream_names if topology else (), probes=probes)
 
 
-def _topology_of(model: nn.Module) -> Topology | None:
+def topology_of(model: nn.Module) -> Topology | None:
     """Return the topology of a model or of its configuration, None where it has none."""
     holders = (holder for module in model.modules() for holder in (module, getattr(module, "config", None)))
     topologies = (getattr(holder, "topology", None) for holder in holders)

@@ -2,32 +2,69 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, cast
 
 import tyro
-from rich.console import Console
-from rich.table import Table
 
+from siamesenorm.cli.evaluation_tables import show
 from siamesenorm.errors import UserError
-from siamesenorm.evaluation.evaluation import Evaluation, Record, TaskMetrics, TrainedRun
+from siamesenorm.evaluation.causal_models import LibraryCausalModel, NativeCausalModel, model_digest
+from siamesenorm.evaluation.choice_items import read_tasks
+from siamesenorm.evaluation.evaluation import Evaluation, Record, TaskMetrics, TrainedRun, keep_records
 from siamesenorm.evaluation.images import FrechetEvaluation, LinearProbe, NearestNeighbours, choose_features
+from siamesenorm.evaluation.language import LanguageEvaluation, OtherModel
+from siamesenorm.evaluation.multiple_choice import MultipleChoice
+from siamesenorm.evaluation.paired_tests import paired_record
+from siamesenorm.evaluation.perplexity import Perplexity, require_texts
+from siamesenorm.evaluation.scorer import LanguageScorer
 from siamesenorm.files import encode_json
+from siamesenorm.interop.language_models import open_language_model
+from siamesenorm.models.language import LanguageModel
 from siamesenorm.progress import ProgressDisplay
+from siamesenorm.training.execution import find_device
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
-    """Evaluate a trained run at its newest checkpoint, with its weights and, where it has one, their average.
+class LanguageOptions:
+    """What language models are evaluated by."""
 
-    Always by the metrics of its task on the held-out data. The results are also kept in the run's evaluations.jsonl.
-    """
+    tasks: str | None = None
+    """Multiple-choice tasks: directory of files TASK_SPLIT.jsonl, or hf for the datasets of the Hub."""
+    task_names: tuple[str, ...] = ()
+    """Names of the tasks; all that there are if not given. generated_arithmetic needs no --tasks."""
+    split: str = "validation"
+    """Split of the items of tasks."""
+    limit: int = 0
+    """First items of each task; 0 is all."""
+    perplexity: bool = False
+    """Perplexity of a run's training and of its held-out data."""
+    text: tuple[Path, ...] = ()
+    """Text files for perplexity and bits per byte."""
 
-    run: Annotated[Path, tyro.conf.Positional]
-    """Directory of the run, with a checkpoint."""
+    def evaluations(self) -> Iterator[LanguageEvaluation]:
+        """Yield what is asked for."""
+        if choice := self.multiple_choice():
+            yield choice
+        if self.perplexity or self.text:
+            yield Perplexity(files=self.text)
+
+    def multiple_choice(self) -> MultipleChoice | None:
+        """Return the evaluation by tasks, if asked for; raises UserError for tasks that are not there."""
+        if self.tasks is None and not self.task_names:
+            return None
+        return MultipleChoice(tasks=read_tasks(self.tasks, names=self.task_names, split=self.split, limit=self.limit))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions:
+    """What models of images are evaluated by."""
+
     knn: int = 0
     """Accuracy of so many nearest neighbours by the features of images; 0 leaves it out."""
     linear_probe: bool = False
@@ -48,59 +85,123 @@ class Arguments:
     """Features of the Frechet distance: pixels, or the directory of a run whose model gives some."""
     inception_weights: Path | None = None
     """File weights-inception-2015-12-05-6726825d.pth of torch-fidelity, with which the distance is FID."""
+
+    def evaluations(self, device: str) -> Iterator[Evaluation]:
+        """Yield what is asked for; raises UserError for an option without the one it belongs to."""
+        if self.knn:
+            yield NearestNeighbours(neighbours=self.knn)
+        if self.linear_probe:
+            yield LinearProbe()
+        if self.frechet:
+            yield FrechetEvaluation(
+                features=choose_features(self.features, self.inception_weights, device),
+                samples=self.samples,
+                file=self.sample_file,
+                guidance=self.guidance,
+                seed=self.seed,
+                sampling=(("steps", self.sampling_steps),) if self.sampling_steps else (),
+            )
+        elif self.sample_file or self.inception_weights or self.features != "pixels":
+            raise UserError("--sample-file, --features and --inception-weights belong to the distance: add --frechet")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Evaluate a trained run at its newest checkpoint, with its weights and, where it has one, their average.
+
+    Always by the metrics of its task on the held-out data. The results are also kept in the run's evaluations.jsonl.
+    Any other causal language model is evaluated by tasks and texts.
+    """
+
+    model: Annotated[str, tyro.conf.Positional]
+    """Directory of a run with a checkpoint; or of an exported model or one of transformers, or its name on the Hub."""
+    against: str | None = None
+    """Another model, for a paired test of both on the same items of --tasks."""
+    language: Annotated[LanguageOptions, tyro.conf.arg(name="")] = LanguageOptions()
+    images: Annotated[ImageOptions, tyro.conf.arg(name="")] = ImageOptions()
     data: str | None = None
     """Data of the run, where they were moved."""
     device: str = "cpu"
     """Device: cpu, or one that torch finds."""
+    out: Path = Path("evaluations")
+    """Directory for the results of a model that is no run."""
     json: bool = False
     """Print the records as JSON."""
 
 
 def run(arguments: Arguments) -> None:
     """Evaluate and print."""
-    trained = TrainedRun(arguments.run, device=arguments.device, data=arguments.data)
-    chosen = tuple(evaluations(arguments))
-    with ProgressDisplay(len(chosen) * len(trained.kinds)) as progress:
-        records = trained.evaluate(chosen, progress.update)
-    for damaged in trained.checkpoint.skipped:
-        print(f"siamesenorm: note: skipped the damaged checkpoint {damaged}", file=sys.stderr)
+    choice = arguments.language.multiple_choice() if arguments.against else None
+    if arguments.against and choice is None:
+        raise UserError(f"--against {arguments.against} compares both on items: give their files with --tasks")
+    model = open_model(arguments, arguments.model)
+    records = evaluate(model, evaluations(arguments, model))
+    if arguments.against and choice is not None:
+        other = open_model(arguments, arguments.against)
+        evaluate(other, [choice])
+        paired = [paired_record(model, other, choice, weights=kind) for kind in model.kinds if kind in other.kinds]
+        keep_records(model.directory.evaluations_file, paired)
+        records += paired
     if arguments.json:
         print(encode_json(records, indent=1))
     else:
         show(records)
 
 
-def evaluations(arguments: Arguments) -> Iterator[Evaluation]:
-    """Yield what is asked for; raises UserError for an option without the one it belongs to."""
-    yield TaskMetrics()
-    if arguments.knn:
-        yield NearestNeighbours(neighbours=arguments.knn)
-    if arguments.linear_probe:
-        yield LinearProbe()
-    if arguments.frechet:
-        features = choose_features(arguments.features, arguments.inception_weights, arguments.device)
-        yield FrechetEvaluation(
-            features=features,
-            samples=arguments.samples,
-            file=arguments.sample_file,
-            guidance=arguments.guidance,
-            seed=arguments.seed,
-            sampling=(("steps", arguments.sampling_steps),) if arguments.sampling_steps else (),
-        )
-    elif arguments.sample_file or arguments.inception_weights or arguments.features != "pixels":
-        raise UserError("--sample-file, --features and --inception-weights belong to the distance: add --frechet")
+def open_model(arguments: Arguments, path: str) -> TrainedRun | OtherModel:
+    """Return the run in a directory, or any other language model; raises UserError for what cannot be evaluated."""
+    if _is_run(Path(path)):
+        trained = TrainedRun(Path(path), device=arguments.device, data=arguments.data)
+        _note([f"skipped the damaged checkpoint {damaged}" for damaged in trained.checkpoint.skipped])
+        return trained
+    device, data = find_device(arguments.device), arguments.data
+    opened = open_language_model(path, device=device, data=Path(data) if data else None)
+    _note(opened.notes)
+    model = opened.model
+    scorer = LanguageScorer(
+        model=NativeCausalModel(model) if isinstance(model, LanguageModel) else LibraryCausalModel(model),
+        encode=opened.encode,
+        start=opened.start,
+        identity=model_digest(model, device=device.type),
+        device=device,
+    )
+    name = re.sub(r"[^\w.-]+", "-", opened.name)
+    return OtherModel(scorer, arguments.out / f"{name}-{scorer.identity[:12]}")
 
 
-def show(records: Sequence[Record]) -> None:
-    """Print a row for each result."""
-    table = Table(header_style="bold")
-    for column in ("evaluation", "weights", "result", "value"):
-        table.add_column(column, overflow="fold")
-    for record in records:
-        for name, value in record["results"].items():
-            table.add_row(record["evaluation"], record["weights"], name, _cell(value))
-    Console(width=None if Console().is_terminal else 140).print(table)
+def evaluations(arguments: Arguments, model: TrainedRun | OtherModel) -> list[Evaluation]:
+    """Return what is asked for; raises UserError for what the model does not have."""
+    of_images = list(arguments.images.evaluations(arguments.device))
+    of_language = list(arguments.language.evaluations())
+    if isinstance(model, TrainedRun):
+        return [TaskMetrics(), *of_language, *of_images]
+    if of_images or arguments.language.perplexity:
+        asked = of_images[0].name if of_images else "--perplexity"
+        raise UserError(f"{arguments.model} is no run, so it has no {asked}: leave it out")
+    if not of_language:
+        raise UserError(f"{arguments.model} is no run, so it has no held-out data: give --tasks or --text")
+    require_texts(arguments.language.text)
+    return list(of_language)
 
 
-def _cell(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def evaluate(model: TrainedRun | OtherModel, chosen: Sequence[Evaluation]) -> list[Record]:
+    """Return the records, showing progress."""
+    with ProgressDisplay(len(chosen) * len(model.kinds)) as progress:
+        if isinstance(model, TrainedRun):
+            return model.evaluate(chosen, progress.update)
+        return model.evaluate(cast(Sequence[LanguageEvaluation], chosen), progress.update)
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a directory has the configuration of a run, or nothing that says what else it is."""
+    if not path.is_dir():
+        return False
+    try:
+        return "schema" in json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return not (path / "config.json").is_file() and path.parent.name != "checkpoints"
+
+
+def _note(notes: Sequence[str]) -> None:
+    for note in notes:
+        print(f"siamesenorm: note: {note}", file=sys.stderr)

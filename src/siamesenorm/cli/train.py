@@ -14,6 +14,7 @@ from typing_extensions import Doc
 
 from siamesenorm.analysis.monitor_instrument import MonitorOptions
 from siamesenorm.errors import UserError
+from siamesenorm.evaluation.evaluation_instrument import EvaluationOptions
 from siamesenorm.files import encode_json
 from siamesenorm.models.transformer import inherited_operator
 from siamesenorm.norms import NormSpec, available_norms
@@ -116,6 +117,8 @@ class Train(RunCommand):
     """Directory of the run; runs/<id> if not given."""
     monitor: MonitorOptions = MonitorOptions()
     """Streams, gradients and updates in the record."""
+    evaluation: EvaluationOptions = EvaluationOptions()
+    """Accuracy on multiple-choice tasks in the record."""
     json: bool = False
     """Print the verdict as JSON."""
 
@@ -128,7 +131,8 @@ def run(arguments: Train) -> None:
     start = arguments.start
     config = arguments.run.resolved() if start is None else continue_run(arguments.run, start)
     directory = arguments.out or Path("runs") / config.identity[:12]
-    instruments = (Console(), *build_trackers(config, directory), *arguments.monitor.instruments())
+    watching = (*arguments.monitor.instruments(), *arguments.evaluation.instruments(config))
+    instruments = (Console(), *build_trackers(config, directory), *watching)
     verdict = train(config, directory, instruments=instruments)
     if not is_first_process():
         return

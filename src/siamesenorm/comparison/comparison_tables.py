@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from siamesenorm.comparison import formatting
+from siamesenorm.comparison.accuracy_tables import accuracy_tables
 from siamesenorm.comparison.experiment_plan import ComparisonKind
 from siamesenorm.comparison.findings import Choice, Comparison, Findings, NoiseBand, Outcome, Quantity
 from siamesenorm.comparison.formatting import NOTHING
@@ -26,6 +27,8 @@ KIND_TITLES = {
     ComparisonKind.TOPOLOGY: "Topology: against Pre-Norm with the same operator",
     ComparisonKind.CONTROL: "Topology: against Pre-Norm with the same operator and QKV-norm",
     ComparisonKind.OPERATOR: "Operator: against the same topology with the usual operator",
+    ComparisonKind.INITIALISATION: "Initialisation: against the same method with the usual one",
+    ComparisonKind.OPTIMIZER: "Optimizer: against the same method with the usual one",
     ComparisonKind.ABLATION: "One part changed: against the same method without the change",
 }
 
@@ -56,7 +59,7 @@ def comparison_tables(findings: Findings) -> tuple[Table, ...]:
     """Return the tables of a comparison; the one of differences is left out where nothing is compared."""
     groups = by_kind(findings.comparisons)
     differences = (against_baselines(groups, findings.results.unit),) if groups else ()
-    return (at_chosen_rates(findings), *differences, by_learning_rate(findings))
+    return (at_chosen_rates(findings), *differences, *accuracy_tables(findings), by_learning_rate(findings))
 
 
 def by_learning_rate(findings: Findings) -> Table:

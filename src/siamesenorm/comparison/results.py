@@ -24,6 +24,7 @@ from siamesenorm.comparison.experiment_plan import (
     read_plan,
 )
 from siamesenorm.errors import UserError
+from siamesenorm.evaluation.perplexity import final_mean, final_steps
 from siamesenorm.tasks.task import Metric
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.run_record import read_metrics
@@ -33,8 +34,6 @@ UNFINISHED = "unfinished"
 STABLE, SPIKED, NOT_LEARNED, DIVERGED = "stable", "spiked", "not learned", "diverged"
 KERNEL_SETTINGS = ("kernels", "compiled")
 """What the environment of a run says of its kernels; runs that differ in it are not compared."""
-FINAL_FRACTION = 0.1
-"""The last part of the steps whose mean training loss is the training loss of a run."""
 
 FloatArray = npt.NDArray[np.float64]
 Record = Mapping[str, Any]
@@ -57,7 +56,8 @@ class RunResult(PlannedRun):
     """One run of a plan: what was run, how it ended, what it reached and what it cost.
 
     `held_out` has the metrics of the last validation by name, `first_held_out` those before the first step; `facts` is
-    the first record of the run, which describes its model, data and metrics; `streams` those of the stream monitor.
+    the first record of the run, which describes its model, data and metrics; `streams` those of the stream monitor;
+    `evaluations` those inside training and those of `siamesenorm evaluate` after it.
     """
 
     path: Path
@@ -75,6 +75,7 @@ class RunResult(PlannedRun):
     losses: Curve = field(repr=False)
     gradient_norms: Curve = field(repr=False)
     streams: tuple[Record, ...] = field(default=(), repr=False)
+    evaluations: tuple[Record, ...] = field(default=(), repr=False)
     facts: Record = field(repr=False)
     config: Record = field(repr=False)
     environments: tuple[Record, ...] = field(repr=False)
@@ -110,7 +111,7 @@ class RunResult(PlannedRun):
         """The mean training loss over the tenth of the planned steps that ends at each step, up to a non-finite one."""
         finite = np.isfinite(self.losses.values)
         count = len(finite) if finite.all() else int(np.argmin(finite))
-        width = _final_steps(self.steps)
+        width = final_steps(self.steps)
         sums = np.concatenate([[0.0], np.cumsum(self.losses.values[:count])])
         means = (sums[width:] - sums[:-width]) / width
         return dict(zip(self.losses.steps[width - 1 : count].astype(int).tolist(), means.tolist(), strict=True))
@@ -211,8 +212,9 @@ def read_run(path: Path, planned: PlannedRun | None = None) -> RunResult:
     directory = RunDirectory(path)
     environments = directory.read_environments()
     records = read_metrics(directory.metrics_file) if directory.metrics_file.exists() else []
+    later = read_metrics(directory.evaluations_file) if directory.evaluations_file.exists() else []
     config = directory.read_config()
-    kinds = ("model", "train", "validation", "streams", "end")
+    kinds = ("model", "train", "validation", "streams", "evaluation", "end")
     of_kind = {kind: [record for record in records if record.get("kind") == kind] for kind in kinds}
     facts, validation, end = (of_kind[kind][-1] if of_kind[kind] else {} for kind in ("model", "validation", "end"))
     train, first = of_kind["train"], next(iter(of_kind["validation"]), {})
@@ -232,7 +234,7 @@ def read_run(path: Path, planned: PlannedRun | None = None) -> RunResult:
             **asdict(planned),
             status=str(end.get("status", UNFINISHED)),
             verdict=verdict,
-            train_loss=_final_mean(losses, steps),
+            train_loss=final_mean(losses.steps, losses.values, steps),
             held_out=_metric_values(validation, facts),
             first_held_out=_metric_values(first, facts) if first.get("step") == 0 else {},
             held_out_step=validation.get("step"),
@@ -243,6 +245,7 @@ def read_run(path: Path, planned: PlannedRun | None = None) -> RunResult:
             losses=losses,
             gradient_norms=_curve(train, "gradient_norm"),
             streams=tuple(of_kind["streams"]),
+            evaluations=(*of_kind["evaluation"], *later),
             facts=facts,
             config=config.to_json(),
             environments=tuple(environments),
@@ -315,14 +318,3 @@ def _curve(records: Sequence[Record], key: str) -> Curve:
         steps=np.array([float(record["step"]) for record in kept]),
         values=np.array([float(record[key]) for record in kept]),
     )
-
-
-def _final_mean(losses: Curve, steps: int) -> float | None:
-    """Return the mean over the last tenth of the planned steps, or None where the run did not get to its end."""
-    if not len(losses.steps) or losses.steps[-1] < steps:
-        return None
-    return float(np.mean(losses.values[losses.steps > steps - _final_steps(steps)]))
-
-
-def _final_steps(steps: int) -> int:
-    return max(1, math.floor(FINAL_FRACTION * steps))

@@ -15,9 +15,10 @@ from siamesenorm.comparison.experiment_runner import Experiment, Planned
 from siamesenorm.comparison.findings import Choice, Edge, choose_learning_rate
 from siamesenorm.comparison.results import read_experiment
 from siamesenorm.errors import UserError, unknown
-from siamesenorm.models.transformer import TransformerConfig, read_method
-from siamesenorm.topologies import available_topologies, build_topology, topology_name
-from siamesenorm.training.config import RunConfig
+from siamesenorm.models.transformer import INITIAL, TransformerConfig, read_method
+from siamesenorm.norms import NormSpec
+from siamesenorm.topologies import Topology, available_topologies, build_topology, topology_name
+from siamesenorm.training.config import RunConfig, split_optimizer
 
 CONTROL = "pre + qkv"
 QKV_NORM = "qkv-head"
@@ -34,8 +35,9 @@ class SweepGrid:
     """The methods, learning rates and seeds of a sweep.
 
     A method is a text: a topology, then what differs after plus signs: "siamese", "pre + qkv", "dhc-2:streams=4 +
-    seednorm". Every method runs at every learning rate with the template's seed, which chooses the method's rate by
-    held-out loss; at that rate it runs with the other `seeds`, on which it is reported.
+    seednorm", "ln-scaling + init-normal", "siamese + muon". Every method runs at every learning rate with the
+    template's seed, which chooses the method's rate by held-out loss; at that rate it runs with the other `seeds`, on
+    which it is reported.
     """
 
     methods: Methods = ("pre", "post", "hybridnorm", "siamese-post-pre", "siamese")
@@ -61,7 +63,7 @@ class SweepGrid:
             if seed < 0:
                 raise UserError(f"seed {seed}: choose at least 0")
         for method in (*self.methods, *self.reported):
-            read_method(method)
+            _read(method)
         for method in map(normalised, self.reported):
             if method not in self.all_methods:
                 raise unknown("reported method", method, self.all_methods)
@@ -75,17 +77,19 @@ class SweepGrid:
 
     @property
     def added_controls(self) -> tuple[str, ...]:
-        """The control rows that are not among the methods: one for every operator that comes with QKV-norm."""
+        """The control rows that are not among the methods.
+
+        There is one for every operator, initialisation and optimizer that comes with QKV-norm.
+        """
         if not self.control:
             return ()
-        fields = [read_method(method) for method in self.methods]
-        norms = dict.fromkeys(
-            each.get("norm")
+        fields, others = [_read(method) for method in self.methods], ("norm", "initialisation", "optimizer")
+        due = dict.fromkeys(
+            " + ".join([CONTROL, *(str(each[name]) for name in others if name in each)])
             for each in fields
             if each.get("attention_norm", each["topology"].attention_norm) == QKV_NORM
         )
-        due = [CONTROL if norm is None else f"{CONTROL} + {norm}" for norm in norms]
-        return tuple(control for control in due if read_method(control) not in fields)
+        return tuple(control for control in due if _read(control) not in fields)
 
     @property
     def reported_methods(self) -> tuple[str, ...]:
@@ -141,8 +145,8 @@ def runs_beyond_edges(experiment: Experiment, methods: Sequence[str]) -> list[Pl
 def _choices(experiment: Experiment, methods: Sequence[str]) -> dict[str, Choice | None]:
     """Return the rate that each method's selection runs have chosen; None where none of them has a result."""
     results, template = read_experiment(experiment.directory, mixed=experiment.mixed), experiment.template
-    labels = {_signature(template.with_method(run.method).task.model): run.method for run in results.runs}
-    own = {method: labels.get(_signature(template.with_method(method).task.model), method) for method in methods}
+    labels = {_signature(template.with_method(run.method)): run.method for run in results.runs}
+    own = {method: labels.get(_signature(template.with_method(method)), method) for method in methods}
     return {method: choose_learning_rate(results, label) for method, label in own.items()}
 
 
@@ -155,16 +159,18 @@ def normalised(method: str) -> str:
 def comparisons_of(methods: Sequence[str], template: RunConfig) -> tuple[PlannedComparison, ...]:
     """Return the comparisons of methods that differ from each other in one thing.
 
-    * Topology: a topology against Pre-Norm with the same operator; *control*: with QKV-norm against Pre-Norm with it.
+    * Topology: a topology against Pre-Norm with the same operator, initialisation and optimizer; *control*: with
+      QKV-norm against Pre-Norm with it.
     * Operator: another operator than the template's against the same method with the template's.
     * Ablation: a topology with options of its own, or with an attention norm that it does not have by itself, against
       the same topology as it is registered.
+    * Optimizer, initialisation: another one than the template's against the same method with the template's.
     """
-    models = {method: template.with_method(method).task.model for method in methods}
+    runs = {method: template.with_method(method) for method in methods}
     pre = build_topology("pre")
     baselines: dict[tuple[str, str], ComparisonKind] = {}
-    for method, model in models.items():
-        topology, _, attention = _signature(model)
+    for method, run in runs.items():
+        topology, norm, attention, initialisation, optimizer = own = _signature(run)
         name = topology_name(topology)
         plain = name.partition(":")[0]
         changes: dict[ComparisonKind, dict[str, Any]] = {}
@@ -172,13 +178,18 @@ def comparisons_of(methods: Sequence[str], template: RunConfig) -> tuple[Planned
             changes[ComparisonKind.TOPOLOGY] = {"topology": pre, "attention_norm": "auto"}
             if attention == QKV_NORM:
                 changes[ComparisonKind.CONTROL] = {"topology": pre, "attention_norm": QKV_NORM}
-        if model.norm != template.task.model.norm:
-            changes[ComparisonKind.OPERATOR] = {"norm": template.task.model.norm}
-        if (name, _signature(model)) != (plain, _signature(model, attention_norm="auto")):
+        _, usual_norm, _, usual_initialisation, usual_optimizer = _signature(template)
+        if norm != usual_norm:
+            changes[ComparisonKind.OPERATOR] = {"norm": usual_norm}
+        if initialisation != usual_initialisation:
+            changes[ComparisonKind.INITIALISATION] = {"initialisation": usual_initialisation}
+        if optimizer != usual_optimizer:
+            changes[ComparisonKind.OPTIMIZER] = {"optimizer": usual_optimizer}
+        if (name, own) != (plain, _signature(run, attention_norm="auto")):
             changes[ComparisonKind.ABLATION] = {"topology": build_topology(plain), "attention_norm": "auto"}
         for kind, fields in changes.items():
-            wanted = _signature(model, **fields)
-            baseline = next((other for other in methods if _signature(models[other]) == wanted), None)
+            wanted = _signature(run, **fields)
+            baseline = next((other for other in methods if _signature(runs[other]) == wanted), None)
             if baseline is not None and baseline != method:
                 baselines.setdefault((method, baseline), kind)
     return tuple(PlannedComparison(method=m, baseline=b, kind=kind) for (m, b), kind in baselines.items())
@@ -186,8 +197,9 @@ def comparisons_of(methods: Sequence[str], template: RunConfig) -> tuple[Planned
 
 def configured(template: RunConfig, method: str, rate: float, seed: int) -> RunConfig:
     """Return the template with a method, a learning rate and a seed."""
-    optimizer = dataclasses.replace(template.optimizer, learning_rate=rate)
-    return dataclasses.replace(template.with_method(method), optimizer=optimizer, seed=seed).resolved()
+    run = template.with_method(method)
+    optimizer = dataclasses.replace(run.optimizer, learning_rate=rate)
+    return dataclasses.replace(run, optimizer=optimizer, seed=seed).resolved()
 
 
 def planned_run(template: RunConfig, method: str, rate: float, seed: int, part: Part) -> Planned:
@@ -196,12 +208,22 @@ def planned_run(template: RunConfig, method: str, rate: float, seed: int, part: 
     return run, configured(template, method, rate, seed)
 
 
-def _signature(model: Any, **changes: Any) -> tuple[Any, ...]:
-    """Return what makes a method, with some fields of the model changed: topology, operator, attention norm.
+def _read(method: str) -> dict[str, Any]:
+    """Return what a method names, the initialisation and the optimizer as in its text; raises UserError."""
+    model, optimizer = split_optimizer(method)
+    fields = read_method(model)
+    if "initialisation" in fields:
+        fields["initialisation"] = f"{INITIAL}{fields['initialisation']}"
+    return fields | ({"optimizer": optimizer} if optimizer else {})
 
-    A model that is no Transformer has an operator alone.
+
+def _signature(run: RunConfig, **changes: Any) -> tuple[Topology, NormSpec, str, str, str]:
+    """Return topology, operator, attention norm, initialisation and optimizer of a run, with some of them changed.
+
+    A model that is no Transformer has an operator and an optimizer alone.
     """
+    model, optimizer = run.task.model, changes.pop("optimizer", run.optimizer.name)
     if not isinstance(model, TransformerConfig):
-        return build_topology("pre"), changes.get("norm", model.norm), "none"
+        return build_topology("pre"), changes.get("norm", model.norm), "none", "", optimizer
     model = dataclasses.replace(model, **changes)
-    return model.topology, model.norm, model.attention_shape.attention_norm
+    return model.topology, model.norm, model.attention_shape.attention_norm, model.initialisation, optimizer

@@ -107,10 +107,10 @@ def _definitions(node: Definition) -> Iterator[Definition]:
 def _arithmetic_documents() -> Iterator[str]:
     generator = random.Random(0)
     for _ in range(EQUATIONS // EQUATIONS_PER_DOCUMENT):
-        yield "\n".join(_equation(generator) for _ in range(EQUATIONS_PER_DOCUMENT))
+        yield "\n".join(equation(generator) for _ in range(EQUATIONS_PER_DOCUMENT))
 
 
-def _equation(generator: random.Random) -> str:
+def equation(generator: random.Random) -> str:
     """Return one line such as `Calculate 85 - 56 = 29`, whole numbers only.
 
     The mix is that of the set basic_arithmetic: 30 % minus, 26 % plus, 22 % divide, 22 % times; one to three digits.

@@ -42,6 +42,22 @@ class Subject:
     task: Task
     model: nn.Module
     device: torch.device
+    directory: RunDirectory | None = None
+    """The run, whose record and caches may be used; None inside training."""
+    step: int = 0
+    weights: str = RAW
+    on_progress: Callable[[float, str], None] = lambda part, text: None
+    """Is called with the part of the evaluation that is done, and a text."""
+
+    @property
+    def scores(self) -> Path | None:
+        """The directory of log-probabilities that were computed before."""
+        return None if self.directory is None else self.directory.scores
+
+    @property
+    def item_scores(self) -> Path | None:
+        """The directory of the scores of items by these weights."""
+        return None if self.directory is None else self.directory.item_scores_of(self.step, self.weights)
 
 
 class Evaluation(Protocol):
@@ -112,6 +128,16 @@ class TrainedRun:
         return self.config.task.build(self.config.seed)
 
     @property
+    def step(self) -> int:
+        """The step of the checkpoint."""
+        return self.checkpoint.step
+
+    @property
+    def identity(self) -> str:
+        """The identity of the run."""
+        return self.config.identity
+
+    @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of weights there are."""
         return (RAW, AVERAGE) if AVERAGE in self.checkpoint.tensors else (RAW,)
@@ -134,45 +160,69 @@ class TrainedRun:
             yield
 
     def evaluate(
-        self, evaluations: Sequence[Evaluation], on_progress: Callable[[int, str], None] = lambda done, what: None
+        self, evaluations: Sequence[Evaluation], on_progress: Callable[[float, str], None] = lambda done, what: None
     ) -> list[Record]:
         """Return a record of each evaluation with each kind of weights that it uses, and keep them with the run.
 
-        `on_progress` is called before each of them. Raises UserError before anything is computed where the task does
-        not have what an evaluation needs.
+        `on_progress` is called with how many are done, and parts of one. Raises UserError before anything is computed
+        where the task does not have what an evaluation needs.
         """
         for evaluation in evaluations:
             evaluation.require(self.task)
         records: list[Record] = []
         for kind in self.kinds:
-            model = self.build_model(kind)
-            subject = Subject(config=self.config, task=self.task, model=model, device=self.device)
+            subject = self.subject(kind)
             for evaluation in evaluations:
                 if not evaluation.uses_model and kind != RAW:
                     continue
-                on_progress(len(records), f"{evaluation.name}, {kind} weights")
+
+                def show(part: float, text: str, what: str = f"{evaluation.name}, {kind} weights") -> None:
+                    on_progress(len(records) + part, f"{what} {text}".rstrip())
+
+                show(0, "")
                 with self.computing():
-                    results = evaluation.run(subject)
-                records.append(
-                    {
-                        "kind": "evaluation",
-                        "step": self.checkpoint.step,
-                        "weights": kind if evaluation.uses_model else NONE,
-                        "evaluation": evaluation.name,
-                        "options": dict(evaluation.options()),
-                        "results": dict(results),
-                    }
-                )
+                    results = evaluation.run(dataclasses.replace(subject, on_progress=show))
+                weights = kind if evaluation.uses_model else NONE
+                records.append(make_record(evaluation, results, step=self.step, weights=weights))
         self.keep(records)
         return records
 
+    def subject(self, kind: str = RAW) -> Subject:
+        """Return what is evaluated: the model with one kind of weights."""
+        return Subject(
+            config=self.config,
+            task=self.task,
+            model=self.build_model(kind),
+            device=self.device,
+            directory=self.directory,
+            step=self.step,
+            weights=kind,
+        )
+
     def keep(self, records: Sequence[Record]) -> None:
-        """Write records behind the earlier ones of the run, in the place of those of the same evaluation."""
-        file = self.directory.evaluations_file
-        new = {_key(record) for record in records}
-        earlier = [record for record in read_metrics(file) if _key(record) not in new] if file.exists() else []
-        with disk_errors(file):
-            write_atomically(file, "".join(f"{encode_json(record)}\n" for record in [*earlier, *records]).encode())
+        """Write records to those of the run; see `keep_records`."""
+        keep_records(self.directory.evaluations_file, records)
+
+
+def make_record(evaluation: Evaluation, results: Mapping[str, Any], *, step: int, weights: str) -> Record:
+    """Return the record of an evaluation."""
+    return {
+        "kind": "evaluation",
+        "step": step,
+        "weights": weights,
+        "evaluation": evaluation.name,
+        "options": dict(evaluation.options()),
+        "results": dict(results),
+    }
+
+
+def keep_records(file: Path, records: Sequence[Record]) -> None:
+    """Write records behind the earlier ones of a file, in the place of those of the same evaluation."""
+    new = {_key(record) for record in records}
+    earlier = [record for record in read_metrics(file) if _key(record) not in new] if file.exists() else []
+    with disk_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, "".join(f"{encode_json(record)}\n" for record in [*earlier, *records]).encode())
 
 
 def _key(record: Record) -> str:

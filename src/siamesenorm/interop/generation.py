@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
 
 import torch
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.library_models import TransformersModel, library_errors
-from siamesenorm.interop.native_models import NativeModel, require_finite
+from siamesenorm.interop.language_models import load_transformers, require_vocabulary
+from siamesenorm.interop.library_models import TransformersModel
+from siamesenorm.interop.native_models import NativeModel
 from siamesenorm.interop.stored_model import StoredModel
 
 GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
@@ -39,7 +38,7 @@ class NativePrompt:
         (ids,) = self.tokenizer.encode_batch([prompt])
         self.ids = ids.tolist() or [self.tokenizer.end_of_text]
         config = self.model.config
-        _require_known(self.ids, config.vocabulary, stored.path)
+        require_vocabulary(max(self.ids), config.vocabulary, stored.path)
         length = len(self.ids) + tokens
         if length > config.context:
             note = f"the model was trained on {config.context} tokens at a time, and this text may have {length}"
@@ -67,24 +66,13 @@ class TransformersPrompt:
     """The same before a language model of transformers, converted or not, with the tokenizer beside it."""
 
     def __init__(self, stored: TransformersModel, prompt: str, *, tokens: int) -> None:
-        library = stored.import_library()
         self.path, self.tokens, self.notes = stored.path, tokens, stored.notes
-        if not any(self.path.glob("tokenizer*")) and not any(self.path.glob("vocab.*")):
-            raise UserError(f"{self.path} has no tokenizer: save it beside the model (tokenizer.save_pretrained)")
-        with library_errors(self.path):
-            self.tokenizer: Any = library.AutoTokenizer.from_pretrained(self.path, local_files_only=True)
-        self.model = cast(Any, stored.load())
-        kind = type(self.model).__name__
-        if not self.model.can_generate():
-            raise UserError(f"{self.path} holds a {kind}, which generates no text: name a language model")
-        if self.model.config.is_encoder_decoder:
-            raise UserError(f"{self.path} holds a {kind}, which has an encoder: name a language model without one")
-        require_finite(self.path, self.model.state_dict())
+        self.model, self.tokenizer = load_transformers(stored)
         first = [token for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id) if token is not None]
         self.ids = self.tokenizer(prompt).input_ids or first[:1]
         if not self.ids:
             raise UserError(f"the tokenizer of {self.path} has no token that begins a text: give a --prompt")
-        _require_known(self.ids, self.model.get_input_embeddings().weight.shape[0], self.path)
+        require_vocabulary(max(self.ids), self.model.get_input_embeddings().weight.shape[0], self.path)
         longest = getattr(self.model.config, "max_position_embeddings", math.inf)
         if len(self.ids) + tokens > longest:
             room = longest - len(self.ids)
@@ -119,12 +107,6 @@ class TransformersPrompt:
         )[0, len(self.ids) :].tolist()
         ended = bool(found) and found[-1] in ends
         return Continuation(text=streamer.text, tokens=len(found) - ended, ended=ended)
-
-
-def _require_known(ids: Sequence[int], tokens: int, directory: Path) -> None:
-    """Raise UserError for a token id beyond the vocabulary of a model."""
-    if max(ids) >= tokens:
-        raise UserError(f"{directory}: its tokenizer gives token {max(ids)}, and the model has {tokens}: save its own")
 
 
 def open_prompt(stored: StoredModel, prompt: str, *, tokens: int) -> NativePrompt | TransformersPrompt:

@@ -20,6 +20,7 @@ from siamesenorm.tasks.language import LanguageTaskConfig
 from siamesenorm.topologies import topology_name
 from siamesenorm.training.checkpoint import Checkpoint, load_checkpoint, read_checkpoint
 from siamesenorm.training.config import RunConfig
+from siamesenorm.training.optimizer import OPTIMIZER_TITLES
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.run_record import read_metrics
 
@@ -135,8 +136,9 @@ def model_card(run: RunDirectory, config: RunConfig, step: int, manifest: Manife
             "Tokenizer": f"{manifest.tokenizer.name}, {manifest.tokenizer.vocabulary:,} ids",
             "Tokens seen": f"{step * batch:,}, {step * batch / split.tokens:.2f} times the data",
             "Steps": f"{step:,} of {config.steps:,}, {batch:,} tokens each",
-            "Optimizer": f"AdamW, peak learning rate {optimizer.learning_rate:g}, {optimizer.shape} after "
-            f"{optimizer.warmup_steps:,} steps of warm-up, weight decay {optimizer.weight_decay:g}",
+            "Optimizer": f"{OPTIMIZER_TITLES[optimizer.name]}, peak learning rate "
+            f"{optimizer.learning_rate:g}, {optimizer.shape} after {optimizer.warmup_steps:,} steps of warm-up, weight "
+            f"decay {optimizer.weight_decay:g}",
             "Precision": f"{config.precision}, streams in {model.residual_dtype}",
             "Seed": str(config.seed),
             **({"Started from": f"the weights of run `{origin}`; its tokens are not counted here"} if origin else {}),

@@ -223,16 +223,38 @@ class LanguageModel(nn.Module):
         mask = self._document_mask(documents)
         if mask is not None and caches is not None:
             raise UserError("document_mask with a cache: generate one document at a time, without documents")
+        positions = torch.arange(past, past + tokens.shape[1], device=self.embedding.weight.device)
+        streams, losses = self._streams(tokens, positions, mask, caches)
+        if last_only:
+            streams = tuple(stream[:, -1:] for stream in streams)
+        return TransformerOutput(self.logits(self.closing(streams)), mean_losses(losses))
+
+    def hidden(self, tokens: Tensor, *, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Return what `logits` reads, [batch, tokens, dim], of tokens [batch, tokens].
+
+        For several sequences in one row, `positions` [batch, tokens] are those inside each of them, and `mask`
+        [batch, tokens, tokens] is True where a token (row) may attend to another (column).
+        """
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=self.embedding.weight.device)
+        else:
+            positions = positions[:, None]
+        streams, _ = self._streams(tokens, positions, None if mask is None else mask[:, None], None)
+        hidden: Tensor = self.closing(streams)
+        return hidden
+
+    def _streams(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, caches: Sequence[AttentionCache] | None
+    ) -> tuple[Streams, list[Losses]]:
+        """Return the streams after the last block, and the losses of the blocks."""
         streams = self.open(self.embedding(tokens))
-        rotary = self.rotary(torch.arange(past, past + tokens.shape[1], device=self.embedding.weight.device))
+        rotary = self.rotary(positions)
         losses: list[Losses] = []
         for index, block in enumerate(self.blocks):
             context = Context(rotary, mask, caches[index] if caches else None)
             streams, block_losses = block(streams, context)
             losses.append(block_losses)
-        if last_only:
-            streams = tuple(stream[:, -1:] for stream in streams)
-        return TransformerOutput(self.logits(self.closing(streams)), mean_losses(losses))
+        return streams, losses
 
     def open(self, embedding: Tensor) -> Streams:
         """Return the streams of an embedding [batch, tokens, dim], which a learned scale and dropout act on first."""

@@ -40,6 +40,8 @@ DTYPES: dict[str, torch.dtype | None] = {
 }
 
 
+INITIAL = "init-"
+"""Before the name of an initialisation in the text of a method."""
 Config = TypeVar("Config", bound="TransformerConfig")
 
 
@@ -133,7 +135,7 @@ class TransformerConfig:
 
     @property
     def label(self) -> str:
-        """A short name for tables: the topology, and attention norm and operator where they are not the defaults."""
+        """A short name for tables: the topology, and attention norm, operator and initialisation unless usual."""
         parts = [topology_name(self.topology)]
         attention_norm = self.attention_shape.attention_norm
         needed = self.topology.attention_norm
@@ -143,13 +145,15 @@ class TransformerConfig:
             parts.append("context-norm")
         if self.norm != type(self).norm:
             parts.append(str(self.norm))
+        if self.initialisation != type(self).initialisation:
+            parts.append(f"{INITIAL}{self.initialisation}")
         return " + ".join(parts)
 
     def with_method(self, method: str) -> Self:
         """Return the configuration with the topology and the norms that a text such as "siamese + seednorm" names.
 
         An operator has the eps and the offset of this configuration's, unless the text sets them. Without an attention
-        norm in the text it is "auto", without an operator this configuration's. Raises UserError.
+        norm in the text it is "auto", without an operator or an initialisation this configuration's. Raises UserError.
         """
         fields = read_method(method)
         if "norm" in fields:
@@ -235,10 +239,11 @@ class TransformerConfig:
 
 
 def read_method(text: str) -> dict[str, Any]:
-    """Return the fields that a method sets: topology, and norm or attention norm where the text names them.
+    """Return the fields that a method sets: the topology, and what else the text names.
 
-    A method is a topology, then a norm or an attention norm after plus signs: "siamese", "pre + qkv",
-    "dhc-2:streams=4 + seednorm". Raises UserError for an unknown name and for two of a kind.
+    A method is a topology, then a norm, an attention norm or an initialisation after plus signs: "siamese",
+    "pre + qkv", "dhc-2:streams=4 + seednorm", "ln-scaling + init-normal". Raises UserError for an unknown name and for
+    two of a kind.
     """
     topology, *others = (part.strip() for part in text.split("+"))
     fields: dict[str, Any] = {"topology": build_topology(topology)}
@@ -248,12 +253,17 @@ def read_method(text: str) -> dict[str, Any]:
             field = {"norm": NormSpec.parse(part)}
         elif part in (*ATTENTION_NORMS, "qkv"):
             field = {"attention_norm": "qkv-head" if part == "qkv" else part}
+        elif part.startswith(INITIAL) and part.removeprefix(INITIAL) in get_args(Initialisation):
+            field = {"initialisation": part.removeprefix(INITIAL)}
         elif part == "context-norm":
             field = {"context_norm": True}
         else:
-            raise unknown("norm or attention norm", part, [*available_norms(), *ATTENTION_NORMS, "qkv"])
+            initialisations = [f"{INITIAL}{name}" for name in get_args(Initialisation)]
+            raise unknown("part of a method", part, [*available_norms(), *ATTENTION_NORMS, "qkv", *initialisations])
         if fields.keys() & field.keys():
-            raise UserError(f"method {text!r} has two of a kind: write one norm and one attention norm at most")
+            raise UserError(
+                f"method {text!r} has two of a kind: write one norm, attention norm and initialisation at most"
+            )
         fields |= field
     return fields
 

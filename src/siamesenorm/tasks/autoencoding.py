@@ -6,6 +6,7 @@ out images are the same in every run.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -23,7 +24,7 @@ from siamesenorm.models.masked_autoencoder import (
     masked_autoencoder_config,
 )
 from siamesenorm.models.vision import cut
-from siamesenorm.tasks.image_task import ImageTaskConfig
+from siamesenorm.tasks.image_task import ImageTaskConfig, part_of
 from siamesenorm.tasks.task import Losses, Metric, Task, describe_model
 from siamesenorm.topologies import Kernels
 from siamesenorm.world import World
@@ -119,6 +120,12 @@ class AutoencodingTask(Task):
             found, _ = self._squared_error(model, images, visible)
             total += float(found) if counts else 0.0
         return {"loss": world.sum(total)[0] / items, "items": items}
+
+    def on_part(self, samples: int) -> AutoencodingTask:
+        """Return the task with an evaluation of at most `samples` held-out images, at equal distances."""
+        part = copy.copy(self)
+        part.data, part.loader = part_of(self.data, self.loader, samples)
+        return part
 
     def visible_patches(self, purpose: str, seed: int, positions: range) -> Tensor:
         """Return the numbers of the visible patches [positions, visible] of samples."""

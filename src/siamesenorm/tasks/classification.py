@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ from siamesenorm.models.encoder_transfer import (
 )
 from siamesenorm.models.transformer import TransformerConfig
 from siamesenorm.models.vision import SIZES, ImageEncoderConfig, VisionTransformerConfig, vision_transformer_config
-from siamesenorm.tasks.image_task import ImageTaskConfig
+from siamesenorm.tasks.image_task import ImageTaskConfig, part_of
 from siamesenorm.tasks.task import Losses, Metric, Task, TaskConfig, describe_model
 from siamesenorm.topologies import Kernels
 from siamesenorm.world import World
@@ -196,6 +197,12 @@ class ClassificationTask(Task):
                 sums[2] += int(best.sum())
         means = [each / items for each in world.sum(*sums)]
         return {**{metric.name: mean for metric, mean in zip(self.metrics, means, strict=False)}, "items": items}
+
+    def on_part(self, samples: int) -> ClassificationTask:
+        """Return the task with an evaluation of at most `samples` held-out images, at equal distances."""
+        part = copy.copy(self)
+        part.data, part.loader = part_of(self.data, self.loader, samples)
+        return part
 
     def convert_weights(
         self, source: TaskConfig, weights: Mapping[str, Tensor]

@@ -6,6 +6,7 @@ are functions of the seed and its position in the order of the data; an evaluati
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 from collections.abc import Sequence
@@ -207,6 +208,12 @@ class DiffusionTask(Task):
                 total += float(errors.sum())
         (total,) = world.sum(total)
         return {"loss": total / self.evaluated, "items": self.evaluated}
+
+    def on_part(self, samples: int) -> DiffusionTask:
+        """Return the task with an evaluation of the first `samples` held-out images."""
+        part = copy.copy(self)
+        part.evaluated = min(samples, self.evaluated)
+        return part
 
     def sample(self, model: nn.Module, classes: Sequence[int], guidance: float, seed: int, **options: Any) -> Tensor:
         """Return images of the classes, uint8 [count, channels, height, width]; see `DiffusionSampler.sample`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -84,3 +85,12 @@ class ImageTaskConfig(TaskConfig):
     def from_json(cls, record: Mapping[str, Any]) -> Self:
         """Read what `to_json` wrote; raises UserError for a field of the model that does not exist."""
         return super().from_json({**record, "augmentation": Augmentation(**record.get("augmentation", {}))})
+
+
+def part_of(data: ImageData, loader: ImageLoader, samples: int) -> tuple[ImageData, ImageLoader]:
+    """Return images and loader with at most `samples` of the held-out images, at equal distances in their order."""
+    count, held_out = min(samples, len(data.held_out)), data.held_out
+    part = dataclasses.replace(data, held_out=held_out.part([i * len(held_out) // count for i in range(count)]))
+    fewer = copy.copy(loader)
+    fewer.data = part
+    return part, fewer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -156,6 +157,13 @@ class LanguageTask(Task):
         total, tokens = world.sum(*sums)
         loss = total / tokens
         return {**{metric.name: metric.from_loss(loss) for metric in self.metrics}, "items": int(tokens)}
+
+    def on_part(self, samples: int) -> LanguageTask:
+        """Return the task with an evaluation of the first `samples` windows of the validation split."""
+        part = copy.copy(self)
+        tokens = min(self.config.validation_tokens, samples * self.config.model.context)
+        part.config = dataclasses.replace(self.config, validation_tokens=tokens)
+        return part
 
     def convert_weights(
         self, source: TaskConfig, weights: Mapping[str, Tensor]

@@ -102,6 +102,13 @@ class Task(Protocol):
         The processes of the world share the work; each returns the metrics of all data.
         """
 
+    def on_part(self, samples: int) -> Task:
+        """Return the task with an evaluation of at most so many held-out samples.
+
+        By default raises UserError.
+        """
+        raise UserError("this task has no evaluation of a part of its held-out data: it cannot be analysed")
+
     def convert_weights(
         self, source: TaskConfig, weights: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], tuple[str, ...]]:

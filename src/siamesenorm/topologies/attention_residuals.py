@@ -152,12 +152,17 @@ def mix_sources(direction: Tensor, eps: float, factor: float, *sources: Tensor) 
     Kept for the backward pass: the sources, and two numbers a token for each.
     """
     wide = [source.to(direction.dtype) for source in sources]
-    scores = [(v * direction).sum(-1) * ((v * v).mean(-1) + eps).rsqrt() for v in wide]
-    weights = torch.stack(scores, dim=-1).softmax(-1) * factor
+    weights = source_weights(direction, eps, *wide) * factor
     total = torch.zeros_like(wide[0])
     for weight, v in zip(weights.unbind(-1), wide, strict=True):
         total = total + weight.unsqueeze(-1) * v
     return total
+
+
+def source_weights(direction: Tensor, eps: float, *sources: Tensor) -> Tensor:
+    """Return softmax_i(direction . v_i / sqrt(mean v_i^2 + eps)), [..., sources], for sources of its dtype."""
+    scores = [(v * direction).sum(-1) * ((v * v).mean(-1) + eps).rsqrt() for v in sources]
+    return torch.stack(scores, dim=-1).softmax(-1)
 
 
 class AttentionResidual(NormConnection):

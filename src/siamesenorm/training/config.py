@@ -29,7 +29,7 @@ from siamesenorm.norms import NORMS, NormSpec
 from siamesenorm.tasks import task_from_json
 from siamesenorm.tasks.task import TaskConfig
 from siamesenorm.topologies import Kernels, Topology
-from siamesenorm.training.optimizer import OptimizerConfig
+from siamesenorm.training.optimizer import OptimizerConfig, OptimizerName
 from siamesenorm.training.verdict import Thresholds
 from siamesenorm.world import Parallelism
 
@@ -108,7 +108,7 @@ class RunConfig:
     batch: int
     """Samples of an optimizer step."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
     micro_batch: int = 0
     """Samples that go through the model at once, the rest is accumulated; 0 is the whole batch."""
     seed: int = 0
@@ -155,12 +155,17 @@ class RunConfig:
 
     @property
     def label(self) -> str:
-        """The method as text: topology, norm, attention norm."""
-        return self.task.label
+        """The method as text: topology, norm, attention norm, initialisation, and the optimizer unless it is AdamW."""
+        return self.task.label + ("" if self.optimizer.name == "adamw" else f" + {self.optimizer.name}")
 
     def with_method(self, method: str) -> Self:
-        """Return the run with the topology and the norms of a method such as "pre + qkv"; raises UserError."""
-        return dataclasses.replace(self, task=self.task.with_method(method))
+        """Return the run with what a method such as "pre + qkv + muon" names; raises UserError.
+
+        Without an optimizer or an initialisation in the text it keeps its own.
+        """
+        model, name = split_optimizer(method)
+        optimizer = dataclasses.replace(self.optimizer, name=name) if name else self.optimizer
+        return dataclasses.replace(self, task=self.task.with_method(model), optimizer=optimizer)
 
     def resolved(self) -> Self:
         """Return the run with automatic choices replaced; opens the data the first time."""
@@ -195,6 +200,15 @@ class RunConfig:
             return cls(**{**fields, "task": task_from_json(fields["task"])})
         except (AttributeError, KeyError, TypeError) as error:
             raise UserError(f"this is not the configuration of a run: {error}") from error
+
+
+def split_optimizer(method: str) -> tuple[str, OptimizerName | None]:
+    """Return the text of a method without its optimizer, and the optimizer's name; raises UserError for two of them."""
+    parts = [part.strip() for part in method.split("+")]
+    names: list[OptimizerName] = [name for name in get_args(OptimizerName) for part in parts[1:] if part == name]
+    if len(names) > 1:
+        raise UserError(f"method {method!r} has two optimizers: write one at most")
+    return " + ".join(part for part in parts if part not in names), names[0] if names else None
 
 
 _PLAIN: dict[str, type] = {

@@ -1,4 +1,4 @@
-"""The train loop, one for every task: batches, AdamW, record, verdict, checkpoints, exact resume.
+"""The train loop, one for every task: batches, optimizers, record, verdict, checkpoints, exact resume.
 
 A checkpoint holds parameters, optimizer, random state and the length of the record. Resuming cuts the record back to
 that length: the order of the data is stateless, so nothing else needs to be stored. Killed at any moment and resumed, a
@@ -31,7 +31,7 @@ from siamesenorm.training.checkpoint import (
     save_checkpoint,
 )
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.optimizer import build_optimizer, optimizer_tensors, restore_optimizer, set_learning_rate
+from siamesenorm.training.optimizer import build_optimizers, optimizer_tensors, restore_optimizers, set_learning_rate
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.run_record import MetricsLog, read_metrics
 from siamesenorm.training.verdict import StabilityMonitor, Verdict
@@ -105,7 +105,8 @@ class TrainingLoop:
         self.config, self.run_directory, self.world = config, run, world
         self.instruments = instruments if world.is_first else ()
         if world.size > 1 and config.execution.parallel == "shard" and any(i.reads_parameters for i in instruments):
-            raise UserError("parallel is shard: monitor.every needs whole parameters; use replicate, or leave it out")
+            watching = "monitor.every and evaluation.every"
+            raise UserError(f"parallel is shard: {watching} need whole parameters: use replicate, or leave them out")
         self.share = world.share_of(config.batch)
         self.at_once = min(config.samples_at_once, self.share)
         if self.share % self.at_once:
@@ -129,9 +130,7 @@ class TrainingLoop:
         if self.choices.compiled:
             execution.compile_blocks(self.model)
         self.replica = execution.parallelise(self.model, world, config.execution.parallel)
-        self.optimizer: torch.optim.Optimizer = build_optimizer(
-            self.model, config.optimizer, self.task.rate_factors(self.model)
-        )
+        self.optimizers = build_optimizers(self.model, config.optimizer, self.task.rate_factors(self.model))
         self.average = WeightAverage(self.model, config.ema) if config.ema else None
         self.schedule = config.optimizer.schedule(config.steps)
         self.monitor = StabilityMonitor(
@@ -203,13 +202,14 @@ class TrainingLoop:
     def _train_step(self, step: int) -> None:
         config, begin = self.config, time.perf_counter()
         rate = config.optimizer.learning_rate * self.schedule.factor(step)
-        set_learning_rate(self.optimizer, rate)
+        set_learning_rate(self.optimizers, rate)
         seen = config.warm_start.position if config.warm_start else 0
         loss, auxiliary = self._accumulate(seen + (step - 1) * config.batch)
         limit = config.optimizer.clip or math.inf
         norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         if self.average:
             self.average.update()
         record: Record = {
@@ -267,7 +267,7 @@ class TrainingLoop:
     def _save(self, step: int) -> None:
         tensors = {
             "model": {name: whole(tensor) for name, tensor in self.model.state_dict().items()},
-            "optimizer": {name: whole(tensor) for name, tensor in optimizer_tensors(self.optimizer).items()},
+            "optimizer": {name: whole(tensor) for name, tensor in optimizer_tensors(self.optimizers).items()},
             "random": {name: state for each in self.world.gather(self._random_state()) for name, state in each.items()},
         }
         if self.average:
@@ -304,7 +304,7 @@ class TrainingLoop:
         if self.average:
             self.average.load(checkpoint.tensors["ema"])
         if "optimizer" in checkpoint.tensors:
-            restore_optimizer(self.optimizer, checkpoint.tensors["optimizer"])
+            restore_optimizers(self.optimizers, checkpoint.tensors["optimizer"])
             mine, random = self._random_state(), checkpoint.tensors["random"]
             if mine.keys() <= random.keys():
                 restore_random_state({name.partition("@")[0]: random[name] for name in mine})

@@ -1,9 +1,9 @@
-"""AdamW, its groups, its schedule, and its state in a checkpoint."""
+"""AdamW, or Muon for the matrices and AdamW for the rest: groups, one schedule, and the state in a checkpoint."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -12,16 +12,27 @@ from torch import Tensor, nn
 
 from siamesenorm.errors import UserError, unknown
 from siamesenorm.norms import declared_parameters
+from siamesenorm.sublayers.sublayer import Projection
 from siamesenorm.world import shard_like
 
 Shape = Literal["cosine", "linear", "wsd", "constant"]
 Decay = Literal["declared", "all-but-embeddings"]
+OptimizerName = Literal["adamw", "muon"]
+OPTIMIZER_TITLES: dict[OptimizerName, str] = {"adamw": "AdamW", "muon": "Muon for hidden matrices, AdamW for the rest"}
+OUTER_ROLES = ("head", "router", "other")
+"""Roles of projections that are no hidden matrices: their inputs or outputs are classes, experts, pixels or times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW and its schedule; the defaults are the SiameseNorm paper's (arXiv 2602.08064, Table 4) but the warm-up."""
+    """The optimizer and its schedule; the defaults are the SiameseNorm paper's (arXiv 2602.08064, Table 4) but warm-up.
 
+    With "muon" the hidden matrices are trained by Muon (arXiv 2502.16982) and the rest by AdamW, at one learning rate:
+    Muon's updates are scaled to the root mean square of AdamW's, 0.2 sqrt(max(rows, columns)).
+    """
+
+    name: OptimizerName = "adamw"
+    """AdamW for all, or Muon for the hidden matrices of attention and MLPs and AdamW for the rest."""
     learning_rate: float = 1e-3
     """Peak learning rate."""
     warmup_steps: int = 0
@@ -36,6 +47,8 @@ class OptimizerConfig:
     """Decay of AdamW's mean of gradients."""
     beta2: float = 0.95
     """Decay of AdamW's mean of squares."""
+    momentum: float = 0.95
+    """Decay of Muon's mean of gradients (Nesterov)."""
     epsilon: float = 1e-8
     """AdamW's epsilon."""
     weight_decay: float = 0.1
@@ -55,9 +68,11 @@ class OptimizerConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise UserError(f"{name} is {value}: choose a number of at least 0")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: choose a number from 0 to below 1")
+        if self.name not in get_args(OptimizerName):
+            raise unknown("optimizer", self.name, get_args(OptimizerName))
         if self.decay not in get_args(Decay):
             raise unknown("decay", self.decay, get_args(Decay))
 
@@ -148,68 +163,112 @@ def decayed_parameters(model: nn.Module, rule: str) -> dict[str, bool]:
     return decisions
 
 
-def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, rate_factors: Mapping[str, float] | None = None
-) -> torch.optim.AdamW:
-    """Return AdamW with a group for each weight decay and learning rate, in the order of the model's parameters.
+def hidden_matrices(model: nn.Module) -> set[str]:
+    """Return the names of the matrices that Muon trains: weights of the projections of attention and MLPs.
 
-    `rate_factors` multiply the learning rate of parameters by name; a missing one is 1.
+    Embeddings, heads, routers and biases are not among them, nor experts, whose weights have three dimensions.
     """
-    decisions, named, factors = (
-        decayed_parameters(model, config.decay),
-        dict(model.named_parameters()),
-        rate_factors or {},
+    return {
+        f"{prefix}.weight"
+        for prefix, module in model.named_modules()
+        if isinstance(module, Projection) and module.role not in OUTER_ROLES and module.weight.ndim == 2
+    }
+
+
+def build_optimizers(
+    model: nn.Module, config: OptimizerConfig, rate_factors: Mapping[str, float] | None = None
+) -> tuple[torch.optim.Optimizer, ...]:
+    """Return AdamW, and Muon behind it if it is chosen: every trained parameter is in one group of one of them.
+
+    `rate_factors` multiply the learning rate of parameters by name; a missing one is 1. Raises UserError for Muon on a
+    model that has nothing for it.
+    """
+    decisions, factors = decayed_parameters(model, config.decay), rate_factors or {}
+    matrices = hidden_matrices(model) & decisions.keys() if config.name == "muon" else set()
+    if config.name == "muon" and not matrices:
+        raise UserError("optimizer muon: this model has no matrices of attention or MLPs: use adamw")
+    rest = [name for name in decisions if name not in matrices]
+    adamw = torch.optim.AdamW(
+        _groups(model, config, rest, decisions, factors),
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        fused=True,
     )
+    if not matrices:
+        return (adamw,)
+    ordered = [name for name in decisions if name in matrices]
+    muon = torch.optim.Muon(
+        _groups(model, config, ordered, decisions, factors),
+        lr=config.learning_rate,
+        momentum=config.momentum,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return adamw, muon
+
+
+def _groups(
+    model: nn.Module,
+    config: OptimizerConfig,
+    names: Sequence[str],
+    decisions: Mapping[str, bool],
+    factors: Mapping[str, float],
+) -> list[dict[str, Any]]:
+    """Return a group for each weight decay and learning rate, in the order of the names."""
+    named = dict(model.named_parameters())
     groups: list[dict[str, Any]] = [
         {
-            "params": [(n, named[n]) for n in decisions if (decisions[n], factors.get(n, 1.0)) == (decayed, factor)],
+            "params": [(n, named[n]) for n in names if (decisions[n], factors.get(n, 1.0)) == (decayed, factor)],
             "weight_decay": config.weight_decay if decayed else 0.0,
             "rate_factor": factor,
         }
         for factor in dict.fromkeys(factors.get(name, 1.0) for name in decisions)
         for decayed in (True, False)
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
-        fused=True,
-    )
+    return [group for group in groups if group["params"]]
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_learning_rate(optimizers: Iterable[torch.optim.Optimizer], rate: float) -> None:
     """Set the learning rate of every group: `rate` times the group's factor."""
-    for group in optimizer.param_groups:
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = rate * group["rate_factor"]
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """Return the state as flat tensors by parameter and entry, such as "head.weight/exp_avg"; nothing is copied."""
-    names = _parameter_names(optimizer)
-    state: dict[int, dict[str, Tensor]] = optimizer.state_dict()["state"]
-    return {f"{names[i]}/{entry}": tensor for i, entries in state.items() for entry, tensor in entries.items()}
+    tensors: dict[str, Tensor] = {}
+    for optimizer in optimizers:
+        names = _parameter_names(optimizer)
+        state: dict[int, dict[str, Tensor]] = optimizer.state_dict()["state"]
+        tensors |= {f"{names[i]}/{entry}": tensor for i, entries in state.items() for entry, tensor in entries.items()}
+    return tensors
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Load what `optimizer_tensors` returned; hyper-parameters stay those of the optimizer.
+def restore_optimizers(optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[str, Tensor]) -> None:
+    """Load what `optimizer_tensors` returned; hyper-parameters stay those of the optimizers.
 
     Raises UserError, and changes nothing, when the parameters are others.
     """
-    index = {name: number for number, name in enumerate(_parameter_names(optimizer))}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state: dict[int, dict[str, Tensor]] = {}
+    places = {
+        name: (number, index)
+        for number, optimizer in enumerate(optimizers)
+        for index, name in enumerate(_parameter_names(optimizer))
+    }
+    parameters = [[each for group in optimizer.param_groups for each in group["params"]] for optimizer in optimizers]
+    states: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimizers]
     for key, tensor in tensors.items():
         name, _, entry = key.rpartition("/")
-        if name not in index:
+        if name not in places:
             raise UserError(
                 f"the checkpoint's optimizer has other parameters than this model ({name}): resume with the "
                 "configuration the run was started with"
             )
-        parameter = parameters[index[name]]
+        number, index = places[name]
+        parameter = parameters[number][index]
         part = shard_like(tensor, parameter) if tensor.shape == parameter.shape else tensor
-        state.setdefault(index[name], {})[entry] = part.clone()
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        states[number].setdefault(index, {})[entry] = part.clone()
+    for optimizer, state in zip(optimizers, states, strict=True):
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:

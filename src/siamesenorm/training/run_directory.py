@@ -34,8 +34,14 @@ class RunDirectory:
         self.metrics_file = path / "metrics.jsonl"
         self.verdict_file = path / "verdict.json"
         self.evaluations_file = path / "evaluations.jsonl"
+        self.item_scores = path / "items"
+        self.scores = path / "scores"
         self.log_file = path / LOG_FILE
         self.checkpoints = path / "checkpoints"
+
+    def item_scores_of(self, step: int, weights: str) -> Path:
+        """Return the directory of what some weights at a step scored on the items of tasks, a file for each task."""
+        return self.item_scores / f"step-{step:08d}-{weights}"
 
     @contextmanager
     def claimed(self, config: RunConfig) -> Iterator[None]:
