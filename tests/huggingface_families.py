@@ -63,8 +63,8 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "nanochat": ("NanoChat", {**GROUPED, "head_dim": 8}),
 }  # fmt: skip
 ENCODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "vit": ("ViT", "ViTModel", IMAGES),
-    "deit": ("DeiT", "DeiTModel", IMAGES),
+    "hf-vit": ("ViT", "ViTModel", IMAGES),
+    "hf-deit": ("DeiT", "DeiTModel", IMAGES),
     "dinov2": ("Dinov2", "Dinov2Model", {**IMAGES, "mlp_ratio": 2}),
     "dinov3": ("DINOv3ViT", "DINOv3ViTModel", IMAGES),
     "siglip": ("SiglipVision", "SiglipVisionModel", IMAGES),

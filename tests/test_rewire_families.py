@@ -19,7 +19,7 @@ from huggingface_families import DECODERS, ENCODERS, build_family, first_output 
 from huggingface_hosts import TOKENS, gradients, moved  # noqa: E402
 from siamesenorm import rewire  # noqa: E402
 
-REPRESENTATIVES = ("granite", "phi", "gptj", "bloom", "falcon", "vit")
+REPRESENTATIVES = ("granite", "phi", "gptj", "bloom", "falcon", "hf-vit")
 PARALLEL = ("phi", "stablelm-parallel", "gptj", "codegen", "falcon", "falcon-two-norms", "cohere", "cohere2")
 TWO_NORMS = ("falcon-two-norms",)
 """Families whose parallel sublayers keep their norms: a norm of a norm differs by its eps."""
@@ -65,9 +65,8 @@ def test_a_family_is_rewired(family: str, tmp_path: Path) -> None:
     moved(model).save_pretrained(tmp_path)
     loaded = siamesenorm.from_pretrained(tmp_path)
     assert type(loaded) is type(model) and torch.equal(first_output(loaded), first_output(model))
-    adapted = pytest.importorskip("peft").get_peft_model(
-        model, pytest.importorskip("peft").LoraConfig(target_modules="all-linear")
-    )
+    peft, targets = pytest.importorskip("peft"), ["q_proj"] if family == "siglip" else "all-linear"
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=targets))
     assert torch.equal(first_output(adapted.eval().base_model.model), first_output(loaded))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import siamesenorm
 from siamesenorm import swap_norms
 from siamesenorm.errors import UserError
 from siamesenorm.norms import DyT, InexactKind, LayerNorm, RMSNorm, ScaleNorm, SeeDNorm, build_norm
@@ -328,3 +330,68 @@ def test_the_report_is_a_table() -> None:
         "2     kept      is rmsnorm already",
         "3     refused   not a LayerNorm or RMSNorm of each token",
     ]
+
+
+# --- models that run with the new norms, and those that do not
+
+
+def test_norms_whose_weight_the_model_reads_are_refused() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 2, "vocab_size": 48}
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)).eval()
+    tokens = torch.arange(3, 12)[None]
+    expected, state = model(tokens).logits, torch.random.get_rng_state()
+    report = swap_norms(model, "rmsnorm")
+    assert [one.name for one in report.replaced] == ["backbone.norm_f"] and report.function_kept
+    assert {name for name, _ in report.refused} == {"backbone.layers.0.norm", "backbone.layers.1.norm"}
+    assert all("the model fails with the new norm: AttributeError" in reason for _, reason in report.refused)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_runs_on_the_inputs_that_are_given() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.read = nn.LayerNorm(8), nn.LayerNorm(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x) * self.read.weight + self.read(x)
+
+    report = swap_norms(Reads(), "seednorm", inputs={"x": torch.randn(2, 8)})
+    assert [one.name for one in report.replaced] == ["norm"] and [name for name, _ in report.refused] == ["read"]
+
+
+def test_the_output_stays_contiguous_where_it_was() -> None:
+    x = torch.randn(2, 8, 3).transpose(1, 2)
+    for norm, contiguous in ((nn.LayerNorm(8), True), (nn.RMSNorm(8), False)):
+        model = nn.Sequential(norm)
+        assert model(x).is_contiguous() or not contiguous
+        swap_norms(model, "rmsnorm")
+        swap_norms(model, "seednorm")
+        assert model(x).is_contiguous() or not contiguous
+        if contiguous:
+            model(x).view(-1)
+
+
+@pytest.mark.parametrize("kind", ["Wan", "Transformer2DModel"])
+def test_swapped_models_of_diffusers_load(kind: str, tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    if kind == "Wan":
+        model = diffusers.WanTransformer3DModel(
+            patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4,
+            text_dim=8, freq_dim=16, ffn_dim=16, num_layers=1, cross_attn_norm=True,
+        )  # fmt: skip
+    else:
+        model = diffusers.Transformer2DModel(
+            num_attention_heads=2, attention_head_dim=16, in_channels=32, num_layers=1, cross_attention_dim=8
+        )
+    assert swap_norms(model, "rmsnorm").replaced
+    for dtype in (torch.float32, torch.bfloat16):
+        model.save_pretrained(tmp_path)
+        loaded = siamesenorm.from_pretrained(tmp_path, torch_dtype=dtype)
+        assert type(loaded) is type(model)
+        for name, value in model.state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], value.to(loaded.state_dict()[name].dtype)), name
+    kept = [value.dtype for name, value in loaded.state_dict().items() if "scale_shift_table" in name]
+    assert set(kept) <= {torch.float32} and torch.bfloat16 in {value.dtype for value in loaded.state_dict().values()}

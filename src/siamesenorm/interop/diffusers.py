@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-from diffusers import ModelMixin  # by this name a pipeline finds the loading of this module's classes
+import torch
+from diffusers import ConfigMixin, ModelMixin  # by this name a pipeline finds the loading of this module's classes
 from torch import nn
 
 from siamesenorm.errors import UserError
@@ -41,7 +42,9 @@ def adopt(model: nn.Module, steps: Sequence[Step]) -> None:
 def converted_class(host: type) -> type:
     """Return the class of converted models whose host is of class `host`; one for each."""
     host = original_class(host)
-    return derive(ConvertedDiffusersModel, host, f"{PREFIX}{host.__name__}", converted_class, __init__=_build_of(host))
+    # The modules that stay in fp32 are cast after loading, since diffusers would need the meta device for them.
+    members = {"__init__": _build_of(host), "_keep_in_fp32_modules": None}
+    return derive(ConvertedDiffusersModel, host, f"{PREFIX}{host.__name__}", converted_class, **members)
 
 
 class ConvertedDiffusersModel:
@@ -58,7 +61,22 @@ class ConvertedDiffusersModel:
         if options.get("device_map") is not None:
             raise UserError("device_map: a converted model is built in memory: leave it out, and use .to()")
         options = {"use_safetensors": True, **options, "low_cpu_mem_usage": False}
-        return super().from_pretrained(path, **options)  # type: ignore[misc]
+        wide, dtype = original_class(cls)._keep_in_fp32_modules, options.get("torch_dtype")
+        if wide and dtype is not None:
+            options["torch_dtype"] = torch.float32
+        # Of ModelMixin itself: hosts that diffusers replaces by others look these up by the name of the class.
+        loaded = ModelMixin.from_pretrained.__func__(cls, path, **options)  # type: ignore[attr-defined]
+        if wide and dtype is not None:
+            model = loaded[0] if isinstance(loaded, tuple) else loaded
+            for name, value in (*model.named_parameters(), *model.named_buffers()):
+                if value.is_floating_point() and not set(wide) & set(name.split(".")):
+                    value.data = value.data.to(dtype)
+        return loaded
+
+    @classmethod
+    def from_config(cls, config: Any = None, **options: Any) -> Any:
+        """Build a model from its configuration, never one of a class by which diffusers replaces the host."""
+        return ConfigMixin.from_config.__func__(cls, config, **options)  # type: ignore[attr-defined]
 
     @classmethod
     def extract_init_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:

@@ -119,7 +119,8 @@ def _keep_what_runs(
     model: nn.Module, new: dict[str, Norm], report: SwapReport, inputs: Mapping[str, Any] | None
 ) -> tuple[dict[str, Norm], SwapReport]:
     """Return the new norms with which a copy of the model runs, and the report with the others refused."""
-    given = small_inputs(model) if inputs is None else dict(inputs)
+    with undisturbed(model):
+        given = small_inputs(model) if inputs is None else dict(inputs)
     if given is None or not new or any(parameter.is_meta for parameter in model.parameters()):
         return new, report
     if _error_with(model, {}, given) is not None or _error_with(model, new, given) is None:
