@@ -95,8 +95,7 @@ def further() -> dict[str, Family]:
             build=lambda name=name: small.build_family(name),
             call=lambda model: (model(small.IMAGE if model.main_input_name == "pixel_values" else small.TOKENS))[0],
             save=lambda model, directory: model.save_pretrained(directory),
-            # PEFT on every linear map also takes one that SigLIP's pooling reads itself.
-            lora=("q_proj", "v_proj") if name == "siglip" else "all-linear",
+            lora=small.LORA.get(name, "all-linear"),
             generates=name in small.DECODERS,
             backend="aot_eager",
         )

@@ -80,6 +80,9 @@ POST_NORM: dict[str, tuple[str, str, dict[str, Any]]] = {
                                                      "vocab_size": VOCABULARY}),
     "opt-post-norm": ("OPT", "OPTForCausalLM", {**DECODERS["opt"][1], "do_layer_norm_before": False}),
 }  # fmt: skip
+# PEFT on every linear map also takes routers, whose output is a tuple, and one that SigLIP's pooling reads itself.
+LORA = {**dict.fromkeys(("mixtral", "phimoe", "qwen2-moe", "qwen3-moe", "granite-moe", "llama4", "gpt-oss",
+                         "deepseek-v3", "glm4-moe"), ["o_proj"]), "siglip": ["q_proj"]}  # fmt: skip
 IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(2))
 
 

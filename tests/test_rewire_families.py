@@ -15,7 +15,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import siamesenorm  # noqa: E402
-from huggingface_families import DECODERS, ENCODERS, build_family, first_output  # noqa: E402
+from huggingface_families import DECODERS, ENCODERS, LORA, build_family, first_output  # noqa: E402
 from huggingface_hosts import TOKENS, gradients, moved  # noqa: E402
 from siamesenorm import rewire  # noqa: E402
 
@@ -65,8 +65,8 @@ def test_a_family_is_rewired(family: str, tmp_path: Path) -> None:
     moved(model).save_pretrained(tmp_path)
     loaded = siamesenorm.from_pretrained(tmp_path)
     assert type(loaded) is type(model) and torch.equal(first_output(loaded), first_output(model))
-    peft, targets = pytest.importorskip("peft"), ["q_proj"] if family == "siglip" else "all-linear"
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=targets))
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=LORA.get(family, "all-linear")))
     assert torch.equal(first_output(adapted.eval().base_model.model), first_output(loaded))
 
 

@@ -195,8 +195,9 @@ def _match(form: Layout, block: nn.Module) -> BlockSpec | None:
         sublayers = replace(first, kept=kept[0]), replace(second, kept=kept[1])
     module = block.get_submodule(core)
     taken = inspect.signature(module.forward).parameters
+    host: Any = original_class(type(block))
     renamed = ("layer_past", "past_key_values")
-    arguments = tuple(inspect.signature(original_class(type(block)).forward).parameters)[2:]
+    arguments = tuple(inspect.signature(host.forward).parameters)[2:]
     return BlockSpec(
         rewired=ParallelBlock if form.parallel else SequentialBlock,
         form=BlockForm(
@@ -237,7 +238,7 @@ def _part(block: nn.Module, path: str) -> Any:
 
 def _projections(block: nn.Module, core: str, mlp: tuple[str, ...]) -> dict[str, str]:
     """Return the paths of the linear maps of a block by their roles, as far as each is one map of its own."""
-    found = {}
+    found: dict[str, str] = {}
     for role, names in PROJECTIONS.items():
         for prefix in ("", *(f"{path}." for path in mlp)) if "mlp" in role else (f"{core}.",):
             for name in names:

@@ -61,7 +61,7 @@ class ConvertedDiffusersModel:
         if options.get("device_map") is not None:
             raise UserError("device_map: a converted model is built in memory: leave it out, and use .to()")
         options = {"use_safetensors": True, **options, "low_cpu_mem_usage": False}
-        wide, dtype = original_class(cls)._keep_in_fp32_modules, options.get("torch_dtype")
+        wide, dtype = vars(original_class(cls)).get("_keep_in_fp32_modules"), options.get("torch_dtype")
         if wide and dtype is not None:
             options["torch_dtype"] = torch.float32
         # Of ModelMixin itself: hosts that diffusers replaces by others look these up by the name of the class.

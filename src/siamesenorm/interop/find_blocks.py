@@ -96,8 +96,10 @@ def _surroundings(model: nn.Module, name: str, blocks: Blocks, spec: BlockSpec) 
     if original_class(type(owner)).__name__ in ONE_TOKEN:
         final = ""
     vision = is_timm(backbone) or spec.keeps_final_norm or _input_of(backbone) == "pixel_values"
-    domain = "vision" if vision else "language"
-    return BlockStack(name=name, blocks=blocks, spec=spec, backbone=backbone, final_norm=final, domain=domain)
+    return BlockStack(
+        name=name, blocks=blocks, spec=spec, backbone=backbone, final_norm=final,
+        domain="vision" if vision else "language",
+    )  # fmt: skip
 
 
 def _common_spec(name: str, blocks: Blocks) -> BlockSpec:
@@ -111,17 +113,19 @@ def _common_spec(name: str, blocks: Blocks) -> BlockSpec:
             raise UserError(f"{name}.{index} is {name}.{seen[id(block)]} again: shared blocks cannot be rewired")
         seen[id(block)] = index
     specs = [recognise(block) for block in blocks]
+    first = specs[0]
+    assert first is not None
     # Some blocks of a mixture of experts have one MLP: projections are those that all have.
     common = {
         role: path
-        for role, path in specs[0].projections.items()
+        for role, path in first.projections.items()
         if all(spec is not None and spec.projections.get(role) == path for spec in specs)
     }
-    specs = [spec and replace(spec, projections=common) for spec in specs]
+    first = replace(first, projections=common)
     for index, spec in enumerate(specs):
-        if spec != specs[0]:
+        if spec is None or replace(spec, projections=common) != first:
             raise UserError(f"{name}.{index} differs from {name}.0: rewire needs blocks of one form")
-    return specs[0]
+    return first
 
 
 def _refuse_patched(model: nn.Module, stack: BlockStack) -> None:

@@ -41,7 +41,7 @@ def share_copy(model: nn.Module, replaced: Callable[[nn.Parameter], nn.Parameter
         raise UserError(f"{type(model).__name__} cannot be copied for a check: {reason}") from reason
     for module in shadow.modules():
         if getattr(module, "gradient_checkpointing", False):
-            module.gradient_checkpointing = False
+            module.gradient_checkpointing = False  # type: ignore[assignment]
     return shadow
 
 
@@ -49,8 +49,12 @@ def awake_copy(model: nn.Module) -> Any:
     """Return a copy in evaluation mode that shares large weights, and in which no part is silent."""
     shadow = share_copy(model, lambda weight: _moved(weight) if _may_be_silent(weight) else weight)
     for module in (*shadow.modules(), *_configurations(shadow)):
-        for name in ("p", "dropout", *(name for name in vars(module) if name.endswith("dropout"))):
-            if (isinstance(module, nn.Dropout) or name != "p") and getattr(module, name, None) == 0.0:
+        for name, value in list(vars(module).items()):
+            if (
+                type(value) is float
+                and value == 0.0
+                and (name.endswith("dropout") or (name == "p" and isinstance(module, nn.Dropout)))
+            ):
                 setattr(module, name, AWAKE)
     return shadow.eval()
 
@@ -93,7 +97,7 @@ def small_inputs(model: Any, part: str = "") -> dict[str, Any] | None:
 def _inputs_of(model: Any, config: Any, part: str, floating: Tensor) -> dict[str, Any] | None:
     device = floating.device
     if is_transformers(model):
-        owner = owner_of(model, part)
+        owner: Any = owner_of(model, part)
         kind = str(owner.main_input_name)
         if kind == "input_ids":
             rows = owner.get_input_embeddings().weight.shape[0]

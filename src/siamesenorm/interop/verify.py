@@ -81,7 +81,7 @@ def verify(model: nn.Module, stack: BlockStack, inputs: Mapping[str, Any] | None
             what = type(model).__name__
             raise UserError(f"how to run a {what} is not known: give arguments of its forward, inputs={{...}}")
         calls, before = _run(shadow, stack, given)
-        blocks = list(shadow.get_submodule(stack.name))
+        blocks = _blocks(shadow, stack)
         _refuse_post_norm(f"{stack.name}.0", blocks[0], calls[0])
         expected = [_both_modes(block, call) for block, call in zip(blocks, calls, strict=True)]
         _assume(shadow)
@@ -195,6 +195,11 @@ def _compare(name: str, block: nn.Module, call: Call, wanted: list[Any], spec: B
             )
 
 
+def _blocks(shadow: nn.Module, stack: BlockStack) -> list[Any]:
+    """Return the blocks of a copy."""
+    return [shadow.get_submodule(f"{stack.name}.{index}") for index in range(len(stack.blocks))]
+
+
 def _run(shadow: nn.Module, stack: BlockStack, inputs: Mapping[str, Any]) -> tuple[list[Call], list[Tensor]]:
     """Return how the host calls each block, and its outputs; raises UserError where a block does not run once."""
     calls: list[list[Call]] = [[] for _ in stack.blocks]
@@ -202,7 +207,7 @@ def _run(shadow: nn.Module, stack: BlockStack, inputs: Mapping[str, Any]) -> tup
     def keep(index: int) -> Any:
         return lambda module, args, options: calls[index].append(copy.deepcopy((args, options)))
 
-    blocks = list(shadow.get_submodule(stack.name))
+    blocks = _blocks(shadow, stack)
     handles = [block.register_forward_pre_hook(keep(i), with_kwargs=True) for i, block in enumerate(blocks)]
     if stack.final_norm:
         calls.append([])
