@@ -17,7 +17,8 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers import ConfigMixin, ModelMixin  # by this name a pipeline finds the loading of this module's classes
+from diffusers import ModelMixin  # by this name a pipeline finds the loading of this module's classes
+from diffusers.configuration_utils import ConfigMixin
 from torch import nn
 
 from siamesenorm.errors import UserError
