@@ -46,6 +46,7 @@ from siamesenorm.interop.language_models import open_language_model
 from siamesenorm.interop.lm_eval import SiameseNormLM, local_task
 from siamesenorm.interop.native_models import NativeModel
 from siamesenorm.interop.stored import detect
+from siamesenorm.training.execution import describe_environment
 
 BLANK = {
     "doc_to_text": "{{label}}",
@@ -226,6 +227,38 @@ def measure(path: str, label: str, tasks: Sequence[TaskItems], files: Path, roun
     return found
 
 
+def table_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the results as rows for the tables of a page."""
+    rows: list[dict[str, Any]] = []
+    for model, tasks in results.get("models", {}).items():
+        for name, found in tasks.items():
+            speeds = found["items_per_second"]
+            rows.append(
+                {
+                    "model": model,
+                    "task": name,
+                    "items": found["items"],
+                    "largest_difference_in_nats": float(f"{found['largest_difference_on_the_harness_tokens']:.1e}"),
+                    "other_answers": len(found["items_with_another_answer"]),
+                    "requests_of_all_items": found["of_all_items"]["requests"],
+                    "with_other_tokens": found["of_all_items"]["with_other_tokens"],
+                    "items_per_second": round(speeds["ours"], 1),
+                    "lm-eval's": round(speeds["lm_eval"], 1),
+                    "ratio": round(speeds["ratio"], 2),
+                    "gain_of_shared_rows": round(speeds["gain_of_sharing"], 2),
+                }
+            )
+    for name, found in results.get("known_models", {}).items():
+        shares = {
+            f"{model}_{metric}_in_%": round(100 * found[model][metric], 1)
+            for model in ("oracle", "uniform")
+            for metric in ("acc", "acc_per_char")
+        }
+        chance = {"chance_in_%": round(100 * found["chance"], 1)}
+        rows.append({"model": "known", "task": name, "items": found["items"], **shares, **chance})
+    return rows
+
+
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -250,7 +283,11 @@ def main() -> None:
         whole = read_tasks(arguments.tasks, names=arguments.names)
         results.setdefault("known_models", {}).update(known_models(whole))
     packages = ("torch", "lm_eval", "transformers", "tokenizers")
-    results["environment"] = {**{name: version(name) for name in packages}, "machine": platform.machine(), "threads": 1}
+    results["environment"] = {
+        **{name: version(name) for name in packages}, "machine": platform.machine(), "threads": 1,
+        "commit": describe_environment("cpu")["commit"],
+    }  # fmt: skip
+    results["rows"] = table_rows(results)
     results["first_items"], results["rounds"] = arguments.items, arguments.rounds
     arguments.out.write_text(json.dumps(results, indent=1) + "\n")
 
