@@ -307,6 +307,7 @@ def test_what_cannot_be_scored_gets_one_line(
     run = language / "seed-1"
     assert "--tasks" in refusal(capsys, classifier, "--tasks", language)
     assert "--tasks" in refusal(capsys, run, "--against", run)
+    assert "--tasks" in refusal(capsys, run, "--against", classifier, "--tasks", language)
     assert "did you mean" in refusal(capsys, run, "--tasks", language, "--task-names", "arc_esy")
     (tmp_path / "bad.txt").write_bytes(b"\xff")
     assert "UTF-8" in refusal(capsys, run, "--text", tmp_path / "bad.txt")
