@@ -26,11 +26,12 @@ from siamesenorm.recipes.continued import ContinuedPlan
 from siamesenorm.recipes.item import Item
 from siamesenorm.recipes.items import ITEMS, find_item
 from siamesenorm.recipes.scales import Scale, find_workload
+from siamesenorm.recipes.theory_experiments import THEORY
 from siamesenorm.tasks.language import LanguageTaskConfig
 from siamesenorm.training.config import Execution, RunConfig
 from siamesenorm.training.optimizer import OptimizerConfig
 
-NAMES = ", ".join([*ITEMS, "continued", "all"])
+NAMES = ", ".join([*ITEMS, *THEORY, "continued", "all"])
 MODEL = language_model_config("mini", dim=64, hidden=176, topology="pre", vocabulary=0)
 
 
@@ -42,7 +43,7 @@ class ReproduceArguments:
     """
 
     item: Annotated[
-        str, tyro.conf.Positional, Doc(f"What to reproduce: {', '.join([*ITEMS, 'continued', 'all'])}.")
+        str, tyro.conf.Positional, Doc(f"What to reproduce: {', '.join([*ITEMS, *THEORY, 'continued', 'all'])}.")
     ] = "all"
     scale: Scale = Scale.MINI
     """How much is trained: mini (two cores), small (one GPU, an hour), full (the papers' settings)."""
@@ -105,6 +106,9 @@ def run(arguments: ReproduceArguments | ContinuedArguments) -> None:
     if isinstance(arguments, ContinuedArguments):
         reproduce_continued(arguments)
         return
+    if arguments.item in THEORY:
+        reproduce_theory(arguments)
+        return
     items = list(ITEMS.values()) if arguments.item == "all" else [find_item(arguments.item)]
     deadline = time.monotonic() + 60 * arguments.minutes if arguments.minutes else float("inf")
     try:
@@ -113,6 +117,14 @@ def run(arguments: ReproduceArguments | ContinuedArguments) -> None:
                 raise_failures(experiment)
     except OutOfTime:
         print(f"stopped after {arguments.minutes:g} minutes; repeat the command to resume")
+
+
+def reproduce_theory(arguments: ReproduceArguments) -> None:
+    """Run an experiment on theory, and show its claims and its report."""
+    result = THEORY[arguments.item]()
+    for claim in result.claims:
+        print(f"{claim.outcome}: {claim.text} Measured: {claim.measured}.")
+    show_report(result.report(), arguments.out / "theory" / result.name)
 
 
 def train_item(item: Item, arguments: ReproduceArguments, deadline: float) -> Iterator[Experiment]:
