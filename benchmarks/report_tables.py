@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 from siamesenorm.cli.report import build_report
 from siamesenorm.comparison.figure_style import LIGHT, render
 from siamesenorm.comparison.report_writer import table_in_markdown
 
+report_of = cache(build_report)
+"""The report of a directory, made once for all of its tables."""
 TABLE = re.compile(r"(<!-- report (\S+): (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 FIGURE = re.compile(r"<!-- figure (\S+): (\S+) (\S+) -->")
 
@@ -24,7 +27,7 @@ def fill_tables(page: str, directory: Path) -> str:
     """Return a page with every table filled from its experiment; raises KeyError for a title that no table has."""
 
     def filled(match: re.Match[str]) -> str:
-        tables = {table.title: table for table in build_report(directory / match[2]).tables}
+        tables = {table.title: table for table in report_of(directory / match[2]).tables}
         return f"{match[1]}{table_in_markdown(tables[match[3]])}{match[4]}"
 
     return TABLE.sub(filled, page)
@@ -33,7 +36,7 @@ def fill_tables(page: str, directory: Path) -> str:
 def draw_figures(page: str, directory: Path) -> None:
     """Draw the figures that a page names."""
     for experiment, name, file in FIGURE.findall(page):
-        figures = {figure.name: figure for figure in build_report(directory / experiment).figures}
+        figures = {figure.name: figure for figure in report_of(directory / experiment).figures}
         (directory / file).write_bytes(render(figures[name], LIGHT, "svg"))
 
 

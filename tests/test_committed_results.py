@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
+from collections import defaultdict
+from functools import partialmethod
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -18,15 +21,19 @@ from siamesenorm.comparison.findings import find
 from siamesenorm.comparison.report_writer import table_in_markdown
 from siamesenorm.comparison.results import read_experiment
 from siamesenorm.comparison.sweep_grid import comparisons_of, configured
+from siamesenorm.tasks.task import TaskConfig
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.loss_curve import read_loss_curve
 from siamesenorm.training.run_directory import RunDirectory
+from siamesenorm.training.run_record import read_metrics
 from siamesenorm.training.verdict import judge
 
 ROOT = Path(__file__).parents[1]
-BOOKS, DIGITS = ROOT / "benchmarks/books", ROOT / "benchmarks/digits"
+PAGES = {"comparison": "books", "digits": "digits", "moe": "moe", "diffusion": "mnist_dit"}
+"""Directories of experiments in benchmarks/, by the page in docs/ that has their tables."""
+over_pages = pytest.mark.parametrize("page", PAGES)
 SAFE = sorted((ROOT / "benchmarks").glob("safe*/runs/*"))
-RUNS = sorted([*BOOKS.glob("runs/*"), *DIGITS.glob("runs/*"), *SAFE])
+RUNS = sorted([*SAFE, *(run for name in PAGES.values() for run in (ROOT / "benchmarks" / name).glob("runs/*"))])
 COMMITTED = sorted((ROOT / "benchmarks").glob("*/runs/*"))
 
 
@@ -39,29 +46,28 @@ def test_a_committed_run_keeps_its_identity(run: Path) -> None:
     assert RunDirectory(run).read_config().identity[:12] == run.name
 
 
-@pytest.mark.parametrize(("name", "directory"), [("comparison", BOOKS), ("digits", DIGITS)])
-def test_the_tables_of_a_comparison_are_those_of_its_runs(name: str, directory: Path) -> None:
-    page, results = (ROOT / f"docs/{name}.md").read_text(), read_experiment(directory)
+@over_pages
+def test_the_tables_of_a_comparison_are_those_of_its_runs(page: str) -> None:
+    text, results = (ROOT / f"docs/{page}.md").read_text(), read_experiment(ROOT / "benchmarks" / PAGES[page])
     for table in comparison_tables(find(results)):
-        assert table_in_markdown(table) in page
+        assert table_in_markdown(table) in text
     assert not results.unfinished and not results.missing
 
 
 def printed_arguments(page: str) -> SweepArguments:
     """Return the arguments of the command that a page prints."""
-    (command,) = re.findall(r"^ {4}siamesenorm (sweep .*)$", (ROOT / page).read_text(), flags=re.MULTILINE)
+    (command,) = re.findall(r"^ {4}siamesenorm (sweep .*)$", (ROOT / f"docs/{page}.md").read_text(), flags=re.MULTILINE)
     words = shlex.split(command)
     arguments: SweepArguments = parse(Arguments, words[1:], words[0])
     return arguments
 
 
-@pytest.mark.parametrize(("page", "directory"), [("docs/comparison.md", BOOKS), ("docs/digits.md", DIGITS)])
-def test_the_printed_command_finds_every_run_finished(
-    page: str, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its runs have the identities of the committed ones; a digest stands in for the books, which are not here."""
-    if directory is BOOKS:
-        monkeypatch.setattr(RunConfig, "resolved", resolved_without_data)
+@over_pages
+def test_the_printed_command_finds_every_run_finished(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its runs have the identities of the committed ones; their digest stands in for data that are not here."""
+    directory = ROOT / "benchmarks" / PAGES[page]
+    task = RunDirectory(next(directory.glob("runs/*"))).read_config().task
+    monkeypatch.setattr(RunConfig, "resolved", partialmethod(resolved_with, task))
     printed = printed_arguments(page)
     template = template_of(printed.run)
     plan = read_plan(directory)
@@ -83,11 +89,12 @@ def test_the_printed_command_finds_every_run_finished(
     assert set(comparisons_of(printed.grid.all_methods, template)) == set(plan.comparisons)
 
 
-def resolved_without_data(run: RunConfig) -> RunConfig:
-    """Return what `RunConfig.resolved` does on the books."""
-    digest = run.task.digest or RunDirectory(next(BOOKS.glob("runs/*"))).read_config().task.digest
-    model = dataclasses.replace(run.task.model, vocabulary=run.task.model.vocabulary or 1024)
-    task = dataclasses.replace(run.task, digest=digest, model=model)
+def resolved_with(run: RunConfig, committed: TaskConfig) -> RunConfig:
+    """Return what `RunConfig.resolved` does on the data of a committed run."""
+    model = run.task.model
+    if hasattr(model, "vocabulary"):
+        model = dataclasses.replace(model, vocabulary=model.vocabulary or committed.model.vocabulary)
+    task = dataclasses.replace(run.task, digest=run.task.digest or committed.digest, model=model)
     return dataclasses.replace(run, task=task.resolved(run.precision))
 
 
@@ -101,3 +108,18 @@ def test_the_verdict_of_a_run_follows_from_its_record(run: Path) -> None:
 def test_no_run_that_is_called_safe_is_flagged() -> None:
     words = {run.name: judge(read_loss_curve(run / "metrics.jsonl")).label for run in SAFE}
     assert words and set(words.values()) == {"stable"}
+
+
+def test_the_routers_of_the_committed_mixtures_stay_even() -> None:
+    """The numbers of docs/moe.md, means over the last tenth of a run's steps."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for run in (ROOT / "benchmarks/moe").glob("runs/*"):
+        records = [record for record in read_metrics(RunDirectory(run).metrics_file) if record["kind"] == "train"]
+        for name in ("load_balancing_loss", "largest_expert_load", "expert_load_entropy"):
+            found[name].append(fmean(record[name] for record in records[-len(records) // 10 :]))
+        assert all(record["dropped_tokens"] == 0 for record in records)
+        assert 7.3 < records[0]["loss"] < 8.5 and records[-1]["loss"] < 4.8
+    ranges = {name: (round(min(values), 2), round(max(values), 2)) for name, values in found.items()}
+    assert ranges["load_balancing_loss"] == (1.02, 1.17)
+    assert ranges["largest_expert_load"] == (1.71, 2.27)
+    assert ranges["expert_load_entropy"][0] == 0.94

@@ -107,6 +107,6 @@ NORMS = {"pre": [1.0] * 30, "post": [*[1.0] * 12, 3.0, 4.0, 5.0, *[1.0] * 15]}
 
 def test_the_command_writes_the_page_and_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["reproduce", "dyt-equivalence", "--out", str(tmp_path)])
-    assert capsys.readouterr().out.startswith("holds: ")
-    page = tmp_path / "theory/dyt-equivalence"
+    assert capsys.readouterr().out.startswith("Holds: ")
+    page = tmp_path / "dyt-equivalence"
     assert (page / "report.html").exists() and json.loads((page / "dyt-equivalence.json").read_text())["dim"] == 64

@@ -17,6 +17,8 @@ from siamesenorm.comparison.report_parts import Report
 from siamesenorm.comparison.report_writer import table_on_terminal, write_report
 from siamesenorm.comparison.results import read_experiment, read_single_run
 from siamesenorm.recipes.continued import continued_report, find_continued
+from siamesenorm.recipes.item_report import item_report
+from siamesenorm.recipes.item_results import ITEM_FILE, read_item
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,8 @@ def run(arguments: ReportArguments) -> None:
 def build_report(directory: Path, *, title: str = "", mixed: bool = False) -> Report:
     """Return the report that suits a directory; raises UserError where it has nothing to report."""
     plan = read_plan(directory)
+    if (directory / ITEM_FILE).is_file():
+        return item_report(read_item(directory), title=title)
     if plan is None and (directory / "config.json").is_file():
         return run_report(read_single_run(directory), title=title)
     results = read_experiment(directory, mixed=mixed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 import sys
 import time
@@ -10,28 +11,35 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
+from rich.console import Console
 from typing_extensions import Doc
 
 from siamesenorm.cli.report import build_report, show_report
 from siamesenorm.cli.sweep import chosen_jobs, raise_failures, train_experiment
 from siamesenorm.cli.train import text_constructors
+from siamesenorm.comparison.experiment_plan import PLAN_FILE
 from siamesenorm.comparison.experiment_runner import Experiment, OutOfTime
+from siamesenorm.comparison.report_parts import Statements
+from siamesenorm.comparison.results import RunResult
 from siamesenorm.errors import UserError
 from siamesenorm.models.language import LanguageModelConfig, language_model_config
 from siamesenorm.norms import NormSpec
+from siamesenorm.recipes.catalogue import list_offers, offers_table
 from siamesenorm.recipes.continued import ContinuedPlan
 from siamesenorm.recipes.item import Item
+from siamesenorm.recipes.item_evaluations import build_evaluations, evaluate_item
+from siamesenorm.recipes.item_report import item_report
+from siamesenorm.recipes.item_results import ITEM_FILE, read_item, write_item
 from siamesenorm.recipes.items import ITEMS, find_item
-from siamesenorm.recipes.scales import Scale, find_workload
-from siamesenorm.recipes.theory_experiments import THEORY
+from siamesenorm.recipes.scales import WORKLOADS, Scale, Workload
 from siamesenorm.tasks.language import LanguageTaskConfig
 from siamesenorm.training.config import Execution, RunConfig
 from siamesenorm.training.optimizer import OptimizerConfig
 
-NAMES = ", ".join([*ITEMS, *THEORY, "continued", "all"])
+NAMES = ", ".join([*ITEMS, "continued", "all"])
 MODEL = language_model_config("mini", dim=64, hidden=176, topology="pre", vocabulary=0)
 
 
@@ -39,14 +47,14 @@ MODEL = language_model_config("mini", dim=64, hidden=176, topology="pre", vocabu
 class ReproduceArguments:
     """Train what an item needs and is not there yet, evaluate it, and set it beside the published numbers.
 
-    Repeat the command to resume it after an interruption. Runs are shared between items.
+    Repeat the command to resume it after an interruption. Runs are shared between items; --list shows what there is.
     """
 
-    item: Annotated[
-        str, tyro.conf.Positional, Doc(f"What to reproduce: {', '.join([*ITEMS, *THEORY, 'continued', 'all'])}.")
-    ] = "all"
-    scale: Scale = Scale.MINI
-    """How much is trained: mini (two cores), small (one GPU, an hour), full (the papers' settings)."""
+    item: Annotated[str, tyro.conf.Positional, Doc(f"What to reproduce: {NAMES}.")] = "all"
+    scale: Literal["mini", "small", "full"] = "mini"
+    """How much is trained: mini (two cores), small (one GPU, an hour an item), full (the papers' settings)."""
+    list: bool = False
+    """List the items with their runs, how many have ended, and what the others cost; train nothing."""
     data: Path | None = None
     """Directory of prepared text; without it no language model is trained."""
     images: Path | None = None
@@ -57,6 +65,12 @@ class ReproduceArguments:
     """Directory of the runs, the plans and the reports."""
     runs: tuple[Path, ...] = ()
     """Further directories of runs, such as benchmarks/books/runs: what has ended there is not trained again."""
+    tasks: Path | None = None
+    """Directory of multiple-choice tasks; without it no accuracies on tasks are measured."""
+    task_limit: int = 0
+    """Score so many items of each task; 0 scores all."""
+    costs: Path | None = None
+    """File of step times by topology, such as benchmarks/topology_cost.json, for the league."""
     jobs: int = 0
     """Runs at a time; as many as cores (or GPUs) if 0."""
     minutes: float = 0.0
@@ -106,39 +120,62 @@ def run(arguments: ReproduceArguments | ContinuedArguments) -> None:
     if isinstance(arguments, ContinuedArguments):
         reproduce_continued(arguments)
         return
-    if arguments.item in THEORY:
-        reproduce_theory(arguments)
-        return
+    scale = Scale(arguments.scale)
     items = list(ITEMS.values()) if arguments.item == "all" else [find_item(arguments.item)]
-    deadline = time.monotonic() + 60 * arguments.minutes if arguments.minutes else float("inf")
+    if arguments.list:
+        stores = (arguments.out / "runs", *arguments.runs)
+        offers = list(list_offers(items, scale, stores, lambda workload: data_of(arguments, workload)))
+        Console(width=None if sys.stdout.isatty() else 140).print(offers_table(offers, scale))
+        return
+    deadline = time.monotonic() + 60 * arguments.minutes if arguments.minutes else math.inf
+    failed: list[Experiment] = []
     try:
         for item in items:
-            for experiment in train_item(item, arguments, deadline):
-                raise_failures(experiment)
+            failed += [each for each in train_item(item, arguments, deadline) if each.failures]
+            report_item(item, arguments)
     except OutOfTime:
         print(f"stopped after {arguments.minutes:g} minutes; repeat the command to resume")
+    for experiment in failed:
+        raise_failures(experiment)
 
 
-def reproduce_theory(arguments: ReproduceArguments) -> None:
-    """Run an experiment on theory, and show its claims and its report."""
-    result = THEORY[arguments.item]()
-    for claim in result.claims:
-        print(f"{claim.outcome}: {claim.text} Measured: {claim.measured}.")
-    show_report(result.report(), arguments.out / "theory" / result.name)
+def report_item(item: Item, arguments: ReproduceArguments) -> None:
+    """Evaluate the runs that have weights, and write the page of an item; without runs there is none."""
+    directory = arguments.out / arguments.scale / item.name
+    if item.experiment is not None:
+        report = item.experiment()
+        found = report.sections.get("What came out")
+        for statement in found.items if isinstance(found, Statements) else ():
+            print(f"{statement.topic}: {statement.text}")
+        show_report(report, arguments.out / item.name)
+        return
+    if arguments.item == "all" and not (directory / ITEM_FILE).is_file():
+        return
+    names = [name for grid in item.grids for name in grid.evaluations]
+    evaluations = build_evaluations(names, arguments.tasks, arguments.task_limit)
+    data = partial(data_of_run, arguments, item)
+    evaluate_item(read_item(directory), evaluations, data, arguments.device or "cpu", print)
+    show_report(item_report(read_item(directory)), directory / "report")
 
 
 def train_item(item: Item, arguments: ReproduceArguments, deadline: float) -> Iterator[Experiment]:
-    """Train the grids of an item whose data are given; yield the experiment of each."""
-    for grid in item.grids:
-        workload = find_workload(grid.domain, arguments.scale)
-        data = getattr(arguments, workload.data) if workload.data else ""
-        if data is None:
-            if arguments.item == item.name:
+    """Train the grids of an item whose data are given; yield the experiment of each.
+
+    Raises UserError for a single item at a scale that it does not have, and for one with neither data nor runs.
+    """
+    scale, alone = Scale(arguments.scale), arguments.item == item.name
+    available = [grid for grid in item.grids if alone or scale in WORKLOADS[grid.domain]]
+    for grid in available:
+        workload = item.workload(grid, scale)
+        directory = arguments.out / scale / item.name / grid.directory
+        data = data_of(arguments, workload)
+        if workload.data and data is None:
+            if alone and not (directory / PLAN_FILE).is_file():
                 raise UserError(f"{item.name} trains on data: give --{workload.data} PATH")
             continue
-        template = grid.template(workload, workload.template(data, execution(arguments, workload.template())))
+        template = grid.template(workload, workload.template(data or "", execution(arguments, workload.template())))
         experiment = Experiment(
-            directory=arguments.out / arguments.scale / item.name / grid.directory,
+            directory=directory,
             template=template,
             jobs=chosen_jobs(arguments.jobs, template),
             comparisons=grid.comparisons(template),
@@ -146,8 +183,25 @@ def train_item(item: Item, arguments: ReproduceArguments, deadline: float) -> It
             stores=(arguments.out / "runs", *arguments.runs),
             deadline=deadline,
         )
-        train_experiment(experiment, partial(grid.stages, workload))
+        try:
+            train_experiment(experiment, partial(grid.stages, workload))
+        finally:
+            if (directory / PLAN_FILE).is_file():
+                write_item(directory.parent, item, scale, arguments.costs)
         yield experiment
+
+
+def data_of(arguments: ReproduceArguments, workload: Workload) -> Path | None:
+    """Return the path that was given for the data of a workload."""
+    path: Path | None = getattr(arguments, workload.data) if workload.data else None
+    return path
+
+
+def data_of_run(arguments: ReproduceArguments, item: Item, run: RunResult) -> Path | None:
+    """Return the path that was given for the data of a run of an item."""
+    grids = (item.workload(grid, Scale(arguments.scale)) for grid in item.grids)
+    tag = run.config["task"]["tag"]
+    return next((data_of(arguments, w) for w in grids if w.template().task.tag == tag), None)
 
 
 def execution(arguments: ReproduceArguments, template: RunConfig) -> Execution:

@@ -22,6 +22,8 @@ SIGNS = {
     "confirmed higher": ("✓", "bad"),
     "diverged on a seed": ("–", "bad"),
     "edge": ("!", "warn"),
+    "confirmed": ("✓", "good"),
+    "contradicted": ("✕", "bad"),
     "below noise": ("↓", "good"),
     "inside noise": ("≈", ""),
     "above noise": ("↑", "bad"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, Literal, Self, get_type_hints
 
 import torch
@@ -32,6 +33,10 @@ class Role:
 
     kind: str = "mlp"
     domain: Literal["language", "vision"] = "language"
+
+
+_hints_of = cache(get_type_hints)
+"""A configuration reads the annotations of its norms many times."""
 
 
 class Norm(DeclaredModule):
@@ -87,7 +92,7 @@ class Norm(DeclaredModule):
     @classmethod
     def option_hints(cls) -> dict[str, object]:
         """Return the annotations of the options."""
-        hints = get_type_hints(cls.__init__)
+        hints = _hints_of(cls.__init__)
         return {name: hints.get(name, type(default)) for name, default in cls.option_defaults().items()}
 
     @classmethod

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from siamesenorm.comparison.experiment_plan import Part, PlannedComparison
 from siamesenorm.comparison.experiment_runner import Experiment, Planned
+from siamesenorm.comparison.report_parts import Report
 from siamesenorm.comparison.sweep_grid import (
     SweepGrid,
     comparisons_of,
@@ -41,6 +42,7 @@ class RunGrid:
         shape: Position in the shapes of the scale; the template's own if None.
         length: Factor on the number of steps.
         warmup: Whether there is a warm-up.
+        evaluations: Names of what is evaluated on the runs that have weights.
     """
 
     name: str = ""
@@ -53,6 +55,7 @@ class RunGrid:
     shape: int | None = None
     length: float = 1.0
     warmup: bool = True
+    evaluations: tuple[str, ...] = ()
 
     @property
     def directory(self) -> str:
@@ -104,6 +107,17 @@ class RunGrid:
             for seed, rate, method in runs
         ]
 
+    def expected_runs(self, workload: Workload, template: RunConfig) -> Iterator[Planned]:
+        """Yield the runs; where rates are chosen, the middle one stands in for those that will be."""
+        if not self.chosen:
+            yield from self.given_runs(workload, template)
+            return
+        rates = self.learning_rates(workload)
+        yield from SweepGrid(methods=self.methods, learning_rates=rates, control=False).selection_runs(template)
+        for method in self.methods:
+            for seed in self.reported(workload, HEADLINE if method in self.headline else REPORTED):
+                yield planned_run(template, method, rates[len(rates) // 2], seed, Part.REPORT)
+
     def reported(self, workload: Workload, seeds: tuple[int, ...] = REPORTED) -> tuple[int, ...]:
         """Return the seeds on which methods are reported whose rate is chosen: none where a scale has a single seed."""
         return seeds if len(workload.seeds) > 1 else ()
@@ -119,6 +133,7 @@ class Item:
         title: What it shows, in a few words.
         published: What the paper did and found, in sentences.
         grids: The runs.
+        experiment: Returns the page of an item that needs no training.
     """
 
     name: str
@@ -126,6 +141,7 @@ class Item:
     title: str
     published: str
     grids: tuple[RunGrid, ...] = ()
+    experiment: Callable[[], Report] | None = None
 
     def workload(self, grid: RunGrid, scale: Scale) -> Workload:
         """Return what a grid trains at a scale; raises UserError where there is nothing."""

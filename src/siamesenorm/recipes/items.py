@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from siamesenorm.comparison.report_parts import Report
 from siamesenorm.errors import unknown
 from siamesenorm.recipes.item import Item, RunGrid
+from siamesenorm.recipes.overhead import overhead_report
+from siamesenorm.recipes.theory_experiments import THEORY
 from siamesenorm.topologies import available_topologies
 
 CONTROL = "pre + qkv"
@@ -26,6 +31,22 @@ HEADS = tuple(f"pre + seednorm:heads={heads}" for heads in (1, 8, 16, 32))
 LEAGUE = (*available_topologies(), CONTROL, "pre + seednorm", "siamese + seednorm")
 LEAGUE_DEEPER = ("pre", "post", "deepnorm", "dhc-2", "siamese-post-pre", "siamese")
 
+XIONG, SEEDNORM_THEORY = "Xiong et al. (arXiv 2002.04745)", "SeeDNorm, theory"
+THEORY_TITLES = {
+    "gradient-at-init": (XIONG, "gradient norms by layer before training, Pre-Norm and Post-Norm"),
+    "gradient-spikes": (XIONG, "spikes of the gradient norm in the first steps"),
+    "dynamic-variance": (SEEDNORM_THEORY, "variance of the dynamic dot product by width and heads"),
+    "gradient-scaling": (SEEDNORM_THEORY, "gradients at inputs k x"),
+    "dyt-equivalence": (SEEDNORM_THEORY, "DyT and RMSNorm at a constant norm"),
+    "unbounded-activation": (SEEDNORM_THEORY, "unbounded activations"),
+}
+"""Paper and title of the experiments on theory, by the names of `THEORY`."""
+
+
+def _theory_page(name: str) -> Report:
+    return THEORY[name]().report()
+
+
 ITEMS: dict[str, Item] = {
     item.name: item
     for item in (
@@ -39,7 +60,13 @@ ITEMS: dict[str, Item] = {
             grids=(
                 RunGrid(name="three rates", methods=TABLE_1),
                 RunGrid(name="3.5 times the steps", methods=("pre", "dhc-2", "siamese"), rates=(2,), length=3.5),
-                RunGrid(name="evaluated", methods=("pre", "dhc-2", "siamese"), rates=(1,), weighted=True),
+                RunGrid(
+                    name="evaluated",
+                    methods=("pre", "dhc-2", "siamese"),
+                    rates=(1,),
+                    weighted=True,
+                    evaluations=("perplexity", "multiple-choice"),
+                ),
             ),
         ),
         Item(
@@ -76,7 +103,14 @@ ITEMS: dict[str, Item] = {
             title="magnitude of the hidden state by depth, and loss curves, with a normalised embedding beside them",
             published="At the high learning rate, Pre-Norm's hidden state grows with depth by orders of magnitude. "
             "With an RMSNorm on the embedding the profile is nearly flat, and the perplexity 0.4 higher.",
-            grids=(RunGrid(methods=("pre", "pre-embednorm", "siamese"), rates=(1,), weighted=True),),
+            grids=(
+                RunGrid(
+                    methods=("pre", "pre-embednorm", "siamese"),
+                    rates=(1,),
+                    weighted=True,
+                    evaluations=("hidden-magnitude",),
+                ),
+            ),
         ),
         Item(
             name="figure5",
@@ -93,7 +127,14 @@ ITEMS: dict[str, Item] = {
             published="Both streams keep a significant share of the input of most sublayers. At the end the HybridNorm "
             "stream has the larger weight (1.05 against 0.42), and its prediction agrees with the model's more often "
             "(42.6 % against 16.2 %).",
-            grids=(RunGrid(methods=("siamese", "siamese-post-pre"), rates=(1,), weighted=True),),
+            grids=(
+                RunGrid(
+                    methods=("siamese", "siamese-post-pre"),
+                    rates=(1,),
+                    weighted=True,
+                    evaluations=("stream-share", "fusion", "logit-lens"),
+                ),
+            ),
         ),
         Item(
             name="figure8",
@@ -109,8 +150,11 @@ ITEMS: dict[str, Item] = {
             title="training without a warm-up of the learning rate",
             published="SiameseNorm trains without any warm-up.",
             grids=(
-                RunGrid(methods=("pre", "post", "hybridnorm", "deepnorm", "siamese-post-pre", "siamese"), rates=(1,),
-                     warmup=False),
+                RunGrid(
+                    methods=("pre", "post", "hybridnorm", "deepnorm", "siamese-post-pre", "siamese"),
+                    rates=(1,),
+                    warmup=False,
+                ),
             ),
         ),
         Item(
@@ -119,7 +163,7 @@ ITEMS: dict[str, Item] = {
             title="the loss without a block, by depth",
             published="Removing deep layers of Pre-Norm costs little; removing those of SiameseNorm costs much: they "
             "are used.",
-            grids=(RunGrid(methods=("pre", "siamese"), rates=(1,), weighted=True),),
+            grids=(RunGrid(methods=("pre", "siamese"), rates=(1,), weighted=True, evaluations=("pruning",)),),
         ),
         Item(
             name="moe",
@@ -128,6 +172,13 @@ ITEMS: dict[str, Item] = {
             published="A mixture of experts of 15 B parameters, 2 B of them active, on 100 B tokens: perplexity 7.92 "
             "with Pre-Norm, 7.76 with SiameseNorm.",
             grids=(RunGrid(domain="moe", methods=("pre", CONTROL, "siamese-post-pre", "siamese"), rates=(1,)),),
+        ),
+        Item(
+            name="cost",
+            paper="SiameseNorm, cost",
+            title="parameters, operations and memory traffic that the second stream adds",
+            published="On a mixture of experts of 15 B parameters: a step 0.5 % slower, 2 % more memory.",
+            experiment=overhead_report,
         ),
         Item(
             name="deit",
@@ -150,10 +201,16 @@ ITEMS: dict[str, Item] = {
             published="OLMoE of 1.3 B parameters on 500 B tokens: loss 2.900 with SeeDNorm, 2.922 with RMSNorm, 2.968 "
             "with DyT; OLMo 2 of 1 B: 2.879 against 2.884.",
             grids=(
-                RunGrid(name="mixture of experts", domain="olmoe", methods=SEEDNORM, chosen=True,
-                     headline=("pre", "pre + seednorm")),
-                RunGrid(name="dense", domain="olmo2", methods=SEEDNORM, chosen=True,
-                     headline=("pre", "pre + seednorm")),
+                RunGrid(
+                    name="mixture of experts",
+                    domain="olmoe",
+                    methods=SEEDNORM,
+                    chosen=True,
+                    headline=("pre", "pre + seednorm"),
+                ),
+                RunGrid(
+                    name="dense", domain="olmo2", methods=SEEDNORM, chosen=True, headline=("pre", "pre + seednorm")
+                ),
             ),
         ),
         Item(
@@ -173,8 +230,10 @@ ITEMS: dict[str, Item] = {
             grids=(
                 RunGrid(
                     domain="olmoe",
-                    methods=("pre + seednorm", *(f"pre + seednorm:activation={name}" for name in
-                                                 ("sigmoid", "hardtanh", "gelu", "silu"))),
+                    methods=(
+                        "pre + seednorm",
+                        *(f"pre + seednorm:activation={name}" for name in ("sigmoid", "hardtanh", "gelu", "silu")),
+                    ),
                     rates=(1,),
                 ),
             ),
@@ -198,18 +257,43 @@ ITEMS: dict[str, Item] = {
             grids=(RunGrid(domain="images", methods=HEADS, rates=(1,)),),
         ),
         Item(
+            name="seednorm-convnext",
+            paper="SeeDNorm, ConvNeXt",
+            title="SeeDNorm, DyT and LayerNorm in a convolutional network",
+            published="ConvNeXt-B on ImageNet: 83.7 % with each of SeeDNorm, DyT and LayerNorm.",
+            grids=(RunGrid(domain="convnext", methods=VISION, chosen=True),),
+        ),
+        *(
+            Item(
+                name=name,
+                paper=paper,
+                title=title,
+                published="A measurement of seconds, without a trained run.",
+                experiment=partial(_theory_page, name),
+            )
+            for name, (paper, title) in THEORY_TITLES.items()
+        ),
+        Item(
             name="league",
             paper="every topology",
             title="all topologies, each at its own best learning rate, and six of them at a second depth",
             published="No paper compares all of these at a learning rate of their own.",
             grids=(
-                RunGrid(name="league", methods=LEAGUE, chosen=True,
-                     headline=("pre", CONTROL, "siamese", "siamese-post-pre", "pre + seednorm")),
+                RunGrid(
+                    name="league",
+                    methods=LEAGUE,
+                    chosen=True,
+                    headline=("pre", CONTROL, "siamese", "siamese-post-pre", "pre + seednorm"),
+                ),
                 RunGrid(name="deeper", methods=LEAGUE_DEEPER, chosen=True, shape=2),
+                *(
+                    RunGrid(name=name, methods=("pre",), rates=(1,), length=length)
+                    for name, length in (("half the steps", 0.5), ("twice the steps", 2.0), ("4 times the steps", 4.0))
+                ),
             ),
         ),
     )
-}  # fmt: skip
+}
 """Items by name, in the order of the papers."""
 
 

@@ -1,0 +1,91 @@
+"""What can be reproduced at a scale: runs, how many of them have ended, and what the others cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from siamesenorm.comparison import formatting
+from siamesenorm.comparison.experiment_plan import find_run
+from siamesenorm.recipes.item import Item
+from siamesenorm.recipes.prices import count_operations
+from siamesenorm.recipes.scales import WORKLOADS, Scale, Workload
+from siamesenorm.training.config import RunConfig
+from siamesenorm.training.run_directory import RunDirectory
+
+DEVICES = {Scale.MINI: "core", Scale.SMALL: "H100", Scale.FULL: "H100"}
+NOTES = {
+    Scale.MINI: "",
+    Scale.SMALL: ", while the runs that share it keep it busy",
+    Scale.FULL: ". These are the papers' own settings: they were not run here",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """An item at a scale: its runs, those that have ended, and the hours of the others on one core, or one GPU.
+
+    `shared` runs belong to an earlier item, too, and cost nothing here. `available` is False where nothing is trained.
+    """
+
+    item: Item
+    available: bool
+    runs: int
+    ended: int
+    shared: int
+    hours: float
+
+
+def list_offers(
+    items: Sequence[Item], scale: Scale, stores: Sequence[Path], data_of: Callable[[Workload], Any]
+) -> Iterator[Offer]:
+    """Yield an offer for each item; `data_of` returns the path of the data, or None for those of the committed runs.
+
+    The middle of the rates stands in where runs will choose one, and extensions of the rates are not counted.
+    """
+    seen: set[str] = set()
+    for item in items:
+        runs: dict[str, tuple[RunConfig, Workload]] = {}
+        for grid in item.grids:
+            if workload := WORKLOADS[grid.domain].get(scale):
+                template = grid.template(workload, workload.template(data_of(workload)))
+                runs |= {c.identity[:12]: (c, workload) for _, c in grid.expected_runs(workload, template)}
+        ended = {name for name in runs if RunDirectory(find_run(stores, name)).verdict_file.is_file()}
+        missing = [each for name, each in runs.items() if name not in seen | ended]
+        yield Offer(
+            item=item,
+            available=bool(runs) or not item.grids,
+            runs=len(runs),
+            ended=len(ended),
+            shared=len(seen & runs.keys()),
+            hours=sum(count_operations(config) / workload.speed for config, workload in missing) / 3600,
+        )
+        seen |= runs.keys()
+
+
+def offers_table(offers: Sequence[Offer], scale: Scale) -> Table:
+    """Return the table of items for a terminal, with the sum of what they cost."""
+    table = Table(title=f"Items at the scale {scale}", title_justify="left", header_style="bold")
+    for title in ("item", "from", "shows", "runs", "ended", "shared", f"left ({DEVICES[scale]})"):
+        text = title in ("item", "from", "shows")
+        table.add_column(title, justify="left" if text else "right", overflow="fold", no_wrap=title == "item")
+    for each in offers:
+        cost = _hours(each.hours) if each.available else "not at this scale"
+        numbers = map(str, (each.runs, each.ended, each.shared))
+        table.add_row(each.item.name, each.item.paper, each.item.title, *numbers, cost)
+    table.add_section()
+    table.add_row("all", "", "", "", "", "", _hours(sum(each.hours for each in offers)))
+    table.caption = (
+        "shared: runs that an earlier item has, too; left: estimated hours of one "
+        f"{DEVICES[scale]} for what has not ended{NOTES[scale]}"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _hours(value: float) -> str:
+    return f"{formatting.count(value)} h" if value >= 1000 else f"{value:.1f} h"

@@ -1,0 +1,291 @@
+"""The page of an item: what the paper did, what was run here, both beside each other, and what became of the claims."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+
+from siamesenorm.analysis import available_analyses
+from siamesenorm.comparison import comparison_report, formatting
+from siamesenorm.comparison.accuracy_tables import accuracy_tables
+from siamesenorm.comparison.analysis_figures import analysis_figures
+from siamesenorm.comparison.comparison_tables import (
+    METHOD,
+    against_baselines,
+    at_chosen_rates,
+    by_kind,
+    by_learning_rate,
+    estimate_text,
+    runs_csv,
+    verdict_entry,
+)
+from siamesenorm.comparison.curve_figures import curve_figures
+from siamesenorm.comparison.figure_style import Figure
+from siamesenorm.comparison.findings import Findings, Outcome, find
+from siamesenorm.comparison.formatting import NOTHING
+from siamesenorm.comparison.rate_figures import rate_figures
+from siamesenorm.comparison.report_parts import (
+    Block,
+    Column,
+    Entry,
+    Gallery,
+    Pill,
+    Report,
+    Row,
+    RowGroup,
+    Statements,
+    Table,
+    statements,
+)
+from siamesenorm.comparison.results import Record
+from siamesenorm.recipes.claims import MEASURES, Cell, ClaimOutcome, JudgedClaim
+from siamesenorm.recipes.item_results import ItemResults
+from siamesenorm.recipes.league import league_sections
+from siamesenorm.recipes.prices import items_of, price_of
+from siamesenorm.recipes.published_numbers import PublishedRow, find_published
+from siamesenorm.recipes.scales import Scale
+from siamesenorm.training.config import RunConfig
+
+WORDS = {
+    ClaimOutcome.CONFIRMED: "The Holm interval of our runs excludes zero, in the published direction.",
+    ClaimOutcome.NOT_SEEN: "The Holm interval includes zero, or there are fewer than two seeds: a gap within noise. It "
+    "says nothing against the claim at the paper's scale.",
+    ClaimOutcome.CONTRADICTED: "The Holm interval excludes zero, in the other direction, at this scale.",
+    ClaimOutcome.NOT_RUN: "A run that the claim needs was not trained, or not evaluated.",
+}
+
+
+NAMES = {"ppl": "PPL", "fid": "FID", "ppl_reduction": "PPL lower by"}
+
+
+def item_report(results: ItemResults, *, title: str = "") -> Report:
+    """Return the page of an item."""
+    item, judged = results.item, results.judged()
+    findings = {name: find(each) for name, each in results.grids.items()}
+    first = next(iter(results.grids.values()))
+    here = tuple(f"{_named(name)}{comparison_report.budget_sentence(r.runs[0])}" for name, r in results.grids.items())
+    published = published_table(results, findings)
+    sections: dict[str, Block] = {
+        "What came out": Statements(statements(summary(judged)), tone="conclusions"),
+        "Claims": claims_table(judged),
+        published.title: published,
+        **(league_sections(results) if item.name == "league" else {}),
+        **{table.title: table for table in grid_tables(findings)},
+        "Figures": Gallery(tuple(item_figures(results, findings))),
+        "How far the scale differs": scale_table(results),
+        "Definitions": Statements(statements(definitions(results))),
+        "Verdicts": Statements(comparison_report.VERDICTS),
+        "The runs": runs_table(results),
+        **comparison_report.closing_sections(first),
+    }
+    return Report(
+        title=title or f"{item.paper}: {item.title}",
+        subject=(f"Published: {item.published}", comparison_report.data_sentence(first), *here),
+        sections={title: block for title, block in sections.items() if getattr(block, "groups", True)},
+        records={f"{results.grid(name).directory}.csv": runs_csv(each) for name, each in results.grids.items()},
+    )
+
+
+def summary(judged: tuple[JudgedClaim, ...]) -> dict[str, str]:
+    """Return for each outcome the claims that have it."""
+    counts = Counter(each.outcome for each in judged)
+    return {
+        f"{outcome.capitalize()}: {counts[outcome]} of {len(judged)}": "; ".join(
+            each.claim.text for each in judged if each.outcome is outcome
+        )
+        + "."
+        for outcome in ClaimOutcome
+        if counts[outcome]
+    }
+
+
+def claims_table(judged: tuple[JudgedClaim, ...]) -> Table:
+    """Build the table of claims: the published effect, ours with both intervals, and the outcome."""
+    columns = (
+        Column("Claim", "what the paper reports", numeric=False),
+        Column("Measure", "what is compared, and its unit", numeric=False),
+        Column("Published", "the effect in the paper: method minus baseline, in nats from the perplexities"),
+        Column("Ours", "the mean over paired seeds"),
+        Column("95 % t interval", "of this effect alone"),
+        Column("Holm interval", "widened so that all claims of the page together are wrong at most once in 20"),
+        Column("Seeds", "seeds that all cells of the claim have"),
+        Column("Direction", "whether the mean has the published sign", numeric=False),
+        Column("Outcome", "by the Holm interval", numeric=False),
+    )
+    rows = tuple(map(_claim_row, judged))
+    return Table("Claims", columns, (RowGroup("", rows),) if rows else ())
+
+
+def _claim_row(each: JudgedClaim) -> Row:
+    claim, measure, interval = each.claim, MEASURES[each.claim.measure], each.interval
+    unit = claim.published[1] if claim.published else measure.unit
+    stated = f"{formatting.signed(each.published, measure.decimals)} {unit}".strip() if each.published else ""
+    direction = {None: NOTHING, True: "same", False: "other"}[each.same_direction]
+    return (
+        Entry(claim.text),
+        Entry(f"{measure.label}, {measure.unit}" if measure.unit else measure.label),
+        Entry("; ".join(filter(None, (stated, *each.published_verdicts))) or NOTHING),
+        Entry(NOTHING if interval is None else formatting.signed(interval.mean, measure.decimals)),
+        Entry(NOTHING if interval is None else formatting.interval(interval)),
+        Entry(NOTHING if each.corrected is None else formatting.interval(each.corrected)),
+        Entry(str(len(each.effect.by_seed))),
+        Entry(direction),
+        Entry(pill=Pill(each.outcome, each.outcome)),
+    )
+
+
+def published_table(results: ItemResults, findings: dict[str, Findings]) -> Table:
+    """Build the table of published numbers beside ours, at every rate of every grid that has some."""
+    metrics = next(iter(results.grids.values())).metrics
+    columns = (
+        METHOD,
+        Column("Published", "what the paper states: verdict, and numbers as they are written there", numeric=False),
+        *(Column(f"Ours, {metric.label}", "held out, mean ± half width of the 95 % t interval") for metric in metrics),
+        Column("Verdict", "ours, the worst of the seeds", numeric=False),
+        Column("Seeds", "seeds of our runs"),
+        Column("Setting of the paper", "table, learning rate and tokens", numeric=False),
+    )
+    groups = []
+    for name in results.grids:
+        grid = results.grid(name)
+        workload = results.item.workload(grid, results.scale)
+        positions: list[int | None] = [None] if grid.chosen else list(grid.rates or range(len(workload.rates)))
+        for position in positions:
+            rows = [row for m in grid.methods if (row := find_published(results.item.name, name, m, position))]
+            if rows:
+                given = "" if position is None else formatting.rate(workload.rates[position])
+                at = f"learning rate {given}" if given else "own best rate"
+                title = ", ".join(filter(None, (name, at)))
+                groups.append(RowGroup(title, tuple(_published_row(results, row) for row in rows)))
+    return Table("Published and ours", columns, tuple(groups))
+
+
+def _published_row(results: ItemResults, row: PublishedRow) -> Row:
+    runs = tuple(results.runs_in(Cell(row.method, row.grid, row.rate)).values())
+    outcome = Outcome(method=row.method, learning_rate=runs[0].learning_rate if runs else 0.0, runs=runs)
+    metrics = next(iter(results.grids.values())).metrics
+    stated = ", ".join(f"{NAMES.get(name, name.replace('_', ' '))} {value:g}" for name, value in row.values.items())
+    return (
+        Entry(row.method),
+        Entry(", ".join(filter(None, (row.verdict, stated)))),
+        *(Entry(estimate_text(outcome.metric(each.name), each.format)) for each in metrics),
+        verdict_entry(outcome),
+        Entry(str(len(outcome.complete))),
+        Entry(f"{row.table}, {row.setting}"),
+    )
+
+
+def grid_tables(findings: dict[str, Findings]) -> Iterator[Table]:
+    """Yield the tables of every grid: at the chosen rates and against the baselines, or by learning rate."""
+    for name, each in findings.items():
+        tables = [by_learning_rate(each)]
+        if any(run.part == "report" for run in each.results.runs) and each.comparisons:
+            tables = [at_chosen_rates(each), against_baselines(by_kind(each.comparisons), each.results.unit), *tables]
+        for table in (*tables, *accuracy_tables(each)):
+            yield Table(f"{_named(name)}{table.title}", table.columns, table.groups)
+
+
+def item_figures(results: ItemResults, findings: dict[str, Findings]) -> Iterator[Figure]:
+    """Yield the figures: loss and gradient norm at each rate, the frontier where rates are chosen, and analyses."""
+    for name, each in findings.items():
+        grid = results.grid(name)
+        rates = grid.learning_rates(results.item.workload(grid, results.scale))
+        curves = [] if grid.chosen else [figure for rate in rates for figure in curve_figures(each, rate)]
+        for figure in [
+            *(rate_figures(each) if grid.chosen else ()),
+            *curves,
+            *_analysis_figures(each, grid.evaluations),
+        ]:
+            yield dataclasses.replace(figure, name=f"{grid.directory}-{figure.name}")
+
+
+def _analysis_figures(findings: Findings, evaluations: tuple[str, ...]) -> Iterator[Figure]:
+    """Yield the figures of analyses, of the newest record of each method on the first seed that has one."""
+    for analysis in evaluations:
+        records: dict[str, Record] = {}
+        for run in findings.results.runs:
+            found = [each for each in run.evaluations if each["evaluation"] == analysis]
+            if found:
+                records.setdefault(run.method, found[-1])
+        if records and analysis in available_analyses():
+            yield from analysis_figures(records)
+
+
+def scale_table(results: ItemResults) -> Table:
+    """Build the table of parameters, items and operations here and in the paper."""
+    columns = (
+        Column("Grid", "the runs", numeric=False),
+        *(
+            Column(f"{what}, {where}", f"{what} of a run with Pre-Norm, {where}")
+            for what in ("Parameters", "Items")
+            for where in ("here", "paper")
+        ),
+        Column("Operations", "of a run here, as a part of those of the paper's"),
+    )
+    rows = []
+    for name, each in results.grids.items():
+        grid = results.grid(name)
+        ours = RunConfig.from_json(each.runs[0].config)
+        paper = results.item.workload(grid, Scale.FULL)
+        theirs = grid.template(paper, paper.template())
+        mine, full = price_of(ours), price_of(theirs)
+        part = mine.operations_a_sample * ours.batch * ours.steps
+        whole = full.operations_a_sample * theirs.batch * theirs.steps
+        rows.append(
+            (
+                Entry(name or results.item.name),
+                Entry(formatting.count(mine.parameters)),
+                Entry(formatting.count(full.parameters)),
+                Entry(formatting.count(items_of(ours))),
+                Entry(formatting.count(items_of(theirs))),
+                Entry(f"1 / {formatting.count(whole / part)}"),
+            )
+        )
+    return Table("How far the scale differs", columns, (RowGroup("", tuple(rows)),))
+
+
+def definitions(results: ItemResults) -> dict[str, str]:
+    """Return what the tables say, for a reader who has not read the paper."""
+    return {
+        **{outcome.capitalize(): text for outcome, text in WORDS.items()},
+        "Effect": "A measure of the method minus that of the baseline on the same seed, whose runs have the same data "
+        "order and, up to the factors that a topology declares, the same initial weights. Published perplexities are "
+        "compared as their logarithms, in nats a token; the paper's are of the training data, ours held out.",
+        "A run that diverged": "Counts with the loss of a model that has learned nothing.",
+        "Seeds": "At a given rate all seeds count. Where each method has the best rate of its own, the seed that chose "
+        "the rate does not count.",
+        "The scale": f"{results.scale}. The paper's own settings (--scale full) are configurations that build; they "
+        "were not run here.",
+    }
+
+
+def runs_table(results: ItemResults) -> Table:
+    """Build the table of all runs with their identities and commits."""
+    columns = (
+        METHOD,
+        Column("Learning rate", "the peak"),
+        Column("Runs", "seed and identity, whose first twelve digits name the run's directory", numeric=False),
+        Column("Commit", "of the code that trained them", numeric=False),
+    )
+    groups = []
+    for name, each in results.grids.items():
+        cells: dict[tuple[str, float], list[tuple[str, str]]] = {}
+        for run in each.runs:
+            commit = next((str(e["commit"]) for e in run.environments if e.get("commit")), NOTHING)
+            cells.setdefault((run.method, run.learning_rate), []).append((f"{run.seed}: {run.identity[:12]}", commit))
+        rows = tuple(
+            (
+                Entry(method),
+                Entry(formatting.rate(rate)),
+                Entry(", ".join(run for run, _ in runs)),
+                Entry(", ".join(dict.fromkeys(commit for _, commit in runs))),
+            )
+            for (method, rate), runs in cells.items()
+        )
+        groups.append(RowGroup(name, rows))
+    return Table("The runs", columns, tuple(groups))
+
+
+def _named(grid: str) -> str:
+    return f"{grid.capitalize()}: " if grid else ""

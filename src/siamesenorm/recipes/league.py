@@ -1,0 +1,129 @@
+"""What the league adds to the page of an item: every method against Pre-Norm's own curve, its noise and its cost."""
+
+from __future__ import annotations
+
+import statistics
+
+from siamesenorm.comparison import formatting
+from siamesenorm.comparison.comparison_tables import METHOD, estimate_text, verdict_entry
+from siamesenorm.comparison.findings import Choice, choose_learning_rate
+from siamesenorm.comparison.formatting import NOTHING
+from siamesenorm.comparison.report_parts import LOWER, Block, Column, Entry, Pill, Row, RowGroup, Statements, Table
+from siamesenorm.comparison.report_parts import statements as named_statements
+from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, UNFINISHED, ExperimentResults
+from siamesenorm.comparison.statistics import Bound, effective_speedup, noise_band
+from siamesenorm.recipes.item_results import ItemResults
+
+LEAGUE, BASELINE = "league", "pre"
+
+
+def league_sections(results: ItemResults) -> dict[str, Block]:
+    """Return the table of the league with its definitions; none before Pre-Norm has a result."""
+    league = results.grids.get(LEAGUE)
+    pre = choose_learning_rate(league, BASELINE) if league else None
+    if league is None or pre is None:
+        return {}
+    choices = {method: choose_learning_rate(league, method) for method in league.methods}
+    ranked = sorted((each for each in choices.values() if each), key=_mean_loss)
+    lost = [method for method, choice in choices.items() if choice is None]
+    band = noise_band(list(pre.losses.values()))
+    curve = budget_curve(results)
+    rows = [_row(results, league, choice, pre, band, curve) for choice in ranked]
+    columns = (
+        METHOD,
+        Column("Chosen rate", "the lowest held-out loss of the first seed"),
+        Column(f"Held-out loss{LOWER}", "mean ± half width of the 95 % t interval over the reported seeds"),
+        Column("Seeds", "reported seeds"),
+        Column("Against noise", "place of the mean against the band of one more run of Pre-Norm", numeric=False),
+        Column("Stable rates", "tried rates at which the first seed neither diverged nor failed to learn"),
+        Column("Verdict", "at the chosen rate, the worst of the seeds", numeric=False),
+        Column("Parameters", "more than Pre-Norm's"),
+        Column("Step", "time of a step over Pre-Norm's"),
+        Column("Speedup, equal steps", "compute that Pre-Norm needs for the same loss, over what it had"),
+        Column("Effective speedup", "the same, divided by the time of a step"),
+    )
+    failed = [
+        (Entry(method), *[Entry(NOTHING)] * 5, _why_lost(league, method), *[Entry(NOTHING)] * 4) for method in lost
+    ]
+    table = Table("The league", columns, (RowGroup("", (*rows, *failed)),)).without_empty_columns()
+    return {
+        "The league": table,
+        "How to read the league": Statements(named_statements(_definitions(band, curve))),
+    }
+
+
+def _why_lost(league: ExperimentResults, method: str) -> Entry:
+    complete = [run for run in league.runs_of(method) if run.complete]
+    return Entry(pill=Pill(DIVERGED, "diverged at every rate") if complete else Pill(UNFINISHED, "no finished run"))
+
+
+def budget_curve(results: ItemResults) -> dict[float, float]:
+    """Return Pre-Norm's mean held-out loss by compute, in steps: in the league, and of its runs of other lengths."""
+    league, curve = results.grids[LEAGUE], {}
+    for name, each in results.grids.items():
+        grid = results.grid(name)
+        runs = [run for run in each.runs_of(BASELINE) if run.has_result]
+        if grid.methods == (BASELINE,) and runs:
+            curve[float(runs[0].steps)] = statistics.fmean(run.score for run in runs)
+    choice = choose_learning_rate(league, BASELINE)
+    if choice is not None and choice.losses:
+        curve[float(choice.selection.steps)] = statistics.fmean(choice.losses.values())
+    return dict(sorted(curve.items()))
+
+
+def step_cost(results: ItemResults, choice: Choice, pre: Choice) -> float | None:
+    """Return the time of a step over Pre-Norm's: as measured apart, or of runs that ran alone."""
+    if choice.method in results.costs:
+        return results.costs[choice.method]
+    own, base = (each.median(lambda run: run.step_seconds) for each in (choice, pre))
+    return own / base if results.grids[LEAGUE].plan.jobs == 1 and not results.costs and own and base else None
+
+
+def _row(
+    results: ItemResults,
+    league: ExperimentResults,
+    choice: Choice,
+    pre: Choice,
+    band: tuple[float, float] | None,
+    curve: dict[float, float],
+) -> Row:
+    loss, cost = _mean_loss(choice), step_cost(results, choice, pre)
+    speedup = (
+        effective_speedup(curve, loss, cost or 1.0, compute=float(pre.selection.steps))
+        if len(curve) > 2 and pre.selection.steps
+        else None
+    )
+    place = NOTHING if band is None else "below" if loss < band[0] else "above" if loss > band[1] else "inside"
+    first = [run for run in league.runs_of(choice.method) if run.part == "selection" and run.complete]
+    stable = [run for run in first if run.word not in (DIVERGED, NOT_LEARNED)]
+    more = (choice.selection.parameters or 0) / (pre.selection.parameters or 1) - 1
+    sign = f"{speedup.bound} " if speedup and speedup.bound is not Bound.EXACT else ""
+    return (
+        Entry(choice.method),
+        Entry(formatting.rate(choice.learning_rate), None if choice.edge is None else Pill("edge", choice.edge)),
+        Entry(estimate_text(choice.held_out_loss, ".4f")),
+        Entry(str(len(choice.losses))),
+        Entry(place),
+        Entry(f"{len(stable)} of {len(first)}"),
+        verdict_entry(choice),
+        Entry(formatting.percent(more)),
+        Entry(NOTHING if cost is None else f"{cost:.2f}×"),
+        Entry(NOTHING if speedup is None else f"{sign}{speedup.at_equal_step_cost:.2f}×"),
+        Entry(NOTHING if speedup is None or cost is None else f"{sign}{speedup.ratio:.2f}×"),
+    )
+
+
+def _mean_loss(choice: Choice) -> float:
+    return statistics.fmean(choice.losses.values()) if choice.losses else choice.selection.score
+
+
+def _definitions(band: tuple[float, float] | None, curve: dict[float, float]) -> dict[str, str]:
+    between = f"between {band[0]:.4f} and {band[1]:.4f} here" if band else "not known before two seeds have ended"
+    points = ", ".join(f"{steps:g} steps {loss:.4f}" for steps, loss in curve.items())
+    return {
+        "Order": "By mean held-out loss. Neighbours are not shown to differ; tests against the baselines are below.",
+        "Noise": f"The interval in which the loss of one more run of Pre-Norm falls, {between}.",
+        "Speedup": f"From Pre-Norm's own losses by number of steps ({points}), interpolated in their logarithms. A "
+        "loss outside of them gives a bound.",
+        "Step": "Measured apart from the runs, on one thread of a CPU with plain operators; kernels on a GPU differ.",
+    }

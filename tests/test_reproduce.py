@@ -1,0 +1,281 @@
+"""Items of the papers: their plans, the runs that they share, their claims, their pages, and the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from report_tables import fill_tables
+from siamesenorm.cli import main
+from siamesenorm.comparison import experiment_runner, report_writer
+from siamesenorm.comparison.experiment_plan import read_plan
+from siamesenorm.recipes import scales
+from siamesenorm.recipes.claims import MEASURES, Cell, ClaimOutcome, judge_claims
+from siamesenorm.recipes.item import Item, RunGrid
+from siamesenorm.recipes.item_claims import against, claims_of
+from siamesenorm.recipes.item_results import read_item
+from siamesenorm.recipes.items import ITEMS
+from siamesenorm.recipes.prices import count_operations
+from siamesenorm.recipes.published_numbers import find_published, published_rows
+from siamesenorm.recipes.scales import WORKLOADS, Scale, Workload
+from siamesenorm.recipes.theory_experiments import THEORY
+from siamesenorm.topologies import available_topologies
+from test_sweep import Workers
+from training_runs import tiny_run, write_data
+
+BOOKS = Path(__file__).parents[1] / "benchmarks/books/runs"
+GRIDS = [(item, grid) for item in ITEMS.values() for grid in item.grids]
+
+
+# --- plans
+
+
+def test_every_item_has_runs_that_can_be_configured_at_every_scale() -> None:
+    for scale in Scale:
+        for _, grid in GRIDS:
+            if workload := WORKLOADS[grid.domain].get(scale):
+                template = grid.template(workload, workload.template())
+                assert template.identity and all(template.with_method(method) for method in grid.methods)
+                assert len(set(grid.learning_rates(workload))) == len(grid.rates or workload.rates)
+
+
+@pytest.mark.parametrize("domain", WORKLOADS)
+def test_the_papers_settings_build_and_have_a_price(domain: str) -> None:
+    """On the meta device: 6 operations a parameter and token at least, of 100 B tokens of 1.3 B parameters 8e20."""
+    operations = count_operations(WORKLOADS[domain][Scale.FULL].template())
+    assert operations > 1e18
+    if domain == "language":
+        assert 7e20 < operations < 1.2e21
+
+
+def test_runs_of_items_are_the_committed_ones_and_each_others() -> None:
+    """The committed books were trained by a sweep; nothing about their identities is written down here."""
+    workload = WORKLOADS["language"][Scale.MINI]
+    committed = {path.name for path in BOOKS.iterdir()}
+    runs = {}
+    for name in ("table2", "table3"):
+        (grid,) = ITEMS[name].grids
+        template = grid.template(workload, workload.template())
+        runs[name] = {config.identity[:12]: run for run, config in grid.given_runs(workload, template)}
+    assert len(runs["table2"].keys() & committed) == 12 + 4 * 2
+    shared = runs["table2"].keys() & runs["table3"].keys()
+    assert {runs["table2"][name].method for name in shared} == {"pre", "siamese"} and len(shared) == 6
+
+
+def test_the_league_has_every_topology() -> None:
+    assert set(available_topologies()) <= set(ITEMS["league"].grids[0].methods)
+
+
+def test_every_experiment_on_theory_is_an_item() -> None:
+    assert {name for name, item in ITEMS.items() if item.experiment} == {*THEORY, "cost"}
+
+
+# --- published numbers and claims
+
+
+def test_published_numbers_belong_to_runs_and_are_those_of_the_papers() -> None:
+    for row in published_rows():
+        if row.item == "cost":
+            continue
+        grid = next(grid for grid in ITEMS[row.item].grids if grid.name == row.grid)
+        assert row.method in grid.methods and (row.rate is None) == grid.chosen
+        assert row.values or row.verdict == "diverged"
+    table1 = {(row.method, row.grid, row.rate): row for row in published_rows() if row.item == "table1"}
+    best = table1["siamese", "three rates", 2]
+    assert (best.values["ppl"], best.values["arithmetic"], best.values["average"]) == (10.48, 39.6, 55.63)
+    assert table1["hybridnorm", "three rates", 1].verdict == "diverged"
+    assert table1["dhc-2", "3.5 times the steps", 2].verdict == "spiked"
+    for row in table1.values():
+        if row.values:
+            tasks = [value for name, value in row.values.items() if name not in ("ppl", "average")]
+            assert sum(tasks) / 7 == pytest.approx(row.values["average"], abs=0.011)
+    ablation = find_published("seednorm-ablation", "", "pre + seednorm:alpha_initial=10", 1)
+    assert ablation is not None and ablation.value("loss") == 3.154
+
+
+def test_every_claim_is_about_cells_of_its_item() -> None:
+    for item in ITEMS.values():
+        for claim in claims_of(item.name):
+            assert claim.measure in MEASURES and claim.sign in (-1, 1)
+            for _, cell in claim.terms:
+                grid = next(grid for grid in item.grids if grid.name == cell.grid)
+                assert cell.method in grid.methods and (cell.rate is None) == grid.chosen
+                assert grid.chosen or not grid.rates or cell.rate in grid.rates
+
+
+def cells(gaps: Mapping[str, list[float]]) -> Any:
+    """Return runs whose loss is 3 plus a gap that differs by seed; infinite for one that diverged."""
+
+    def find(cell: Cell) -> dict[int, Any]:
+        found = gaps.get(cell.method, [])
+        return {seed: SimpleNamespace(score=3 + gap, floor=6.0) for seed, gap in enumerate(found)}
+
+    return find
+
+
+@pytest.mark.parametrize(
+    ("gaps", "outcome"),
+    [
+        ([-0.10, -0.11, -0.09], ClaimOutcome.CONFIRMED),
+        ([-0.10, 0.11, -0.03], ClaimOutcome.NOT_SEEN),
+        ([-0.10], ClaimOutcome.NOT_SEEN),
+        ([0.10, 0.11, 0.09], ClaimOutcome.CONTRADICTED),
+        ([math.inf] * 3, ClaimOutcome.CONTRADICTED),
+        ([], ClaimOutcome.NOT_RUN),
+    ],
+)
+def test_a_claim_has_the_outcome_of_its_interval(gaps: list[float], outcome: ClaimOutcome) -> None:
+    claim = against("lower", "siamese", "pre", grid="three rates", rate=1)
+    (judged,) = judge_claims("table1", [claim], cells({"siamese": gaps, "pre": [0.001, 0.0, -0.001]}))
+    assert judged.outcome is outcome
+    assert judged.published == pytest.approx(math.log(10.43 / 10.84))
+
+
+def test_claims_of_an_item_are_corrected_together() -> None:
+    claim = against("lower", "siamese", "pre", grid="three rates", rate=1)
+    runs = cells({"siamese": [-0.10, -0.12, -0.07], "pre": [0.0] * 3})
+    alone, *_ = judge_claims("table1", [claim], runs)
+    several = judge_claims("table1", [claim] * 13, runs)
+    assert alone.outcome is ClaimOutcome.CONFIRMED
+    assert {each.outcome for each in several} == {ClaimOutcome.NOT_SEEN}
+
+
+# --- training, with stand-ins for processes
+
+
+TINY = (
+    Item(
+        name="table1",
+        paper="a paper",
+        title="two methods",
+        published="It says so.",
+        grids=(RunGrid(name="three rates", methods=("pre", "siamese")),),
+    ),
+    Item(
+        name="league",
+        paper="another",
+        title="at their own rates",
+        published="It says nothing.",
+        grids=(RunGrid(name="league", methods=("pre", "siamese"), chosen=True, headline=("pre",)),),
+    ),
+)
+
+
+def loss_of(config: Any) -> float:
+    """Return a loss whose best rate is 1e-3 for Pre-Norm, and for SiameseNorm below the grid and its extensions."""
+    rate = config.optimizer.learning_rate
+    distance = abs(math.log(rate / 1e-3)) if config.label == "pre" else math.log(rate / 1e-9)
+    return 2.0 + 0.01 * distance + 0.001 * config.seed
+
+
+@pytest.fixture
+def small_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Workers]]:
+    workers = Workers(outcome_of=loss_of, polls_of=lambda config: 0)
+    monkeypatch.setattr(experiment_runner, "_start", workers.start)
+    monkeypatch.setattr(experiment_runner, "POLL_SECONDS", 0)
+    monkeypatch.setattr(report_writer, "render", lambda *_: b"<svg></svg>")  # figures are drawn in other tests
+    tiny = Workload(
+        build=lambda data: tiny_run(data or tmp_path / "data"), rates=(3e-4, 1e-3, 3e-3), seeds=(0, 1), data="data"
+    )
+    full = dataclasses.replace(WORKLOADS["language"][Scale.FULL])
+    monkeypatch.setitem(scales.WORKLOADS, "language", {Scale.MINI: tiny, Scale.FULL: full})
+    for item in TINY:
+        monkeypatch.setitem(ITEMS, item.name, item)
+    write_data(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path, workers
+
+
+def test_items_share_their_runs_and_rates_are_extended_at_edges(small_world: tuple[Path, Workers]) -> None:
+    path, workers = small_world
+    assert main(["reproduce", "table1", "--data", "data", "--out", "out", "--jobs", "1"]) == 0
+    assert len(workers.started) == 2 * 3 * 2
+    assert main(["reproduce", "league", "--data", "data", "--out", "out", "--jobs", "1"]) == 0
+    new = workers.started[12:]
+    assert len(set(workers.started)) == len(workers.started), "no run is trained twice"
+    selected = sorted(rate for method, rate, seed in new if method == "siamese" and seed == 0)
+    assert selected == pytest.approx([2.7e-5, 9e-5], rel=0.01), "two steps of the grid below its low edge"
+    assert not [rate for method, rate, seed in new if method == "pre" and seed == 0], "its best is inside"
+    assert {(rate, seed) for method, rate, seed in new if method == "pre"} == {(1e-3, seed) for seed in (2, 3, 4, 5)}
+    assert {seed for method, _, seed in new if method == "siamese"} == {0, 1, 2, 3}
+    before = len(workers.started)
+    assert main(["reproduce", "table1", "--data", "data", "--out", "other", "--runs", "out/runs", "--jobs", "1"]) == 0
+    assert len(workers.started) == before
+    plan = read_plan(path / "other/mini/table1/three-rates")
+    assert plan is not None and plan.jobs == 2, "how many runs were trained at a time is not known"
+
+    judged = read_item(path / "out/mini/table1").judged()
+    gap = 0.01 * (math.log(3e-4 / 1e-9) - math.log(1e-3 / 3e-4))
+    assert judged[0].effect.by_seed == pytest.approx(dict.fromkeys(range(2), gap))
+    assert judged[-1].outcome is ClaimOutcome.NOT_RUN
+    page = (path / "out/mini/table1/report/report.md").read_text()
+    assert "11.21" in page and judged[0].claim.text in page and next((path / "out/runs").iterdir()).name in page
+    assert "speedup" in (path / "out/mini/league/report/report.md").read_text().lower()
+    assert main(["report", "out/mini/table1"]) == 0
+
+
+def test_what_stopped_goes_on(small_world: tuple[Path, Workers]) -> None:
+    _, workers = small_world
+    workers.polls_of = lambda config: 10**9 if len(workers.started) > 2 else 0
+    assert main(["reproduce", "table1", "--data", "data", "--out", "out", "--jobs", "1", "--minutes", "0.0001"]) == 0
+    ended = [line for line in workers.ended if line.endswith(": 0")]
+    workers.polls_of = lambda config: 0
+    assert main(["reproduce", "table1", "--data", "data", "--out", "out", "--jobs", "1"]) == 0
+    assert len([line for line in workers.ended if line.endswith(": 0")]) == 12
+    assert len(ended) < 12
+
+
+def test_the_list_counts_what_there_is(small_world: tuple[Path, Workers], capsys: pytest.CaptureFixture[str]) -> None:
+    path, _ = small_world
+    assert main(["reproduce", "table1", "--data", "data", "--out", "out", "--jobs", "1"]) == 0
+    capsys.readouterr()
+    assert main(["reproduce", "league", "--list", "--data", "data", "--out", "out"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "league" in line)
+    runs, ended, shared = map(int, re.findall(r"(\d+)\s*│", row)[:3])
+    assert (runs, ended, shared) == (6 + 5 + 3, 6 + 2, 0)
+    assert not (path / "out/mini/league").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "reproduce tabel1",
+        "reproduce table1",
+        "reproduce table1 --scale tiny",
+        "reproduce seednorm-convnext --images images",
+        "reproduce table1 --data nowhere",
+        "reproduce continued --data nowhere",
+        "report out/mini/table1",
+    ],
+)
+def test_bad_input_is_refused_in_one_line(
+    arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments.split()) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+# --- pages of the documentation
+
+ELSEWHERE = ("comparison", "digits", "moe", "diffusion", "seednorm_heads")
+"""Pages whose tables are recomputed in `test_committed_results.py` and in tests of their own."""
+PAGES = sorted(
+    page
+    for page in (Path(__file__).parents[1] / "docs").glob("*.md")
+    if "<!-- report " in page.read_text() and page.stem not in ELSEWHERE
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_tables_of_a_page_are_those_of_its_runs(page: Path) -> None:
+    text = page.read_text()
+    assert fill_tables(text, page.parent) == text
