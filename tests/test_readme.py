@@ -51,6 +51,11 @@ def test_the_watch_of_the_verdict_page_says_its_word(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.startswith("stable: ")
 
 
+def test_the_model_of_the_page_of_analyses_is_pruned() -> None:
+    found = run_example(*next(example for example in EXAMPLES if example[0] == "analysis.md"))["found"]
+    assert found["last_removed"][0] == found["loss"] and len(found["last_removed"]) == 5
+
+
 def test_the_speedup_of_the_page_of_statistics_is_that_of_its_curve() -> None:
     speedup = run_example(*next(example for example in EXAMPLES if example[0] == "statistics.md"))["speedup"]
     assert (speedup.bound, round(speedup.ratio, 3), round(speedup.at_equal_step_cost, 3)) == ("=", 1.057, 1.226)
@@ -72,7 +77,7 @@ def test_the_optimizer_of_the_page_of_limits_spares_gains(capsys: pytest.Capture
 def test_every_example_of_the_pages_is_run_above() -> None:
     """Those of docs/ecosystem.md run in test_examples.py, those of docs/extending.md in test_extending.py."""
     others = [page for page, _ in EXAMPLES if page not in ("ecosystem.md", "extending.md")]
-    assert others == ["README.md", "README.md", "statistics.md", "verdict.md", "what-will-not-work.md"]
+    assert others == ["README.md", "README.md", "analysis.md", "statistics.md", "verdict.md", "what-will-not-work.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

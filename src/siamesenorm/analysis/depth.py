@@ -45,6 +45,7 @@ class Pruning(Analysis):
         lasts = [names[len(names) - count :] for count in range(1, len(names) + 1)]
         return {
             "blocks": len(names),
+            "unit": held_out.unit,
             "loss": whole,
             "removed": [loss_without(held_out, path, [name]) for name in names],
             "zeroed": [loss_with_zeros(held_out, path, [name]) for name in names],

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,7 @@ from siamesenorm.evaluation.evaluation import Subject
 from siamesenorm.models.block import Block
 from siamesenorm.tasks.task import Task
 from siamesenorm.topologies import Closing, Connection, Streams, Topology
+from siamesenorm.topologies.boundary_family import BoundaryClosing, BoundaryConnection
 from siamesenorm.world import World
 
 Results = dict[str, Any]
@@ -33,6 +35,8 @@ class HeldOut:
     model: nn.Module
     evaluate: Callable[[nn.Module], Mapping[str, float]]
     """Returns the metrics of the model, "loss" among them."""
+    unit: str = "nats/token"
+    """The unit of the loss."""
 
     @classmethod
     def of(cls, subject: Subject, samples: int) -> HeldOut:
@@ -45,7 +49,7 @@ class HeldOut:
             model = subject.task.build_model(subject.device, "plain").eval()
             model.load_state_dict(subject.model.state_dict())
         task, at_once = subject.task.on_part(samples), min(samples, subject.config.samples_at_once)
-        return cls(model, lambda changed: task.evaluate(changed, at_once, World(device=subject.device)))
+        return cls(model, lambda changed: task.evaluate(changed, at_once, World(device=subject.device)), task.unit)
 
     def run(self) -> None:
         """Run the model on all samples."""
@@ -114,15 +118,37 @@ class PathParts:
         return cls(topology=topology, blocks=plan.blocks, connections=connections, closings=closings)  # type: ignore[arg-type]
 
     @property
+    def stacks(self) -> dict[str, list[str]]:
+        """The names of the blocks of each list of blocks, in the order of the closings."""
+        found: dict[str, list[str]] = {}
+        for block in self.blocks:
+            found.setdefault(block.rpartition(".")[0], []).append(block)
+        return found
+
+    @property
     def ends(self) -> list[int]:
         """The number of blocks before each closing."""
-        stacks = [name.rpartition(".")[0] for name in self.blocks]
-        changes = [count for count in range(1, len(stacks)) if stacks[count] != stacks[count - 1]]
-        return [*changes, len(stacks)]
+        return list(accumulate(map(len, self.stacks.values())))
+
+    def last_post_norm(self, stack: str) -> nn.Module:
+        """Return the norm in the closing that follows the last addition, the identity where there is none.
+
+        The closing's first norm is one if later blocks begin with one; else it is a final norm.
+        """
+        stacks = self.stacks
+        closing, blocks = self.closings[list(stacks).index(stack)], stacks[stack]
+        later = self.connections_of(blocks[-1])[0] if len(blocks) > 1 else None
+        settles = isinstance(later, BoundaryConnection) and not isinstance(later.post_norm, nn.Identity)
+        return closing.post_norm if settles and isinstance(closing, BoundaryClosing) else nn.Identity()
 
     def connections_of(self, block: str) -> list[Connection]:
         """Return the connections of one block."""
         return [connection for name, connection in self.connections.items() if name.startswith(f"{block}.")]
+
+
+def stack_of(connection: str) -> str:
+    """Return the name of the list of blocks that a connection is in."""
+    return connection.rsplit(".", 2)[0]
 
 
 # --- changes of a model that end with their context

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -13,17 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from siamesenorm.analysis.held_out import Analysis, HeldOut, PathParts, Results, replaced
+from siamesenorm.analysis.held_out import Analysis, HeldOut, PathParts, Results, stack_of
+from siamesenorm.analysis.transitions import Map, Transition, find_transitions, first_inputs, in_double
 from siamesenorm.errors import UserError
-from siamesenorm.models.block import Block, split_losses
-from siamesenorm.sublayers.sublayer import NO_CONTEXT
-from siamesenorm.topologies import Connection, Opening, Streams, Topology
-from siamesenorm.topologies.boundary_family import BoundaryClosing, BoundaryConnection, times
+from siamesenorm.topologies import Topology
 from siamesenorm.topologies.hyper_connections import MultiStream
-from siamesenorm.topologies.post_norm_family import SpanNorm
-from siamesenorm.topologies.topology import Reader
 
-Map = Callable[..., Any]
 ROWS_AT_ONCE = 256
 """Rows of a Jacobian that one backward pass computes."""
 
@@ -82,7 +75,7 @@ class Jacobians(Analysis):
         """Return the spectra and the differences from the identity."""
         model = in_double(held_out.model)
         path = PathParts.of(model)
-        with torch.autocast("cpu", enabled=False), torch.no_grad():
+        with torch.no_grad():
             transitions = find_transitions(model, path, *first_inputs(held_out, self.tokens))
             for each in transitions:
                 self._require_size(sum(x[:, : self.tokens].numel() for x in each.state))
@@ -96,158 +89,6 @@ class Jacobians(Analysis):
             "streams": _diagonal(path.topology, transitions, matrices, self.tokens),
             "identity": _largest_by_name([found for found in identity if found]),
         }
-
-
-# --- the model in fp64, and one sample of its inputs
-
-
-def in_double(model: nn.Module) -> Any:
-    """Return a copy of a model that computes in fp64 throughout, its streams and the inputs of sublayers, too."""
-    exact = copy.deepcopy(model).double()
-    for module in exact.modules():
-        if isinstance(module, Opening):
-            module.residual_dtype = None
-        if isinstance(module, Reader):
-            module.compute_dtype = None
-    return exact
-
-
-class _FoundInputs(Exception):  # noqa: N818 - no error: it ends a forward pass that has been seen
-    def __init__(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self.arguments, self.named = arguments, named
-
-
-def first_inputs(held_out: HeldOut, tokens: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of the model for one held-out sample, in fp64; token ids, [1, tokens], are the first ones.
-
-    In a causal model the first tokens do not depend on the others.
-    """
-
-    def stop(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        raise _FoundInputs(arguments, named)
-
-    def first(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        value = value[:1].double() if value.is_floating_point() else value[:1]
-        reads_text = hasattr(getattr(held_out.model, "config", None), "vocab_size") or hasattr(
-            held_out.model, "generate"
-        )
-        return value[:, :tokens] if reads_text and value.dim() == 2 else value
-
-    handle = held_out.model.register_forward_pre_hook(stop, with_kwargs=True)
-    try:
-        held_out.run()
-    except _FoundInputs as found:
-        return tuple(map(first, found.arguments)), {name: first(value) for name, value in found.named.items()}
-    finally:
-        handle.remove()
-    raise UserError("the evaluation does not run the model: there is nothing to analyse")
-
-
-# --- transitions
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transition:
-    """One sublayer's map of the streams, and the state at which it is differentiated.
-
-    `settle` is the post-norm of the next read; None outside the boundary family, whose states are not settled.
-    """
-
-    name: str
-    connection: Connection
-    sublayer: Map
-    state: Streams
-    settle: nn.Module | None
-
-    def step(self, *streams: Tensor) -> Streams:
-        """Return the state after the sublayer."""
-        if self.settle is None:
-            return self.connection(streams, self.sublayer)  # type: ignore[no-any-return]
-        first, *others = self.connection.write(streams, self.sublayer(self.read(*streams)))
-        return (self.settle(first), *others)
-
-    def read(self, *streams: Tensor) -> Tensor:
-        """Return the sublayer's input of settled streams."""
-        connection: Any = self.connection
-        total = connection.gate(streams[0])
-        if connection.identity_norm is not None:
-            total = total + connection.identity_norm(streams[1])
-        return self.normalised(total)
-
-    def normalised(self, total: Tensor) -> Tensor:
-        """Return the norm of the sum."""
-        connection: Any = self.connection
-        return connection.to_compute(times(connection.last_norm(total), connection.input_scale))  # type: ignore[no-any-return]
-
-
-def find_transitions(
-    model: nn.Module, path: PathParts, arguments: tuple[Any, ...], named: dict[str, Any]
-) -> list[Transition]:
-    """Run the model once and return the transition of every sublayer at the state it had."""
-    states: dict[Connection, Streams] = {}
-    sublayers: dict[Connection, Map] = {}
-
-    def enter_block(block: Any, given: tuple[Any, ...]) -> None:
-        context = given[1] if len(given) > 1 else NO_CONTEXT
-        for name, connection in zip(block.names, block.connections, strict=True):
-            sublayers[connection] = partial(_output, getattr(block, name), context)
-
-    def enter_connection(connection: Any, given: tuple[Any, ...]) -> None:
-        sublayers[connection] = given[1]
-
-    def recording(connection: Connection) -> Map:
-        read = connection.read
-
-        def recorded(streams: Streams) -> tuple[Tensor, Streams]:
-            states[connection] = streams
-            return read(streams)
-
-        return recorded
-
-    with ExitStack() as contexts:
-        for block in path.blocks.values():
-            if isinstance(block, Block):
-                contexts.callback(block.register_forward_pre_hook(enter_block).remove)
-        for connection in path.connections.values():
-            contexts.callback(connection.register_forward_pre_hook(enter_connection).remove)
-            contexts.enter_context(replaced(connection, "read", recording(connection)))
-        model(*arguments, **named)
-    found = []
-    connections = list(path.connections.items())
-    for index, (name, connection) in enumerate(connections):
-        state, settle = states[connection], None
-        if isinstance(connection, BoundaryConnection) and not isinstance(path.topology, SpanNorm):
-            following = next((c for n, c in connections[index + 1 :] if stack_of(n) == stack_of(name)), None)
-            settle = following.post_norm if isinstance(following, BoundaryConnection) else _last_settle(path, name)
-            state = (connection.post_norm(state[0]), *state[1:])
-        found.append(
-            Transition(name=name, connection=connection, sublayer=sublayers[connection], state=state, settle=settle)
-        )
-    return found
-
-
-def _output(sublayer: nn.Module, context: Any, h: Tensor) -> Tensor:
-    return split_losses(sublayer(h, context))[0]
-
-
-def _last_settle(path: PathParts, name: str) -> nn.Module:
-    """Return the closing's post-norm where it follows the last addition, as the first read of a later block has one."""
-    stacks = list(dict.fromkeys(map(stack_of, path.connections)))
-    closing = path.closings[stacks.index(stack_of(name))]
-    blocks = [block for block in path.blocks if stack_of(f"{block}.") == stack_of(name)]
-    later = path.connections_of(blocks[-1])[0] if len(blocks) > 1 else None
-    settles = isinstance(later, BoundaryConnection) and not isinstance(later.post_norm, nn.Identity)
-    return closing.post_norm if settles and isinstance(closing, BoundaryClosing) else nn.Identity()
-
-
-def stack_of(connection: str) -> str:
-    """Return the name of the list of blocks that a connection is in."""
-    return connection.rsplit(".", 2)[0]
-
-
-# --- matrices
 
 
 def jacobian(function: Map, state: Sequence[Tensor], tokens: int) -> Tensor:
@@ -283,7 +124,7 @@ def deviations(transition: Transition, found: Tensor, tokens: int) -> dict[str, 
     written = connection.write(transition.state, output)[0]
     J_h = J(connection.output, [output]) @ J(transition.sublayer, [h]) @ J(transition.normalised, [total])
     J_X, gate = J(transition.settle, [written]), J(connection.gate, [X])
-    eye, size = torch.eye(len(gate), dtype=gate.dtype), len(gate)
+    eye, size = torch.eye(len(gate), dtype=gate.dtype, device=gate.device), len(gate)
     expected = {"first to first": J_X @ (a * eye + s * J_h @ gate)}
     if others:
         J_Y = torch.zeros_like(gate) if Y is None else J(connection.identity_norm, [Y])

@@ -61,6 +61,7 @@ class LogitLens(Analysis):
         last = {name: several[-1][1] for name, several in singles.items()}
         return {
             "blocks": len(blocks),
+            "unit": held_out.unit,
             **_summarised(views[None], wanted),
             "streams": {name: _summarised(several, wanted) for name, several in singles.items()},
             "divergent": _divergent(last, wanted),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from siamesenorm.analysis.held_out import Analysis, HeldOut, PathParts, Results, observed_reads, replaced
-from siamesenorm.analysis.probes import ClosingProbe, Key, Measurements, mean_rms, plan_probes
+from siamesenorm.analysis.probes import ClosingProbe, Key, Measurements, mean_rms, name_streams, plan_probes
 from siamesenorm.analysis.stream_terms import (
     closing_gains,
     closing_terms,
@@ -26,10 +27,10 @@ class HiddenMagnitude(Analysis):
     r"""Magnitude of every stream by depth (Fig. 2a of arXiv 2602.08064), for any model with blocks.
 
     "streams" by name: "rms", the mean over tokens of \(\sqrt{\mathrm{mean}_d\, x^2}\), before each of "sublayers", as
-    the read returns it (post-normalised), and last as the closing (of an autoencoder, its decoder's) receives it; None
-    where a stream does not exist. "max" is the largest |x|. The paper's magnitude \(\|x\|_2\) is rms \(\sqrt d\).
-    "output" is the RMS of each sublayer's output and "change", by stream, that of its change by the write, relative to
-    the stream.
+    the read returns it (post-normalised), and last at the end (of an autoencoder, its decoder's), after the norm of the
+    last addition, if there is one, and before final norms; None where a stream does not exist. "max" is the largest
+    |x|. The paper's magnitude \(\|x\|_2\) is rms \(\sqrt d\). "output" is the RMS of each sublayer's output, "change",
+    by stream, that of its change by the write, relative to the stream.
     """
 
     name: ClassVar[str] = "hidden-magnitude"
@@ -41,14 +42,29 @@ class HiddenMagnitude(Analysis):
     def measure(self, held_out: HeldOut) -> Results:
         """Return the magnitudes."""
         plan, values = plan_probes(held_out.model), Measurements()
+        ends = [probe for probe in plan.probes if isinstance(probe, ClosingProbe)]
         with ExitStack() as contexts:
-            ends = [probe for probe in plan.probes if isinstance(probe, ClosingProbe)]
             for probe in plan.probes:
-                if probe not in ends[:-1]:
+                if probe not in ends:
                     probe.in_evaluation = True
                     contexts.enter_context(probe.attached(values))
+            if ends:
+                contexts.callback(ends[-1].module.register_forward_hook(_measured_end(held_out.model, values)).remove)
             held_out.run()
         return by_depth(values.fetch(), len(plan.blocks))
+
+
+def _measured_end(model: nn.Module, values: Measurements) -> Callable[..., None]:
+    """Return a hook of the last closing that measures the streams it receives, the first one after its post-norm."""
+    path = PathParts.of(model)
+    post_norm = path.last_post_norm(list(path.stacks)[-1])
+
+    def measure(closing: nn.Module, arguments: tuple[Streams], hidden: torch.Tensor) -> None:
+        first, *others = arguments[0]
+        for stream, x in name_streams((post_norm(first), *others), path.topology.name_streams, hidden).items():
+            values.add_stream(("end", stream), x)
+
+    return measure
 
 
 def by_depth(measured: dict[Key, float], blocks: int) -> Results:

@@ -57,7 +57,7 @@ class Quantisation(Analysis):
             with quantised(layers, weight_bits, input_bits):
                 loss = held_out.loss()
             schemes[scheme] = {"loss": loss, "rise": loss - whole}
-        return {"layers": len(layers), "loss": whole, "schemes": schemes}
+        return {"layers": len(layers), "unit": held_out.unit, "loss": whole, "schemes": schemes}
 
 
 def linear_layers(model: nn.Module) -> list[nn.Module]:

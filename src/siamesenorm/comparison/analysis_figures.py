@@ -3,53 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure as Drawing
-from matplotlib.lines import Line2D
-from matplotlib.transforms import blended_transform_factory
-
 from siamesenorm.analysis.stream_terms import mean_of_copies
-from siamesenorm.comparison import figure_style
-from siamesenorm.comparison.figure_style import CurveLabel, Figure, MethodStyle, Theme
+from siamesenorm.comparison.depth_panels import Line, Panel, draw_panels, draw_rows, finite
+from siamesenorm.comparison.figure_style import Figure
 from siamesenorm.errors import UserError
 
 Record = Mapping[str, Any]
 Records = Mapping[str, Record]
 """Records of one analysis by the label of their run."""
 
-LEFT = 0.175
-PANEL = 2.35
-"""Height of a panel in inches."""
-DOTTED = (0.0, (1.0, 2.0))
 BLOCKS = "depth (blocks)"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One curve: its name, its run, which of the run's curves it is, its points, and whether a label names it."""
-
-    name: str
-    run: str
-    number: int = 0
-    x: Sequence[float]
-    y: Sequence[float | None]
-    dotted: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
-    """One pair of axes: its labels, its lines, and whether the height is logarithmic."""
-
-    x: str
-    y: str
-    lines: tuple[Line, ...]
-    logarithmic: bool = False
-    zero: bool = False
-    """Whether a line marks the height 0."""
 
 
 def analysis_figures(records: Records) -> tuple[Figure, ...]:
@@ -79,7 +44,7 @@ def _magnitude(results: Records) -> Iterator[Figure]:
     yield _figure(
         "hidden-magnitude", "Magnitude of the streams", [panel], results,
         "RMS over the width, averaged over the tokens of held-out samples: before each sublayer, after the norms on "
-        "the stream, and at the end as the closing receives it. Logarithmic axis. Numbered streams are averaged.",
+        "the stream, and at the end before the final norms. Logarithmic axis. Numbered streams are averaged.",
     )  # fmt: skip
 
 
@@ -95,7 +60,7 @@ def _share(results: Records) -> Iterator[Figure]:
                 steps = [found["blocks"] * k / len(values) for k in range(len(values))]
                 lines.append(Line(name=f"{run} {name}", run=run, number=number, x=steps, y=values))
         if lines:
-            panels.append(Panel(x=BLOCKS, y=label, lines=tuple(lines), zero=True))
+            panels.append(Panel(x=BLOCKS, y=label, lines=tuple(lines), share=True))
     if panels:
         yield _figure(
             "stream-share", "Share of the streams in the input", panels, results,
@@ -120,25 +85,34 @@ def _fusion(results: Records) -> Iterator[Figure]:
 
 
 def _lens(results: Records) -> Iterator[Figure]:
-    losses, agreements = [], []
+    whole: dict[str, list[Line]] = {"loss": [], "agreement": []}
+    alone: dict[str, list[Line]] = {"loss": [], "agreement": []}
     for run, found in results.items():
-        views = {"": found, **found["streams"]}
-        for number, (name, view) in enumerate(views.items()):
-            label = f"{run} {name}".strip()
-            start = found["blocks"] + 1 - len(view["loss"])
-            steps = range(start, found["blocks"] + 1)
-            if len(steps) > 1:
-                losses.append(Line(name=label, run=run, number=number, x=steps, y=view["loss"]))
-                agreements.append(Line(name=label, run=run, number=number, x=steps, y=view["agreement"]))
+        for kind, lines in whole.items():
+            lines.append(Line(name=run, run=run, x=range(len(found[kind])), y=found[kind]))
+        for kind, lines in alone.items():
+            by_depth = {name: view for name, view in found["streams"].items() if len(view[kind]) > 1}
+            for number, (name, values) in enumerate(_by_stream(run, by_depth, kind)):
+                lines.append(Line(name=name, run=run, number=number, x=range(len(values)), y=values))
+    unit = _units(results)
     panels = [
-        Panel(x=BLOCKS, y="loss (nats)", lines=tuple(losses)),
-        Panel(x=BLOCKS, y="agreement", lines=tuple(agreements), zero=True),
+        Panel(x=BLOCKS, y=f"loss{unit}", lines=tuple(whole["loss"])),
+        Panel(x=BLOCKS, y="agreement", lines=tuple(whole["agreement"]), share=True),
     ]
     yield _figure(
         "logit-lens", "Logit lens", panels, results,
         "The streams after so many blocks, through the final norms and the head: held-out loss, and the share of the "
-        "model's own most likely predictions. With a stream's name: that stream alone, the others absent.",
+        "model's own most likely predictions.",
     )  # fmt: skip
+    panels = [
+        Panel(x=BLOCKS, y=f"loss{unit}", lines=tuple(alone["loss"])),
+        Panel(x=BLOCKS, y="agreement", lines=tuple(alone["agreement"]), share=True),
+    ]
+    if alone["loss"]:
+        yield _figure(
+            "logit-lens-streams", "Logit lens of single streams", panels, results,
+            "The same of each stream alone, through its own final norm and the output norm, the others absent.",
+        )  # fmt: skip
 
 
 def _pruning(results: Records) -> Iterator[Figure]:
@@ -150,14 +124,15 @@ def _pruning(results: Records) -> Iterator[Figure]:
             for number, kind in enumerate(kinds):
                 steps = range(first, first + len(rises[kind]))
                 lines.append(Line(name=run, run=run, number=number, x=steps, y=rises[kind], dotted=number > 0))
+    unit = _units(results)
     panels = [
-        Panel(x="last blocks without effect", y="rise of the loss", lines=tuple(last), zero=True),
-        Panel(x="block without effect", y="rise of the loss", lines=tuple(single), zero=True),
+        Panel(x="number of last blocks left out", y=f"rise of the loss{unit}", lines=tuple(last), zero=True),
+        Panel(x="block left out", y=f"rise of the loss{unit}", lines=tuple(single), zero=True),
     ]
     yield _figure(
         "pruning", "Loss without blocks", panels, results,
-        "Rise of the held-out loss (unit of the loss) without the last n blocks, and without one. Lines: blocks are "
-        "removed, the streams pass by. Dotted: their sublayers write 0, norms on the streams act.",
+        "Rise of the held-out loss without the last n blocks, and without one. Lines: blocks are removed, the streams "
+        "pass by. Dotted: their sublayers write 0, norms on the streams act.",
     )  # fmt: skip
 
 
@@ -170,8 +145,9 @@ def _depth(results: Records) -> Iterator[Figure]:
     blocks = "; ".join(f"{run} {found['effective_blocks']:.1f} of {found['blocks']}" for run, found in results.items())
     yield _figure(
         "effective-depth", "Influence of the blocks",
-        [Panel(x="block", y="1 - cosine", lines=tuple(lines), zero=True)], results,
-        f"Mean of 1 - cosine between a stream before and after each block. Effective blocks by the loss: {blocks}.",
+        [Panel(x="block", y="1 \N{MINUS SIGN} cosine", lines=tuple(lines), zero=True)], results,
+        "Mean of 1 \N{MINUS SIGN} cosine between a stream before and after each block. Effective blocks by the loss: "
+        f"{blocks}.",
     )  # fmt: skip
 
 
@@ -188,7 +164,7 @@ def _outliers(results: Records) -> Iterator[Figure]:
             first.append(Line(name="uniform", run="", x=places, y=attention["uniform"], dotted=True))
     panels = [Panel(x=BLOCKS, y="largest / median", lines=tuple(ratios), logarithmic=True)]
     if first:
-        panels.append(Panel(x="attention", y="attention to first token", lines=_distinct(first), zero=True))
+        panels.append(Panel(x="attention layer", y="attention to first token", lines=_distinct(first), zero=True))
     yield _figure(
         "outliers", "Outliers and attention sinks", panels, results,
         "Above: the largest |x| of a sample over the median, for each stream (massive activations reach 1,000). Below: "
@@ -204,12 +180,12 @@ def _quantisation(results: Records) -> Iterator[Figure]:
     yield Figure(
         name="quantisation",
         title="Loss after rounding",
-        caption="Rise of the held-out loss (unit of the loss) where the linear layers of the blocks compute with so "
+        caption="Rise of the held-out loss where the linear layers of the blocks compute with so "
         "many bits of weights (W) and activations (A).",
         alternative="; ".join(
             f"{run} {', '.join(f'{k} {v:+.3g}' for k, v in row.items())}" for run, row in rows.items()
         ),
-        draw=lambda theme: draw_rows(rows, "rise of the loss", "Loss after rounding", theme),
+        draw=lambda theme: draw_rows(rows, f"rise of the loss{_units(results)}", "Loss after rounding", theme),
     )
 
 
@@ -226,8 +202,8 @@ def _jacobians(results: Records) -> Iterator[Figure]:
         )
 
     panels = [
-        Panel(x=BLOCKS, y="largest, one sublayer", lines=over_depth(lambda r: r["largest"]), logarithmic=True),
-        Panel(x=BLOCKS, y="RMS, to the end", lines=over_depth(lambda r: r["to_end"]["rms"]), logarithmic=True),
+        Panel(x=BLOCKS, y="largest singular value", lines=over_depth(lambda r: r["largest"]), logarithmic=True),
+        Panel(x=BLOCKS, y="RMS to the end", lines=over_depth(lambda r: r["to_end"]["rms"]), logarithmic=True),
     ]
     checked = [max(found["identity"].values()) for found in results.values() if found["identity"]]
     identity = f" The formula of Eq. 8 holds to {max(checked):.0e}." if checked else ""
@@ -241,16 +217,16 @@ def _jacobians(results: Records) -> Iterator[Figure]:
 LASTS, SINGLES = ("last_removed", "last_zeroed"), ("removed", "zeroed")
 FIGURES: dict[str, Callable[[Records], Iterator[Figure]]] = {
     "hidden-magnitude": _magnitude,
-    "stream-share": _share,
+    "effective-depth": _depth,
     "fusion": _fusion,
+    "quantisation": _quantisation,
+    "stream-share": _share,
     "logit-lens": _lens,
     "pruning": _pruning,
-    "effective-depth": _depth,
     "outliers": _outliers,
-    "quantisation": _quantisation,
     "jacobians": _jacobians,
 }
-"""The figures of each analysis."""
+"""The figures of each analysis, in the order of a page: those of one height side by side."""
 
 
 # --- curves
@@ -273,6 +249,12 @@ def _by_stream(run: str, streams: Record, quantity: str) -> list[tuple[str, list
     return [(f"{run} {name}" if len(names) > 1 else run, [place.get(name) for place in places]) for name in names]
 
 
+def _units(results: Records) -> str:
+    """Return the unit of the losses in brackets; nothing where runs differ in it."""
+    units = {found["unit"] for found in results.values()}
+    return f" ({units.pop()})" if len(units) == 1 else ""
+
+
 def _distinct(lines: Sequence[Line]) -> tuple[Line, ...]:
     """Return the lines without repetitions of the same curve under the same name."""
     return tuple({(line.name, tuple(line.y)): line for line in lines}.values())
@@ -290,95 +272,5 @@ def _figure(name: str, title: str, panels: Sequence[Panel], results: Records, ca
 
 
 def _text(values: Sequence[float | None]) -> str:
-    finite = _finite(values)
-    return f"from {finite[0]:.3g} to {finite[-1]:.3g}" if len(finite) else "not finite"
-
-
-def _finite(values: Sequence[Any]) -> Any:
-    numbers = np.array([np.nan if value is None else float(value) for value in values])
-    return numbers[np.isfinite(numbers)]
-
-
-def draw_panels(panels: Sequence[Panel], runs: Sequence[str], title: str, theme: Theme) -> Drawing:
-    """Draw panels one above the other, each with the names of its curves beside it."""
-    styles = figure_style.styles_of(runs)
-    names = [line.name for panel in panels for line in panel.lines]
-    height = PANEL * len(panels) + 0.6
-    drawing = Drawing(figsize=(figure_style.WIDTH, height))
-    all_axes = drawing.subplots(len(panels), 1, squeeze=False)[:, 0]
-    drawing.subplots_adjust(
-        left=LEFT, right=1 - figure_style.label_room(names), top=1 - 0.36 / height, bottom=0.48 / height,
-        hspace=0.55 / PANEL * 1.3,
-    )  # fmt: skip
-    all_axes[0].set_title(title)
-    for axes, panel in zip(all_axes, panels, strict=True):
-        _draw_panel(axes, panel, styles, theme)
-    return drawing
-
-
-def _draw_panel(axes: Axes, panel: Panel, styles: Mapping[str, MethodStyle], theme: Theme) -> None:
-    if panel.logarithmic:
-        axes.set_yscale("log")
-    labels: dict[str, CurveLabel] = {}
-    for line in panel.lines:
-        style = _style(line, styles)
-        values = np.array([np.nan if value is None else float(value) for value in line.y])
-        axes.plot(
-            np.asarray(line.x, dtype=float), values, color=style.color(theme), linewidth=style.width,
-            linestyle=style.dash, marker="o", markersize=2.2 if line.dotted else 3.0,
-        )  # fmt: skip
-        finite = _finite(line.y)
-        if len(finite):
-            labels.setdefault(
-                line.name, CurveLabel(height=float(finite[-1]), text=figure_style.shortened(line.name), style=style)
-            )
-    if panel.zero:
-        axes.axhline(0, color=theme.muted, linewidth=0.8, zorder=1.5)
-    axes.set_xlabel(panel.x)
-    axes.set_ylabel(panel.y)
-    axes.yaxis.set_label_coords(0.048, 0.5, blended_transform_factory(axes.figure.transFigure, axes.transAxes))
-    figure_style.label_ends(axes, list(labels.values()), theme)
-
-
-def _style(line: Line, styles: Mapping[str, MethodStyle]) -> MethodStyle:
-    """Return the style of a line: the hue of its run, and a dash of its own among the run's curves."""
-    run = styles.get(line.run)
-    if line.dotted:
-        return MethodStyle(hue=run.hue if run else None, dash=DOTTED, marker="", width=1.0)
-    assert run is not None
-    dashes = figure_style.DASHES
-    place = (dashes.index(run.dash) + line.number) % len(dashes)
-    return MethodStyle(hue=run.hue, dash=dashes[place], marker="", width=run.width if not line.number else 1.3)
-
-
-# --- rows
-
-
-def draw_rows(rows: Mapping[str, Mapping[str, float | None]], label: str, title: str, theme: Theme) -> Drawing:
-    """Draw a row for every name, with a mark for each of its values; a legend names the marks."""
-    series = list(dict.fromkeys(name for row in rows.values() for name in row))
-    names = [figure_style.shortened(name) for name in rows]
-    height = 1.15 + 0.27 * len(rows)
-    drawing = Drawing(figsize=(figure_style.WIDTH, height))
-    axes = drawing.subplots()
-    drawing.subplots_adjust(
-        left=figure_style.name_room(names) + 0.03, right=0.96, top=1 - 0.62 / height, bottom=0.46 / height
-    )
-    hues = [theme.hues[hue] for hue in ("green", *figure_style.HUES)]
-    handles = []
-    for index, name in enumerate(series):
-        marker, color = figure_style.MARKERS[index % len(figure_style.MARKERS)], hues[index % len(hues)]
-        points = [(value, place) for place, row in enumerate(rows.values()) if (value := row.get(name)) is not None]
-        axes.plot(*zip(*points, strict=True), linestyle="", marker=marker, markersize=6, color=color, clip_on=False)
-        handles.append(Line2D([], [], linestyle="", marker=marker, markersize=6, color=color, label=name))
-    axes.axvline(0, color=theme.muted, linewidth=0.8)
-    axes.set_yticks(range(len(rows)), names)
-    axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlabel(label)
-    drawing.suptitle(title, x=0.02, y=1 - 0.06 / height, ha="left", va="top", fontsize=11, fontweight="bold")
-    drawing.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=(0.01, 1 - 0.26 / height), ncols=len(series), frameon=False,
-        fontsize=8.5, handletextpad=0.2, columnspacing=1.2, labelcolor=theme.muted,
-    )  # fmt: skip
-    return drawing
+    present = finite(values)
+    return f"from {present[0]:.3g} to {present[-1]:.3g}" if len(present) else "not finite"

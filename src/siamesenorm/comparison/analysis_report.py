@@ -8,12 +8,11 @@ from typing import Any
 from siamesenorm.analysis.analyses import ANALYSES
 from siamesenorm.analysis.stream_terms import mean_of_copies
 from siamesenorm.comparison import formatting
-from siamesenorm.comparison.analysis_figures import analysis_figures
+from siamesenorm.comparison.analysis_figures import FIGURES, analysis_figures
 from siamesenorm.comparison.curve_figures import draw_gradient_norms
 from siamesenorm.comparison.figure_style import Figure, styles_of
 from siamesenorm.comparison.formatting import NOTHING
 from siamesenorm.comparison.report_parts import (
-    Block,
     Code,
     Column,
     Entry,
@@ -53,17 +52,14 @@ def analysis_report(
             }
         )
     }
-    galleries: dict[str, Block] = {
-        TITLES[name]: Gallery(analysis_figures(found)) for name, found in by_analysis.items()
-    }
+    figures = [figure for name in FIGURES if name in by_analysis for figure in analysis_figures(by_analysis[name])]
     table = analysis_table(by_analysis, list(records))
     return Report(
         title=f"Analysis of {formatting.listed(list(records))}",
         subject=(f"{formatting.plural(len(records), 'trained model')}, on held-out samples.",),
         sections={
             table.title: table,
-            **galleries,
-            TITLES["gradient-norms"]: Gallery(gradient_norm_figures(runs)),
+            "By depth": Gallery((*figures, *gradient_norm_figures(runs))),
             "Left out": Statements(statements(refused or {})),
             "How to read this": Statements(statements({TITLES[name]: DEFINITIONS[name] for name in by_analysis})),
             "How to repeat it": Code(command),
@@ -220,7 +216,6 @@ TITLES = {
     "outliers": "Outliers and attention sinks",
     "quantisation": "Rounding",
     "jacobians": "Transition Jacobians",
-    "gradient-norms": "Gradient norms",
 }
 DEFINITIONS = {
     "hidden-magnitude": "Root mean square over the width, averaged over tokens, of each stream as the reads return it, "

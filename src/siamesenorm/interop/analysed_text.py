@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from siamesenorm.analysis.held_out import Analysis, HeldOut
 from siamesenorm.errors import UserError
-from siamesenorm.evaluation.evaluation import RAW, Record
-from siamesenorm.interop.library_models import TransformersModel, library_errors
+from siamesenorm.evaluation.evaluation import RAW, Record, make_record
+from siamesenorm.interop.language_models import open_language_model
+from siamesenorm.interop.library_models import TransformersModel
 from siamesenorm.interop.native_models import NativeModel
 from siamesenorm.interop.stored import detect
 
@@ -23,42 +24,37 @@ TOKEN_FILE = ".npy"
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """A language model with the tokens of a text, [windows, context + 1], that it is analysed on."""
+    """A language model, and windows of the tokens of a text, [windows, context + 1], that it is analysed on."""
 
-    path: Path
     model: nn.Module
     windows: Tensor
 
     @classmethod
     def open(cls, path: Path, text: Path, *, context: int, device: str = "cpu") -> TextModel:
-        """Return the model of a directory and a text, in windows of at most `context` tokens.
+        """Return the model in a directory with a text, in windows of at most `context` tokens.
 
         A file .npy holds token ids; any other one is text in UTF-8 for the tokenizer beside the model. Raises UserError
         for other models, for a text that is too short, and for ids that the model does not have.
         """
         stored = detect(path)
-        if isinstance(stored, NativeModel):
-            model: Any = stored.load()
-            longest, vocabulary = model.config.context, model.config.vocabulary
-        elif isinstance(stored, TransformersModel):
-            model = stored.load()
-            if not model.can_generate() or model.config.is_encoder_decoder:
-                raise UserError(f"{path} holds a {type(model).__name__}: name a language model without an encoder")
-            model.config.use_cache = False
-            longest = getattr(model.config, "max_position_embeddings", context)
-            vocabulary = model.get_input_embeddings().weight.shape[0]
-        else:
+        if not isinstance(stored, NativeModel | TransformersModel):
             raise UserError(f"{path} holds a {stored.name}, which reads no text: name a language model")
-        ids = _token_ids(text, stored)
+        if not text.is_file():
+            raise UserError(f"{text}: no such file: give a text, or token ids as {TOKEN_FILE}")
+        if text.suffix == TOKEN_FILE:
+            model, ids = stored.load().to(device), _read_ids(text)
+        else:
+            opened = open_language_model(str(path), device=torch.device(device))
+            model, ids = opened.model, torch.tensor(opened.encode([_read_text(text)])[0], dtype=torch.int64)
+        length, vocabulary = _limits(model, context)
         unknown = ids[(ids < 0) | (ids >= vocabulary)]
         if len(unknown):
             raise UserError(f"{text} has token {int(unknown[0])}, the model has {vocabulary}: give its own tokens")
-        length = min(context, longest)
         count = (len(ids) - 1) // length
         if count < 1:
             raise UserError(f"{text} has {len(ids)} tokens, a sample needs {length + 1}: give more, or less --context")
         windows = torch.stack([ids[k * length : (k + 1) * length + 1] for k in range(count)])
-        return cls(path, model.eval().to(device), windows.to(device))
+        return cls(model.eval(), windows.to(device))
 
     def held_out(self, samples: int) -> HeldOut:
         """Return the model on the first windows."""
@@ -74,7 +70,7 @@ class TextModel:
         return HeldOut(self.model, evaluate)
 
     def evaluate(
-        self, analyses: Sequence[Analysis], on_progress: Callable[[int, str], None] = lambda done, what: None
+        self, analyses: Sequence[Analysis], on_progress: Callable[[float, str], None] = lambda done, what: None
     ) -> list[Record]:
         """Return a record of each analysis; raises UserError before anything is computed where one does not fit."""
         for analysis in analyses:
@@ -84,41 +80,34 @@ class TextModel:
             on_progress(len(records), analysis.name)
             with torch.no_grad():
                 results = analysis.measure(self.held_out(analysis.samples))
-            records.append(
-                {
-                    "kind": "evaluation",
-                    "weights": RAW,
-                    "evaluation": analysis.name,
-                    "options": dict(analysis.options()),
-                    "results": results,
-                }
-            )
+            records.append(make_record(analysis, results, step=0, weights=RAW))
         return records
 
 
-def _token_ids(text: Path, stored: Any) -> Tensor:
-    """Return the token ids of a file, int64."""
-    if not text.is_file():
-        raise UserError(f"{text}: no such file: give a text, or token ids as {TOKEN_FILE}")
-    if text.suffix == TOKEN_FILE:
-        import numpy as np
+def _limits(model: Any, context: int) -> tuple[int, int]:
+    """Return the tokens of a window and the number of token ids; a model of transformers is set to keep no cache."""
+    if hasattr(model, "get_input_embeddings"):
+        model.config.use_cache = False
+        longest = getattr(model.config, "max_position_embeddings", context)
+        return min(context, longest), model.get_input_embeddings().weight.shape[0]
+    return min(context, model.config.context), model.config.vocabulary
 
-        try:
-            ids = np.load(text, allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{text} cannot be read ({error}): save an array of token ids") from error
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise UserError(f"{text} is {ids.dtype} {list(ids.shape)}: save whole numbers in one dimension")
-        return torch.from_numpy(ids.astype(np.int64))
+
+def _read_ids(file: Path) -> Tensor:
+    """Return token ids of a .npy file, int64."""
+    import numpy as np
+
     try:
-        content = text.read_text(encoding="utf-8")
+        ids = np.load(file, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read ({error}): save an array of token ids") from error
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise UserError(f"{file} is {ids.dtype} {list(ids.shape)}: save whole numbers in one dimension")
+    return torch.from_numpy(ids.astype(np.int64))
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{text} cannot be read as UTF-8 ({error}): give a text file") from error
-    if isinstance(stored, NativeModel):
-        return torch.tensor(list(stored.tokenizer().encode_batch([content])[0]), dtype=torch.int64)
-    library = stored.import_library()
-    if not any(stored.path.glob("tokenizer*")) and not any(stored.path.glob("vocab.*")):
-        raise UserError(f"{stored.path} has no tokenizer: save it beside the model, or give token ids as {TOKEN_FILE}")
-    with library_errors(stored.path):
-        tokenizer = library.AutoTokenizer.from_pretrained(stored.path, local_files_only=True)
-    return torch.tensor(tokenizer(content).input_ids, dtype=torch.int64)
+        raise UserError(f"{file} cannot be read as UTF-8 ({error}): give a text file") from error

@@ -1,0 +1,179 @@
+"""`siamesenorm analyze`: records in the runs, one page that compares them, rewired models, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import siamesenorm
+from siamesenorm.analysis import available_analyses, build_analysis
+from siamesenorm.cli import main
+from siamesenorm.comparison.analysis_figures import FIGURES, analysis_figures
+from siamesenorm.comparison.analysis_report import TITLES, analysis_table
+from siamesenorm.comparison.figure_style import DARK, LIGHT, applied
+from siamesenorm.errors import UserError
+from siamesenorm.evaluation.evaluation import TrainedRun
+from siamesenorm.training.loop import train
+from siamesenorm.training.run_record import read_metrics
+from training_runs import tiny_run, write_data
+
+TWO_STREAMS = ("stream-share", "fusion")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    directory = tmp_path_factory.mktemp("analyze")
+    data = write_data(directory / "data")
+    for name in ("siamese", "pre"):
+        train(tiny_run(data, steps=5, model={"topology": name}), directory / name)
+    return [directory / "siamese", directory / "pre"]
+
+
+@pytest.fixture(scope="module")
+def found(runs: list[Path]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the records of everything that fits, by the label of the run and the analysis."""
+    several = {}
+    for run in runs:
+        fits = [name for name in available_analyses() if run.name == "siamese" or name not in TWO_STREAMS]
+        analyses = [build_analysis(name, **({"tokens": 2} if name == "jacobians" else {"samples": 2})) for name in fits]
+        several[run.name] = {record["evaluation"]: record for record in TrainedRun(run).evaluate(analyses)}
+    return several
+
+
+def records(run: Path) -> dict[str, dict[str, Any]]:
+    return {record["evaluation"]: record for record in read_metrics(run / "evaluations.jsonl")}
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    capsys.readouterr()
+    assert main(["analyze", *map(str, words)]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("siamesenorm: ")]
+    return line
+
+
+def test_every_analysis_is_a_record_of_the_run(runs: list[Path], found: dict[str, dict[str, Any]]) -> None:
+    for run in runs:
+        kept = records(run)
+        assert all(kept[name]["results"] == record["results"] for name, record in found[run.name].items())
+        assert kept["pruning"]["options"] == {"samples": 2} and kept["pruning"]["step"] == 5
+        assert kept["pruning"]["results"]["loss"] == kept["quantisation"]["results"]["loss"]
+        assert max(kept["jacobians"]["results"]["identity"].values()) < 1e-13
+
+
+def test_the_page_compares_the_runs(runs: list[Path], tmp_path: Path) -> None:
+    what = ("hidden-magnitude", "stream-share")
+    assert main(["analyze", *map(str, runs), "--out", str(tmp_path), "--samples", "3", "--what", *what]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert not re.findall(r'(?:src|href)="(?!data:)[^"]*"', page), "the page needs no other file"
+    assert page.count("<figure") == 3, "two, and the gradient norms"
+    assert "pre, stream-share" in page and "has one stream" in page
+    numbers = json.loads((tmp_path / "analyses.json").read_text())
+    assert [record["evaluation"] for record in numbers["siamese"]] == [*what]
+    assert [record["evaluation"] for record in numbers["pre"]] == ["hidden-magnitude"]
+    kept = [each for each in read_metrics(runs[1] / "evaluations.jsonl") if each["options"] == {"samples": 3}]
+    assert [each["results"] for each in kept] == [numbers["pre"][0]["results"]]
+
+
+@pytest.mark.parametrize("name", available_analyses())
+def test_figures_name_their_axes_in_both_themes(name: str, found: dict[str, dict[str, Any]]) -> None:
+    figures = analysis_figures({label: several[name] for label, several in found.items() if name in several})
+    assert figures and name in FIGURES and name in TITLES
+    for figure, theme in product(figures, (LIGHT, DARK)):
+        assert figure.caption.endswith(".") and figure.alternative
+        with applied(theme):
+            drawing = figure.draw(theme)
+        for axes in drawing.axes:
+            assert axes.lines and axes.get_xlabel() and (axes.get_ylabel() or axes.get_yticklabels())
+
+
+def test_the_table_has_a_column_for_each_run_and_a_group_for_each_analysis(found: dict[str, dict[str, Any]]) -> None:
+    by_analysis = {
+        name: {label: several[name] for label, several in found.items() if name in several}
+        for name in available_analyses()
+    }
+    table = analysis_table(by_analysis, list(found))
+    assert [column.title for column in table.columns] == ["quantity", "siamese", "pre"]
+    assert [group.title for group in table.groups] == [TITLES[name] for name in available_analyses()]
+    assert all(len(row) == 3 and row[1:] for group in table.groups for row in group.rows)
+
+
+def test_figures_are_of_one_analysis(found: dict[str, dict[str, Any]]) -> None:
+    with pytest.raises(UserError, match=r"fusion, pruning"):
+        analysis_figures({"a": found["siamese"]["pruning"], "b": found["siamese"]["fusion"]})
+    with pytest.raises(UserError, match="no figure"):
+        analysis_figures({"a": {"evaluation": "held-out", "results": {}}})
+
+
+def test_what_is_named_and_does_not_fit_is_refused(runs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    before = (runs[1] / "metrics.jsonl").read_bytes()
+    assert "one stream" in refusal(capsys, runs[1], "--what", "stream-share")
+    assert "did you mean pruning" in refusal(capsys, runs[1], "--what", "prunning")
+    assert "--text" in refusal(capsys, runs[1].parent)
+    assert "at least 1" in refusal(capsys, runs[1], "--samples", 0)
+    assert (runs[1] / "metrics.jsonl").read_bytes() == before
+
+
+def test_two_runs_of_one_method_have_their_directories_as_names(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = shutil.copytree(runs[1], tmp_path / "again")
+    capsys.readouterr()
+    assert main(["analyze", str(runs[1]), str(again), "--what", "pruning", "--samples", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out).keys() == {"pre (pre)", "pre (again)"}
+
+
+@pytest.fixture(scope="module")
+def rewired(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Path]:
+    """Return a rewired Llama, its directory, and a file of token ids."""
+    from huggingface_hosts import VOCABULARY, build_host
+
+    directory = tmp_path_factory.mktemp("rewired")
+    model = build_host("llama")
+    siamesenorm.rewire(model, "siamese-post-pre")
+    model.save_pretrained(directory / "model")
+    ids = torch.randint(3, VOCABULARY, (61,), generator=torch.Generator().manual_seed(2))
+    np.save(directory / "ids.npy", ids.numpy())
+    return model, directory / "model", directory / "ids.npy"
+
+
+def test_a_rewired_model_is_analysed_on_tokens(
+    rewired: tuple[Any, Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, directory, tokens = rewired
+    assert main(["analyze", str(directory), "--text", str(tokens), "--context", "12", "--tokens", "2", "--json"]) == 0
+    found = {each["evaluation"]: each["results"] for each in json.loads(capsys.readouterr().out)["model"]}
+    assert found.keys() == set(available_analyses())
+    windows = torch.from_numpy(np.load(tokens))[:60].view(5, 12)
+    following = torch.from_numpy(np.load(tokens))[1:61].view(5, 12)
+    with torch.no_grad():
+        loss = float(F.cross_entropy(model(windows).logits.flatten(0, 1), following.flatten()))
+    assert found["pruning"]["loss"] == pytest.approx(loss, rel=1e-5) == found["logit-lens"]["loss"][-1]
+    assert found["pruning"]["last_removed"][2] == pytest.approx(found["logit-lens"]["loss"][0])
+    assert max(found["stream-share"]["activations"]["bounded"]) == 0.0, "the model starts as the Pre-Norm one it was"
+    assert found["logit-lens"]["streams"]["identity"]["agreement"][-1] == 1.0
+    assert len(found["outliers"]["attention"]["first"]) == 2 and found["quantisation"]["layers"] == 14
+    assert max(found["jacobians"]["identity"].values()) < 1e-13
+
+
+def test_text_that_a_model_cannot_read_is_refused(
+    rewired: tuple[Any, Path, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    _, directory, _ = rewired
+    np.save(tmp_path / "large.npy", np.full(40, 1000))
+    np.save(tmp_path / "short.npy", np.full(5, 3))
+    np.save(tmp_path / "real.npy", np.full(40, 0.5))
+    (tmp_path / "text.txt").write_text("some words")
+    for name, reason in (
+        ("large.npy", "token 1000"), ("short.npy", "5 tokens"), ("real.npy", "float64"), ("text.txt", "no tokenizer"),
+        ("none.txt", "no such file"),
+    ):  # fmt: skip
+        assert reason in refusal(capsys, directory, "--text", tmp_path / name, "--context", 12)
