@@ -65,13 +65,13 @@ def item_report(results: ItemResults, *, title: str = "") -> Report:
     findings = {name: find(each) for name, each in results.grids.items()}
     first = next(iter(results.grids.values()))
     here = tuple(f"{_named(name)}{comparison_report.budget_sentence(r.runs[0])}" for name, r in results.grids.items())
-    published = published_table(results, findings)
+    published = published_table(results)
     sections: dict[str, Block] = {
         "What came out": Statements(statements(summary(judged)), tone="conclusions"),
         "Claims": claims_table(judged),
         published.title: published,
         **(league_sections(results) if item.name == "league" else {}),
-        **{table.title: table for table in grid_tables(findings)},
+        **{table.title: table for table in grid_tables(results, findings)},
         "Figures": Gallery(tuple(item_figures(results, findings))),
         "How far the scale differs": scale_table(results),
         "Definitions": Statements(statements(definitions(results))),
@@ -104,14 +104,14 @@ def claims_table(judged: tuple[JudgedClaim, ...]) -> Table:
     """Build the table of claims: the published effect, ours with both intervals, and the outcome."""
     columns = (
         Column("Claim", "what the paper reports", numeric=False),
-        Column("Measure", "what is compared, and its unit", numeric=False),
+        Column("Outcome", "by the Holm interval", numeric=False),
         Column("Published", "the effect in the paper: method minus baseline, in nats from the perplexities"),
         Column("Ours", "the mean over paired seeds"),
-        Column("95 % t interval", "of this effect alone"),
         Column("Holm interval", "widened so that all claims of the page together are wrong at most once in 20"),
+        Column("95 % t interval", "of this effect alone"),
         Column("Seeds", "seeds that all cells of the claim have"),
         Column("Direction", "whether the mean has the published sign", numeric=False),
-        Column("Outcome", "by the Holm interval", numeric=False),
+        Column("Measure", "what is compared, and its unit", numeric=False),
     )
     rows = tuple(map(_claim_row, judged))
     return Table("Claims", columns, (RowGroup("", rows),) if rows else ())
@@ -124,65 +124,71 @@ def _claim_row(each: JudgedClaim) -> Row:
     direction = {None: NOTHING, True: "same", False: "other"}[each.same_direction]
     return (
         Entry(claim.text),
-        Entry(f"{measure.label}, {measure.unit}" if measure.unit else measure.label),
+        Entry(pill=Pill(each.outcome, each.outcome)),
         Entry("; ".join(filter(None, (stated, *each.published_verdicts))) or NOTHING),
         Entry(NOTHING if interval is None else formatting.signed(interval.mean, measure.decimals)),
-        Entry(NOTHING if interval is None else formatting.interval(interval)),
         Entry(NOTHING if each.corrected is None else formatting.interval(each.corrected)),
+        Entry(NOTHING if interval is None else formatting.interval(interval)),
         Entry(str(len(each.effect.by_seed))),
         Entry(direction),
-        Entry(pill=Pill(each.outcome, each.outcome)),
+        Entry(f"{measure.label}, {measure.unit}" if measure.unit else measure.label),
     )
 
 
-def published_table(results: ItemResults, findings: dict[str, Findings]) -> Table:
+def published_table(results: ItemResults) -> Table:
     """Build the table of published numbers beside ours, at every rate of every grid that has some."""
     metrics = next(iter(results.grids.values())).metrics
-    columns = (
-        METHOD,
-        Column("Published", "what the paper states: verdict, and numbers as they are written there", numeric=False),
-        *(Column(f"Ours, {metric.label}", "held out, mean ± half width of the 95 % t interval") for metric in metrics),
-        Column("Verdict", "ours, the worst of the seeds", numeric=False),
-        Column("Seeds", "seeds of our runs"),
-        Column("Setting of the paper", "table, learning rate and tokens", numeric=False),
-    )
-    groups = []
+    groups: dict[str, list[PublishedRow]] = {}
     for name in results.grids:
         grid = results.grid(name)
-        workload = results.item.workload(grid, results.scale)
-        positions: list[int | None] = [None] if grid.chosen else list(grid.rates or range(len(workload.rates)))
+        rates = results.item.workload(grid, results.scale).rates
+        positions: list[int | None] = [None] if grid.chosen else list(grid.rates or range(len(rates)))
         for position in positions:
             rows = [row for m in grid.methods if (row := find_published(results.item.name, name, m, position))]
-            if rows:
-                given = "" if position is None else formatting.rate(workload.rates[position])
-                at = f"learning rate {given}" if given else "own best rate"
-                title = ", ".join(filter(None, (name, at)))
-                groups.append(RowGroup(title, tuple(_published_row(results, row) for row in rows)))
-    return Table("Published and ours", columns, tuple(groups))
+            at = "own best rate" if position is None else f"learning rate {formatting.rate(rates[position])}"
+            groups[", ".join(filter(None, (name, at)))] = rows
+    values = tuple(dict.fromkeys(value for rows in groups.values() for row in rows for value in row.values))
+    paper = [Column(f"Paper, {NAMES.get(each, each.replace('_', ' '))}", "as it is published") for each in values]
+    columns = (
+        METHOD,
+        *paper[:1],
+        *(Column(f"Ours, {metric.label}", "held out, mean ± half width of the 95 % t interval") for metric in metrics),
+        Column("Paper, verdict", "diverged, or with loss spikes", numeric=False),
+        Column("Ours, verdict", "the worst of the seeds", numeric=False),
+        Column("Seeds", "seeds of our runs"),
+        *paper[1:],
+        Column("Setting of the paper", "table, learning rate and tokens", numeric=False),
+    )
+    shown = (
+        RowGroup(title, tuple(_published_row(results, row, values) for row in rows)) for title, rows in groups.items()
+    )
+    return Table("Published and ours", columns, tuple(group for group in shown if group.rows))
 
 
-def _published_row(results: ItemResults, row: PublishedRow) -> Row:
+def _published_row(results: ItemResults, row: PublishedRow, values: tuple[str, ...]) -> Row:
     runs = tuple(results.runs_in(Cell(row.method, row.grid, row.rate)).values())
     outcome = Outcome(method=row.method, learning_rate=runs[0].learning_rate if runs else 0.0, runs=runs)
     metrics = next(iter(results.grids.values())).metrics
-    stated = ", ".join(f"{NAMES.get(name, name.replace('_', ' '))} {value:g}" for name, value in row.values.items())
+    stated = [Entry(f"{row.values[name]:g}" if name in row.values else NOTHING) for name in values]
     return (
         Entry(row.method),
-        Entry(", ".join(filter(None, (row.verdict, stated)))),
+        *stated[:1],
         *(Entry(estimate_text(outcome.metric(each.name), each.format)) for each in metrics),
+        Entry(pill=Pill(row.verdict, row.verdict)) if row.verdict else Entry(NOTHING),
         verdict_entry(outcome),
         Entry(str(len(outcome.complete))),
+        *stated[1:],
         Entry(f"{row.table}, {row.setting}"),
     )
 
 
-def grid_tables(findings: dict[str, Findings]) -> Iterator[Table]:
-    """Yield the tables of every grid: at the chosen rates and against the baselines, or by learning rate."""
+def grid_tables(results: ItemResults, findings: dict[str, Findings]) -> Iterator[Table]:
+    """Yield the tables of every grid: by learning rate, and before it, where rates are chosen, those at them."""
     for name, each in findings.items():
-        tables = [by_learning_rate(each)]
-        if any(run.part == "report" for run in each.results.runs) and each.comparisons:
+        tables = [by_learning_rate(each), *accuracy_tables(each)]
+        if results.grid(name).chosen:
             tables = [at_chosen_rates(each), against_baselines(by_kind(each.comparisons), each.results.unit), *tables]
-        for table in (*tables, *accuracy_tables(each)):
+        for table in tables:
             yield Table(f"{_named(name)}{table.title}", table.columns, table.groups)
 
 
