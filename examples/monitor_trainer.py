@@ -13,7 +13,7 @@ import siamesenorm
 from siamesenorm.analysis.stream_monitor import StreamMonitor
 from siamesenorm.interop.callbacks import StreamMonitorCallback
 from siamesenorm.training.config import OptimizerConfig
-from siamesenorm.training.optimizer import build_optimizer
+from siamesenorm.training.optimizer import build_optimizers
 
 torch.manual_seed(0)
 config = LlamaConfig(hidden_size=32, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, vocab_size=32)
@@ -22,7 +22,7 @@ siamesenorm.rewire(model, "siamese")
 
 texts = (torch.arange(16) * step + start for step in range(1, 5) for start in range(32))  # counting on by 1, 2, 3, 4
 dataset = [{"input_ids": text % 32, "labels": text % 32} for text in texts]
-optimizer = build_optimizer(model, OptimizerConfig(learning_rate=1e-2, weight_decay=0.1))
+(optimizer,) = build_optimizers(model, OptimizerConfig(learning_rate=1e-2, weight_decay=0.1))
 monitor = StreamMonitor(model, every=10)
 
 with TemporaryDirectory() as directory:

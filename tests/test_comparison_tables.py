@@ -5,14 +5,17 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from comparison_sweeps import METHODS, PRE, SyntheticMethod, runs_of, write_sweep
 from siamesenorm.comparison import formatting
+from siamesenorm.comparison.accuracy_tables import accuracy_tables
 from siamesenorm.comparison.comparison_report import definitions, method_notes, subject
 from siamesenorm.comparison.comparison_tables import (
     against_baselines,
@@ -268,3 +271,34 @@ def test_quantities_are_written_for_people() -> None:
     assert [formatting.seconds(value) for value in (0.0416, 0.9999, 12.5)] == ["41.6 ms", "1.00 s", "12.5 s"]
     assert formatting.interval(Estimate(mean=-0.02, half_width=0.03, count=4)) == "[−0.0500, +0.0100]"
     assert formatting.listed(["a"]) == "a" and formatting.listed(["a", "b", "c"]) == "a, b and c"
+
+
+def choice_record(step: int, acc: float, *, digest: str = "d", weights: str = "raw") -> dict[str, Any]:
+    """Return a record of two tasks, of which the second counts per character."""
+    tasks = {
+        "arc_easy": {"acc": acc, "acc_per_char": 0.0, "primary": "acc", "items": 10},
+        "piqa": {"acc": 0.0, "acc_per_char": acc / 2, "primary": "acc_per_char", "items": 10},
+    }
+    return {
+        "kind": "evaluation", "step": step, "weights": weights, "evaluation": "multiple-choice",
+        "options": {"tasks": list(tasks), "split": "validation", "digest": digest},
+        "results": {**tasks, "average": 0.75 * acc},
+    }  # fmt: skip
+
+
+def test_accuracies_come_from_the_last_records_of_the_same_items(tmp_path: Path) -> None:
+    runs = runs_of([PRE, METHODS[-1]], rates=(2e-3,), seeds=(0, 1), steps=40)
+    sweep = write_sweep(tmp_path, runs)
+    assert accuracy_tables(find(read_experiment(sweep))) == ()
+    for number, run in enumerate(runs):
+        lines = [choice_record(40, 0.5 + 0.1 * number), choice_record(20, 0.9), choice_record(40, 0.1, weights="ema")]
+        file = sweep / "runs" / run.identity / "evaluations.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (table,) = accuracy_tables(find(read_experiment(sweep)))
+    row = cells(table, "Learning rate 2e-3")
+    assert (row["pre"]["Seeds"].text, row["pre"]["ARC-E"].text.split(" ")[0]) == ("2", "55.00")
+    assert row["siamese"]["PIQA"].text.startswith("37.50") and row["siamese"]["Average"].text.startswith("56.25")
+    assert row["siamese"]["ARC-E"].strong and not row["pre"]["ARC-E"].strong
+    with file.open("a") as more:
+        more.write(json.dumps(choice_record(40, 0.5, digest="other")) + "\n")
+    assert len(accuracy_tables(find(read_experiment(sweep)))) == 2, "other items are no row of the same table"

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from checkpoint_stages import watch_stages
 from siamesenorm.cli import main
 from siamesenorm.comparison.results import read_run
 from siamesenorm.errors import UserError
@@ -268,9 +269,22 @@ def test_a_model_without_a_run_has_the_scores_of_the_run(
     assert "tokenizer.json" in refusal(capsys, tmp_path / "model", "--tasks", language)
 
 
-def test_tasks_inside_training_change_no_number_of_it(language: Path, tmp_path: Path) -> None:
+def test_tasks_inside_training_change_no_number_of_it(
+    language: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = TrainedRun(language / "seed-0").config
+    config = dataclasses.replace(config, execution=dataclasses.replace(config.execution, checkpoint_every=2))
     options = EvaluationOptions(every=3, tasks=str(language), limit=4)
+    stages: list[str] = []
+
+    def interrupt(stage: str) -> None:
+        stages.append(stage)
+        if stages.count(stage) == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        watch_stages(interrupt, patch.setattr)
+        train(config, tmp_path / "run", instruments=options.instruments(config))
     train(config, tmp_path / "run", instruments=options.instruments(config))
     rest = [record for record in records(tmp_path / "run") if record["kind"] != "evaluation"]
     assert rest == records(language / "seed-0")
@@ -293,6 +307,7 @@ def test_what_cannot_be_scored_gets_one_line(
     run = language / "seed-1"
     assert "--tasks" in refusal(capsys, classifier, "--tasks", language)
     assert "--tasks" in refusal(capsys, run, "--against", run)
+    assert "--tasks" in refusal(capsys, run, "--against", classifier, "--tasks", language)
     assert "did you mean" in refusal(capsys, run, "--tasks", language, "--task-names", "arc_esy")
     (tmp_path / "bad.txt").write_bytes(b"\xff")
     assert "UTF-8" in refusal(capsys, run, "--text", tmp_path / "bad.txt")

@@ -16,6 +16,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from pages import fill_tables
 from siamesenorm.data.tokenizer import ByteTokenizer
 from siamesenorm.errors import UserError
 from siamesenorm.evaluation.causal_models import Batch
@@ -252,3 +253,14 @@ def test_tasks_that_are_not_there_are_named(tmp_path: Path) -> None:
             read_tasks(source, names=names)
     with pytest.raises(UserError, match="no task"):
         read_tasks(tmp_path, split="test")
+
+
+def test_the_page_has_the_committed_comparison_with_the_harness() -> None:
+    root = Path(__file__).parents[1]
+    page = root / "docs/evaluation.md"
+    assert fill_tables(page.read_text(), page.parent) == page.read_text(), "python benchmarks/pages.py"
+    rows = json.loads((root / "benchmarks/scorer_agreement.json").read_text())["rows"]
+    compared = [row for row in rows if row["model"] != "known"]
+    assert len(compared) == 14 and len(rows) >= 20
+    assert all(row["largest_difference_in_nats"] < 1e-4 and row["other_answers"] == 0 for row in compared)
+    assert all(row["ratio"] > 1 and row.get("with_other_tokens", 0) == 0 for row in compared)

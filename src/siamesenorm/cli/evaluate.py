@@ -135,9 +135,11 @@ def run(arguments: Arguments) -> None:
     if arguments.against and choice is None:
         raise UserError(f"--against {arguments.against} compares both on items: give their files with --tasks")
     model = open_model(arguments, arguments.model)
+    other = open_model(arguments, arguments.against) if arguments.against else None
+    if isinstance(other, TrainedRun) and choice is not None:
+        choice.require(other.task)
     records = evaluate(model, evaluations(arguments, model))
-    if arguments.against and choice is not None:
-        other = open_model(arguments, arguments.against)
+    if other is not None and choice is not None:
         evaluate(other, [choice])
         paired = [paired_record(model, other, choice, weights=kind) for kind in model.kinds if kind in other.kinds]
         keep_records(model.directory.evaluations_file, paired)

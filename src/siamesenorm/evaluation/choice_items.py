@@ -85,17 +85,18 @@ def _items(task: ChoiceTask, source: str | Path | None, split: str) -> Iterator[
     if task.name == GENERATED:
         yield from generate_arithmetic()
         return
-    place, rows = "", _hub_rows(task, split)
-    if source != HUB:
-        file = _file(Path(str(source)), task.name, split)
-        assert file is not None
-        place, rows = str(file), ((where, row) for where, row, _ in read_json_lines(file))
+    file = None if source in (HUB, None) else _file(Path(str(source)), task.name, split)
+    rows = _hub_rows(task, split) if file is None else _file_rows(file)
     number = 0
-    with disk_errors(Path(place)):
-        for number, (where, row) in enumerate(rows, 1):
-            yield read_item(task, row, where, str(number))
+    for number, (place, row) in enumerate(rows, 1):
+        yield read_item(task, row, place, str(number))
     if not number:
-        raise UserError(f"{place or task.repository} holds no item: give lines with question, choices and label")
+        raise UserError(f"{file or task.repository} holds no item: give lines with question, choices and label")
+
+
+def _file_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with disk_errors(file):
+        yield from ((place, row) for place, row, _ in read_json_lines(file))
 
 
 def _hub_rows(task: ChoiceTask, split: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -48,7 +48,7 @@ def league_sections(results: ItemResults) -> dict[str, Block]:
     table = Table("The league", columns, (RowGroup("", (*rows, *failed)),)).without_empty_columns()
     return {
         "The league": table,
-        "How to read the league": Statements(named_statements(_definitions(band, curve))),
+        "How to read the league": Statements(named_statements(_definitions(band, curve, bool(results.costs)))),
     }
 
 
@@ -117,7 +117,7 @@ def _mean_loss(choice: Choice) -> float:
     return statistics.fmean(choice.losses.values()) if choice.losses else choice.selection.score
 
 
-def _definitions(band: tuple[float, float] | None, curve: dict[float, float]) -> dict[str, str]:
+def _definitions(band: tuple[float, float] | None, curve: dict[float, float], measured: bool) -> dict[str, str]:
     between = f"between {band[0]:.4f} and {band[1]:.4f} here" if band else "not known before two seeds have ended"
     points = ", ".join(f"{steps:g} steps {loss:.4f}" for steps, loss in curve.items())
     return {
@@ -125,5 +125,7 @@ def _definitions(band: tuple[float, float] | None, curve: dict[float, float]) ->
         "Noise": f"The interval in which the loss of one more run of Pre-Norm falls, {between}.",
         "Speedup": f"From Pre-Norm's own losses by number of steps ({points}), interpolated in their logarithms. A "
         "loss outside of them gives a bound.",
-        "Step": "Measured apart from the runs, on one thread of a CPU with plain operators; kernels on a GPU differ.",
+        "Step": "Measured apart from the runs, on one thread of a CPU with plain operators; kernels on a GPU differ."
+        if measured
+        else "The median over the faster half of the steps, where every run was trained alone on its device.",
     }
