@@ -17,7 +17,7 @@ from siamesenorm.errors import UserError
 from siamesenorm.interop import wiring
 from siamesenorm.interop.find_blocks import find_blocks
 from siamesenorm.interop.rewired_blocks import BlockSpec, BlockStack
-from siamesenorm.interop.shadow import awake_copy, small_inputs, undisturbed
+from siamesenorm.interop.shadow import awake_copy, share_copy, small_inputs, undisturbed
 from siamesenorm.models.block import ResidualPath
 from siamesenorm.norms import NormSpec
 from siamesenorm.norms.foreign_norms import looks_like_norm
@@ -102,7 +102,7 @@ def confirm(model: nn.Module, stack: BlockStack, topology: Topology, norm: NormS
     if inputs is None and structure in _VERIFIED:
         return
     with undisturbed(model):
-        shadow = awake_copy(model)
+        shadow = share_copy(model).eval()
         given = small_inputs(shadow, stack.name) if inputs is None else dict(inputs)
         before = _outputs(shadow(**given or {}))
         other = find_blocks(shadow)
