@@ -16,10 +16,12 @@ from report_tables import fill_tables
 from siamesenorm.cli import main, reproduce
 from siamesenorm.comparison import experiment_runner, report_writer
 from siamesenorm.comparison.experiment_plan import read_plan
+from siamesenorm.comparison.report_writer import report_in_markdown
 from siamesenorm.recipes import scales
 from siamesenorm.recipes.claims import MEASURES, Cell, ClaimOutcome, judge_claims
 from siamesenorm.recipes.item import Item, RunGrid
 from siamesenorm.recipes.item_claims import against, claims_of
+from siamesenorm.recipes.item_report import item_report
 from siamesenorm.recipes.item_results import read_item
 from siamesenorm.recipes.items import ITEMS
 from siamesenorm.recipes.prices import count_operations
@@ -217,9 +219,40 @@ def test_items_share_their_runs_and_rates_are_extended_at_edges(small_world: tup
     assert judged[0].effect.by_seed == pytest.approx(dict.fromkeys(range(2), gap))
     assert judged[-1].outcome is ClaimOutcome.NOT_RUN
     page = (path / "out/mini/table1/report/report.md").read_text()
+    assert "[arxiv.org/abs/2602.08064v1](https://arxiv.org/abs/2602.08064v1)" in page, "where the numbers are from"
+    assert "- **siamese**: " in page and page.index("What the outcomes mean") < page.index("## Claims")
     assert "11.21" in page and judged[0].claim.text in page and next((path / "out/runs").iterdir()).name in page
-    assert "speedup" in (path / "out/mini/league/report/report.md").read_text().lower()
+    league = (path / "out/mini/league/report/report.md").read_text()
+    assert "speedup" in league.lower() and "- **League: lowest held-out loss**: pre at 1e-3" in league
+    assert "- **League: noise**: One more seed of pre falls between" in league
     assert main(["report", "out/mini/table1"]) == 0
+
+
+def test_a_page_has_the_data_and_the_commands_of_all_grids_and_reductions_beside_published_ones(
+    small_world: tuple[Path, Workers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = small_world
+    grids = (
+        RunGrid(name="three rates", methods=("pre", "siamese"), rates=(1,)),
+        RunGrid(name="other", methods=("pre",), rates=(0,)),
+    )
+    monkeypatch.setitem(ITEMS, "table2", Item(name="table2", paper="", title="two", published="", grids=grids))
+    command = ["reproduce", "table2", "--data", "data", "--out", "out", "--jobs", "1"]
+    monkeypatch.setattr("sys.argv", ["siamesenorm", *command])
+    assert main(command) == 0
+    plan = path / "out/mini/table2/other/plan.json"
+    plan.write_text(plan.read_text().replace("reproduce table2", "reproduce table2 --minutes 9"))
+    page = report_in_markdown(item_report(read_item(path / "out/mini/table2")))
+    assert f"{command[0]} table2 --data" in page and "reproduce table2 --minutes 9 --data" in page
+    assert page.count("Data: ") == 1 and "Other: Model: " in page
+    row = next(line for line in page.splitlines() if line.startswith("| siamese | 0.41 |"))
+    ours = float(row.split("|")[3].split("±")[0].replace("−", "-"))
+    losses = {
+        run.method: run.held_out["perplexity"]
+        for run in read_item(path / "out/mini/table2").grids["three rates"].runs
+        if run.seed == 0
+    }
+    assert ours == pytest.approx(losses["pre"] - losses["siamese"], rel=0.05)
 
 
 def test_what_stopped_goes_on(small_world: tuple[Path, Workers]) -> None:

@@ -26,6 +26,8 @@ from siamesenorm.files import disk_errors, write_atomically
 TERMINAL_STYLES = {"good": "green", "warn": "yellow", "dull": "magenta", "bad": "red"}
 NO_BREAK = "\N{NON-BREAKING HYPHEN}"
 NUMBER = {True: ' class="number"', False: ""}
+LONG = 24
+"""A text of more characters breaks into lines, so that the columns behind it are on the screen."""
 
 
 def write_report(report: Report, out: Path) -> Path:
@@ -199,11 +201,15 @@ def _group(group: RowGroup, columns: Sequence[Column]) -> str:
     rows = [f"<tr>{title}</tr>\n"] if group.title else []
     for first, *values in group.rows:
         cells = (
-            f"<td{NUMBER[column.numeric]}>{_entry(entry, pill_first=column.numeric)}</td>"
+            f"<td{NUMBER[True] if column.numeric else _long(entry)}>{_entry(entry, pill_first=column.numeric)}</td>"
             for entry, column in zip(values, columns[1:], strict=True)
         )
-        rows.append(f'<tr><th scope="row">{escape(first.text)}</th>{"".join(cells)}</tr>\n')
+        rows.append(f'<tr><th scope="row"{_long(first)}>{escape(first.text)}</th>{"".join(cells)}</tr>\n')
     return f"<tbody>\n{''.join(rows)}</tbody>\n"
+
+
+def _long(entry: Entry) -> str:
+    return ' class="long"' if len(entry.text) > LONG else ""
 
 
 def _entry(entry: Entry, *, pill_first: bool) -> str:

@@ -16,13 +16,11 @@ from siamesenorm.comparison.comparison_tables import (
     at_chosen_rates,
     by_kind,
     by_learning_rate,
-    estimate_text,
     runs_csv,
-    verdict_entry,
 )
 from siamesenorm.comparison.curve_figures import curve_figures
 from siamesenorm.comparison.figure_style import Figure
-from siamesenorm.comparison.findings import Findings, Outcome, find
+from siamesenorm.comparison.findings import Findings, find
 from siamesenorm.comparison.formatting import NOTHING
 from siamesenorm.comparison.rate_figures import rate_figures
 from siamesenorm.comparison.report_parts import (
@@ -34,16 +32,17 @@ from siamesenorm.comparison.report_parts import (
     Report,
     Row,
     RowGroup,
+    Statement,
     Statements,
     Table,
     statements,
 )
-from siamesenorm.comparison.results import Record
-from siamesenorm.recipes.claims import MEASURES, Cell, ClaimOutcome, JudgedClaim
+from siamesenorm.comparison.results import ExperimentResults, Record
+from siamesenorm.recipes.claims import MEASURES, ClaimOutcome, JudgedClaim
 from siamesenorm.recipes.item_results import ItemResults
 from siamesenorm.recipes.league import league_sections
 from siamesenorm.recipes.prices import items_of, price_of
-from siamesenorm.recipes.published_numbers import PublishedRow, find_published
+from siamesenorm.recipes.published_table import published_of, published_table, sources
 from siamesenorm.recipes.scales import Scale
 from siamesenorm.training.config import RunConfig
 
@@ -56,35 +55,82 @@ WORDS = {
 }
 
 
-NAMES = {"ppl": "PPL", "fid": "FID", "ppl_reduction": "PPL lower by"}
-
-
 def item_report(results: ItemResults, *, title: str = "") -> Report:
     """Return the page of an item."""
     item, judged = results.item, results.judged()
     findings = {name: find(each) for name, each in results.grids.items()}
-    first = next(iter(results.grids.values()))
-    here = tuple(f"{_named(name)}{comparison_report.budget_sentence(r.runs[0])}" for name, r in results.grids.items())
     published = published_table(results)
+    leading = tuple(leaders(findings)) if item.ranked else ()
     sections: dict[str, Block] = {
-        "What came out": Statements(statements(summary(judged)), tone="conclusions"),
+        "What came out": Statements((*leading, *statements(summary(judged))), tone="conclusions"),
+        "What the outcomes mean": Statements(statements(outcome_words(judged))),
         "Claims": claims_table(judged),
         published.title: published,
+        "Sources of the published numbers": Statements(tuple(sources(published_of(results)))),
         **(league_sections(results) if item.ranked else {}),
         **{table.title: table for table in grid_tables(results, findings)},
+        "The methods": Statements(methods(findings)),
         "Figures": Gallery(tuple(item_figures(results, findings))),
         "How far the scale differs": scale_table(results),
         "Definitions": Statements(statements(definitions(results))),
         "Verdicts": Statements(comparison_report.VERDICTS),
         "The runs": runs_table(results),
-        **comparison_report.closing_sections(first),
+        **comparison_report.closing_sections(together(results)),
     }
     return Report(
         title=title or item.heading,
-        subject=(f"Published: {item.published}", comparison_report.data_sentence(first), *here),
+        subject=(f"Published: {item.published}", *subject(results)),
         sections={title: block for title, block in sections.items() if getattr(block, "groups", True)},
         records={f"{results.grid(name).directory}.csv": runs_csv(each) for name, each in results.grids.items()},
     )
+
+
+def subject(results: ItemResults) -> Iterator[str]:
+    """Yield the data of the grids, each once, and the model and the steps of every grid."""
+    data: dict[str, list[str]] = {}
+    for name, each in results.grids.items():
+        data.setdefault(comparison_report.data_sentence(each), []).append(name)
+    for sentence, names in data.items():
+        yield sentence if len(data) == 1 else f"{_named(formatting.listed(names))}{sentence}"
+    for name, each in results.grids.items():
+        yield f"{_named(name)}{comparison_report.budget_sentence(each.runs[0])}"
+
+
+def together(results: ItemResults) -> ExperimentResults:
+    """Return the runs of all grids, each once, with the commands of all plans."""
+    grids = list(results.grids.values())
+    commands = dict.fromkeys(each.plan.command for each in grids if each.plan.command)
+    return dataclasses.replace(
+        grids[0],
+        plan=dataclasses.replace(grids[0].plan, command="\n".join(commands)),
+        runs=tuple({run.identity: run for each in grids for run in each.runs}.values()),
+        missing={name: why for each in grids for name, why in each.missing.items()},
+    )
+
+
+def methods(findings: dict[str, Findings]) -> tuple[Statement, ...]:
+    """Return what the names of the methods of all grids mean."""
+    notes = {note.topic: note for each in findings.values() for note in comparison_report.method_notes(each)}
+    return tuple(notes.values())
+
+
+def leaders(findings: dict[str, Findings]) -> Iterator[Statement]:
+    """Yield for each grid with chosen rates the method with the lowest loss, and which ones are outside the noise."""
+    for name, each in findings.items():
+        if not (each.results.plan.comparisons and each.ranked()):
+            continue
+        lowest = comparison_report.conclusions(each)[0]
+        yield dataclasses.replace(lowest, topic=f"{_named(name)}{lowest.topic[0].lower()}{lowest.topic[1:]}")
+        if (noise := each.noise) is not None:
+            places: dict[str, list[str]] = {}
+            for choice in each.ranked():
+                if choice.method != noise.baseline and choice.held_out_loss:
+                    places.setdefault(noise.place(choice.held_out_loss.mean), []).append(choice.method)
+            found = "; ".join(f"{place}: {formatting.listed(names)}" for place, names in places.items())
+            yield Statement(
+                f"{_named(name)}noise",
+                f"One more seed of {noise.baseline} falls between {noise.low:.4f} and {noise.high:.4f}. {found}.",
+            )
 
 
 def summary(judged: tuple[JudgedClaim, ...]) -> dict[str, str]:
@@ -100,18 +146,24 @@ def summary(judged: tuple[JudgedClaim, ...]) -> dict[str, str]:
     }
 
 
+def outcome_words(judged: tuple[JudgedClaim, ...]) -> dict[str, str]:
+    """Return what the outcomes mean that the claims of the page have."""
+    found = {each.outcome for each in judged}
+    return {outcome.capitalize(): text for outcome, text in WORDS.items() if outcome in found}
+
+
 def claims_table(judged: tuple[JudgedClaim, ...]) -> Table:
     """Build the table of claims: the published effect, ours with both intervals, and the outcome."""
     columns = (
         Column("Claim", "what the paper reports", numeric=False),
         Column("Outcome", "by the Holm interval", numeric=False),
-        Column("Published", "the effect in the paper: method minus baseline, in nats from the perplexities"),
         Column("Ours", "the mean over paired seeds"),
+        Column("Published", "the effect in the paper: method minus baseline, in nats from the perplexities"),
         Column("Holm interval", "widened so that all claims of the page together are wrong at most once in 20"),
         Column("95 % t interval", "of this effect alone"),
         Column("Seeds", "seeds that all cells of the claim have"),
         Column("Direction", "whether the mean has the published sign", numeric=False),
-        Column("Measure", "what is compared, and its unit", numeric=False),
+        Column("Measure", "what is compared", numeric=False),
     )
     rows = tuple(map(_claim_row, judged))
     return Table("Claims", columns, (RowGroup("", rows),) if rows else ())
@@ -120,65 +172,20 @@ def claims_table(judged: tuple[JudgedClaim, ...]) -> Table:
 def _claim_row(each: JudgedClaim) -> Row:
     claim, measure, interval = each.claim, MEASURES[each.claim.measure], each.interval
     unit = claim.published[1] if claim.published else measure.unit
-    stated = f"{formatting.signed(each.published, measure.decimals)} {unit}".strip() if each.published else ""
+    decimals = 2 if claim.published else measure.decimals
+    stated = f"{formatting.signed(each.published, decimals)} {unit}".strip() if each.published else ""
+    ours = NOTHING if interval is None else f"{formatting.signed(interval.mean, measure.decimals)} {measure.unit}"
     direction = {None: NOTHING, True: "same", False: "other"}[each.same_direction]
     return (
         Entry(claim.text),
         Entry(pill=Pill(each.outcome, each.outcome)),
+        Entry(ours.strip()),
         Entry("; ".join(filter(None, (stated, *each.published_verdicts))) or NOTHING),
-        Entry(NOTHING if interval is None else formatting.signed(interval.mean, measure.decimals)),
         Entry(NOTHING if each.corrected is None else formatting.interval(each.corrected)),
         Entry(NOTHING if interval is None else formatting.interval(interval)),
         Entry(str(len(each.effect.by_seed))),
         Entry(direction),
-        Entry(f"{measure.label}, {measure.unit}" if measure.unit else measure.label),
-    )
-
-
-def published_table(results: ItemResults) -> Table:
-    """Build the table of published numbers beside ours, at every rate of every grid that has some."""
-    metrics = next(iter(results.grids.values())).metrics
-    groups: dict[str, list[PublishedRow]] = {}
-    for name in results.grids:
-        grid = results.grid(name)
-        rates = results.item.workload(grid, results.scale).rates
-        positions: list[int | None] = [None] if grid.chosen else list(grid.rates or range(len(rates)))
-        for position in positions:
-            rows = [row for m in grid.methods if (row := find_published(results.item.name, name, m, position))]
-            at = "own best rate" if position is None else f"learning rate {formatting.rate(rates[position])}"
-            groups[", ".join(filter(None, (name, at)))] = rows
-    values = tuple(dict.fromkeys(value for rows in groups.values() for row in rows for value in row.values))
-    paper = [Column(f"Paper, {NAMES.get(each, each.replace('_', ' '))}", "as it is published") for each in values]
-    columns = (
-        METHOD,
-        *paper[:1],
-        *(Column(f"Ours, {metric.label}", "held out, mean ± half width of the 95 % t interval") for metric in metrics),
-        Column("Paper, verdict", "diverged, or with loss spikes", numeric=False),
-        Column("Ours, verdict", "the worst of the seeds", numeric=False),
-        Column("Seeds", "seeds of our runs"),
-        *paper[1:],
-        Column("Setting of the paper", "table, learning rate and tokens", numeric=False),
-    )
-    shown = (
-        RowGroup(title, tuple(_published_row(results, row, values) for row in rows)) for title, rows in groups.items()
-    )
-    return Table("Published and ours", columns, tuple(group for group in shown if group.rows))
-
-
-def _published_row(results: ItemResults, row: PublishedRow, values: tuple[str, ...]) -> Row:
-    runs = tuple(results.runs_in(Cell(row.method, row.grid, row.rate)).values())
-    outcome = Outcome(method=row.method, learning_rate=runs[0].learning_rate if runs else 0.0, runs=runs)
-    metrics = next(iter(results.grids.values())).metrics
-    stated = [Entry(f"{row.values[name]:g}" if name in row.values else NOTHING) for name in values]
-    return (
-        Entry(row.method),
-        *stated[:1],
-        *(Entry(estimate_text(outcome.metric(each.name), each.format)) for each in metrics),
-        Entry(pill=Pill(row.verdict, row.verdict)) if row.verdict else Entry(NOTHING),
-        verdict_entry(outcome),
-        Entry(str(len(outcome.complete))),
-        *stated[1:],
-        Entry(f"{row.table}, {row.setting}"),
+        Entry(measure.label),
     )
 
 
@@ -254,7 +261,6 @@ def scale_table(results: ItemResults) -> Table:
 def definitions(results: ItemResults) -> dict[str, str]:
     """Return what the tables say, for a reader who has not read the paper."""
     return {
-        **{outcome.capitalize(): text for outcome, text in WORDS.items()},
         "Effect": "A measure of the method minus that of the baseline on the same seed, whose runs have the same data "
         "order and, up to the factors that a topology declares, the same initial weights. Published perplexities are "
         "compared as their logarithms, in nats a token; the paper's are of the training data, ours held out.",

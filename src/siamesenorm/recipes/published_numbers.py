@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
+from typing import Any
 
 FILES = ("siamesenorm.json", "seednorm.json")
 
@@ -43,7 +44,7 @@ class PublishedRow:
 @cache
 def published_rows() -> tuple[PublishedRow, ...]:
     """Return all rows, in the order of the papers."""
-    return tuple(_read())
+    return tuple(PublishedRow(**row) for record in _records() for row in record["rows"])
 
 
 def find_published(item: str, grid: str, method: str, rate: int | None) -> PublishedRow | None:
@@ -52,7 +53,12 @@ def find_published(item: str, grid: str, method: str, rate: int | None) -> Publi
     return next((row for row in published_rows() if (row.item, row.grid, row.method, row.rate) == key), None)
 
 
-def _read() -> Iterator[PublishedRow]:
+@cache
+def published_sources() -> dict[str, str]:
+    """Return the address of each source."""
+    return {source: address for record in _records() for source, address in record["sources"].items()}
+
+
+def _records() -> Iterator[dict[str, Any]]:
     for name in FILES:
-        text = (resources.files("siamesenorm.recipes") / "published" / name).read_text()
-        yield from (PublishedRow(**row) for row in json.loads(text)["rows"])
+        yield json.loads((resources.files("siamesenorm.recipes") / "published" / name).read_text())
