@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from report_tables import fill_tables
-from siamesenorm.cli import main
+from siamesenorm.cli import main, reproduce
 from siamesenorm.comparison import experiment_runner, report_writer
 from siamesenorm.comparison.experiment_plan import read_plan, write_plan
 from siamesenorm.recipes import scales
@@ -206,6 +206,7 @@ TINY = (
         title="at their own rates",
         published="It says nothing.",
         grids=(RunGrid(name="league", methods=("pre", "siamese"), chosen=True, headline=("pre",)),),
+        ranked=True,
     ),
 )
 
@@ -278,6 +279,44 @@ def test_what_stopped_goes_on(small_world: tuple[Path, Workers]) -> None:
     assert len(ended) < 12
 
 
+def test_an_item_has_a_page_after_a_kill(small_world: tuple[Path, Workers], monkeypatch: pytest.MonkeyPatch) -> None:
+    path, workers = small_world
+    start, command = workers.start, ["reproduce", "table1", "--data", "data", "--out", "out", "--jobs", "1"]
+
+    def killed(*arguments: Any) -> Any:
+        if len(workers.started) == 3:
+            assert main(["report", "out/mini/table1"]) == 0, "a page while it runs"
+            raise GeneratorExit
+        return start(*arguments)
+
+    monkeypatch.setattr(experiment_runner, "_start", killed)
+    with pytest.raises(GeneratorExit):  # stands for a signal: nothing handles it
+        main(command)
+    assert main(["report", "out/mini/table1", "--out", "page"]) == 0
+    assert (path / "page/report.html").is_file()
+
+
+def test_without_an_item_the_items_are_listed(
+    small_world: tuple[Path, Workers], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, workers = small_world
+    monkeypatch.setattr(reproduce, "ITEMS", {item.name: item for item in TINY})
+    assert main(["reproduce", "--data", "data", "--out", "out"]) == 0
+    assert "Items at the scale mini" in capsys.readouterr().out
+    assert not workers.started and not (path / "out").exists()
+
+
+def test_every_grid_is_checked_before_the_first_is_trained(
+    small_world: tuple[Path, Workers], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, workers = small_world
+    grids = (*TINY[0].grids, RunGrid(name="other", domain="convnext", methods=("pre",)))
+    monkeypatch.setitem(ITEMS, "table1", dataclasses.replace(TINY[0], grids=grids))
+    assert main(["reproduce", "table1", "--data", "data", "--out", "out", "--jobs", "1"]) == 2
+    assert "no scale mini for convnext" in capsys.readouterr().err
+    assert not workers.started and not (path / "out").exists()
+
+
 def test_the_list_counts_what_there_is(small_world: tuple[Path, Workers], capsys: pytest.CaptureFixture[str]) -> None:
     path, _ = small_world
     assert main(["reproduce", "table1", "--data", "data", "--out", "out", "--jobs", "1"]) == 0
@@ -297,6 +336,8 @@ def test_the_list_counts_what_there_is(small_world: tuple[Path, Workers], capsys
         "reproduce table1 --scale tiny",
         "reproduce seednorm-convnext --images images",
         "reproduce table1 --data nowhere",
+        "reproduce table1 --runs nowhere",
+        "reproduce table1 --costs nowhere",
         "reproduce continued --data nowhere",
         "report out/mini/table1",
     ],

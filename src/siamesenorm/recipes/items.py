@@ -275,9 +275,10 @@ ITEMS: dict[str, Item] = {
         ),
         Item(
             name="league",
-            paper="every topology",
+            paper="",
             title="all topologies, each at its own best learning rate, and six of them at a second depth",
             published="No paper compares all of these at a learning rate of their own.",
+            ranked=True,
             grids=(
                 RunGrid(
                     name="league",
