@@ -10,12 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from report_tables import fill_tables
 from siamesenorm.cli import main, reproduce
 from siamesenorm.comparison import experiment_runner, report_writer
-from siamesenorm.comparison.experiment_plan import read_plan
+from siamesenorm.comparison.experiment_plan import read_plan, write_plan
 from siamesenorm.comparison.report_writer import report_in_markdown
 from siamesenorm.recipes import scales
 from siamesenorm.recipes.claims import MEASURES, Cell, ClaimOutcome, judge_claims
@@ -24,6 +25,7 @@ from siamesenorm.recipes.item_claims import against, claims_of
 from siamesenorm.recipes.item_report import item_report
 from siamesenorm.recipes.item_results import read_item
 from siamesenorm.recipes.items import ITEMS
+from siamesenorm.recipes.league import budget_curve
 from siamesenorm.recipes.prices import count_operations
 from siamesenorm.recipes.published_numbers import find_published, published_rows
 from siamesenorm.recipes.scales import WORKLOADS, Scale, Workload
@@ -55,6 +57,13 @@ def test_the_papers_settings_build_and_have_a_price(domain: str) -> None:
     assert operations > 1e18
     if domain == "language":
         assert 7e20 < operations < 1.2e21
+
+
+def test_seednorm_is_trained_in_full_on_the_papers_vision_transformer() -> None:
+    for name in ("seednorm-vision", "seednorm-heads"):
+        grid = ITEMS[name].grids[0]
+        model = WORKLOADS[grid.domain][Scale.FULL].template().task.model
+        assert (model.dim, model.depth, model.heads) == (768, 12, 12)
 
 
 def test_runs_of_items_are_the_committed_ones_and_each_others() -> None:
@@ -98,6 +107,12 @@ def test_published_numbers_belong_to_runs_and_are_those_of_the_papers() -> None:
         if row.values:
             tasks = [value for name, value in row.values.items() if name not in ("ppl", "average")]
             assert sum(tasks) / 7 == pytest.approx(row.values["average"], abs=0.011)
+    large = find_published("seednorm-language", "mixture of experts", "pre + seednorm", None)
+    assert large is not None and large.value("ppl (OLMoE-7B)") == 13.88
+    vision = find_published("seednorm-vision", "masked autoencoding", "pre + dyt", None)
+    assert vision is not None and vision.value("accuracy (ViT-L)") == 85.4
+    coupling = claims_of("table2")[0]
+    assert judge_claims("table2", [coupling], cells({}))[0].published == pytest.approx(-0.18)
     ablation = find_published("seednorm-ablation", "", "pre + seednorm:alpha_initial=10", 1)
     assert ablation is not None and ablation.value("loss") == 3.154
 
@@ -127,7 +142,7 @@ def cells(gaps: Mapping[str, list[float]]) -> Any:
     [
         ([-0.10, -0.11, -0.09], ClaimOutcome.CONFIRMED),
         ([-0.10, 0.11, -0.03], ClaimOutcome.NOT_SEEN),
-        ([-0.10], ClaimOutcome.NOT_SEEN),
+        ([-0.10], ClaimOutcome.TOO_FEW_SEEDS),
         ([0.10, 0.11, 0.09], ClaimOutcome.CONTRADICTED),
         ([math.inf] * 3, ClaimOutcome.CONTRADICTED),
         ([], ClaimOutcome.NOT_RUN),
@@ -147,6 +162,61 @@ def test_claims_of_an_item_are_corrected_together() -> None:
     several = judge_claims("table1", [claim] * 13, runs)
     assert alone.outcome is ClaimOutcome.CONFIRMED
     assert {each.outcome for each in several} == {ClaimOutcome.NOT_SEEN}
+
+
+def run(word: str, norms: list[float], accuracy: float = 0.4) -> Any:
+    """Return a run of ten classes with a verdict, and gradient norms after a warm-up of one step."""
+    curve = SimpleNamespace(steps=np.arange(1.0, len(norms) + 1), values=np.array(norms))
+    return SimpleNamespace(
+        word=word,
+        diverged=word == "diverged",
+        floor=math.log(10),
+        held_out={"accuracy": accuracy},
+        gradient_norms=curve,
+        config={"optimizer": {"warmup_steps": 1}},
+    )
+
+
+@pytest.mark.parametrize(
+    ("measure", "of", "value"),
+    [
+        ("failed", run("diverged", []), 1),
+        ("failed", run("not learned", []), 1),
+        ("failed", run("spiked", []), 0),
+        ("trained", run("stable", []), 1),
+        ("trained", run("diverged", []), -1),
+        ("exploded", run("stable", [500.0, 0.4, 99.0]), 0),
+        ("exploded", run("stable", [0.4, 0.4, 101.0]), 1),
+        ("exploded", run("diverged", [0.4, math.inf, 0.4]), 1),
+        ("exploded", run("diverged", [math.nan]), 1),
+        ("accuracy", run("stable", [], 0.4), 40),
+        ("accuracy", run("diverged", [], 0.4), 10),
+    ],
+)
+def test_what_failed_exploded_or_diverged_counts_as_it_is_declared(measure: str, of: Any, value: float) -> None:
+    assert MEASURES[measure].of(of) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(("word", "outcome"), [("diverged", ClaimOutcome.CONFIRMED), ("stable", ClaimOutcome.NOT_SEEN)])
+def test_a_failure_is_a_verdict_and_not_any_difference(word: str, outcome: ClaimOutcome) -> None:
+    claim = next(claim for claim in claims_of("table1") if claim.measure == "failed")
+    runs = {"hybridnorm": run(word, []), "siamese": run("stable", [])}
+    (judged,) = judge_claims("table1", [claim], lambda cell: dict.fromkeys(range(2), runs[cell.method]))
+    assert judged.outcome is outcome and judged.published == 1
+
+
+def test_the_curve_of_budgets_is_of_one_learning_rate() -> None:
+    def grid(*runs: tuple[int, float, float]) -> Any:
+        made = [SimpleNamespace(steps=n, learning_rate=rate, score=loss, has_result=True) for n, rate, loss in runs]
+        return SimpleNamespace(runs_of=lambda method: made)
+
+    league = grid((400, 1e-2, 3.0), (400, 3e-2, 2.9), (400, 1e-2, 3.2))
+    methods = {"league": ("pre", "siamese"), "half": ("pre",), "twice": ("pre",)}
+    results: Any = SimpleNamespace(
+        grids={"league": league, "half": grid((200, 1e-2, 3.5)), "twice": grid((800, 1e-2, 2.8))},
+        grid=lambda name: SimpleNamespace(methods=methods[name]),
+    )
+    assert budget_curve(results) == pytest.approx({200: 3.5, 400: 3.1, 800: 2.8})
 
 
 # --- training, with stand-ins for processes
@@ -213,6 +283,10 @@ def test_items_share_their_runs_and_rates_are_extended_at_edges(small_world: tup
     assert len(workers.started) == before
     plan = read_plan(path / "other/mini/table1/three-rates")
     assert plan is not None and plan.jobs == 2, "how many runs were trained at a time is not known"
+    write_plan(path / "other/mini/table1/three-rates", dataclasses.replace(plan, jobs=1))
+    assert main(["reproduce", "table1", "--data", "data", "--out", "other", "--runs", "out/runs", "--jobs", "1"]) == 0
+    again = read_plan(path / "other/mini/table1/three-rates")
+    assert again is not None and again.jobs == 2, "runs of another store, in an older plan"
 
     judged = read_item(path / "out/mini/table1").judged()
     gap = 0.01 * (math.log(3e-4 / 1e-9) - math.log(1e-3 / 3e-4))

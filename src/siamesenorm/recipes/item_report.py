@@ -48,8 +48,9 @@ from siamesenorm.training.config import RunConfig
 
 WORDS = {
     ClaimOutcome.CONFIRMED: "The Holm interval of our runs excludes zero, in the published direction.",
-    ClaimOutcome.NOT_SEEN: "The Holm interval includes zero, or there are fewer than two seeds: a gap within noise. It "
-    "says nothing against the claim at the paper's scale.",
+    ClaimOutcome.NOT_SEEN: "The Holm interval includes zero: a gap within noise. It says nothing against the claim at "
+    "the paper's scale.",
+    ClaimOutcome.TOO_FEW_SEEDS: "Fewer than two seeds have what is measured: there is no interval.",
     ClaimOutcome.CONTRADICTED: "The Holm interval excludes zero, in the other direction, at this scale.",
     ClaimOutcome.NOT_RUN: "A run that the claim needs was not trained, or not evaluated.",
 }

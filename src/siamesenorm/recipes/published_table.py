@@ -10,14 +10,14 @@ from siamesenorm.comparison.findings import Outcome
 from siamesenorm.comparison.formatting import NOTHING
 from siamesenorm.comparison.report_parts import Column, Entry, Pill, Row, RowGroup, Statement, Table
 from siamesenorm.comparison.statistics import t_interval
-from siamesenorm.recipes.claims import Cell
+from siamesenorm.recipes.claims import REDUCTIONS, Cell
 from siamesenorm.recipes.item_results import ItemResults
 from siamesenorm.recipes.published_numbers import PublishedRow, find_published, published_sources
 from siamesenorm.tasks.task import Metric
 
 NAMES = {"ppl": "PPL", "fid": "FID", "ppl_reduction": "PPL lower by"}
-REDUCTIONS = {"ppl_reduction": ("perplexity", "pre")}
-"""Published numbers that are reductions: the metric, and the baseline from which the method lowers it."""
+REDUCED = {"ppl_reduction": "perplexity"}
+"""The metrics of which published numbers are reductions."""
 
 
 def published_of(results: ItemResults) -> dict[str, list[PublishedRow]]:
@@ -51,7 +51,7 @@ def published_table(results: ItemResults) -> Table:
     metrics = list({metric.name: metric for each in results.grids.values() for metric in each.metrics}.values())
     values = tuple(dict.fromkeys(value for rows in groups.values() for row in rows for value in row.values))
     paper = [Column(f"Paper, {NAMES.get(each, each.replace('_', ' '))}", "as it is published") for each in values]
-    reductions = [each for each in values if each in REDUCTIONS]
+    reductions = [each for each in values if each in REDUCED]
     columns = (
         METHOD,
         *paper[:1],
@@ -84,7 +84,7 @@ def _published_row(results: ItemResults, row: PublishedRow, values: tuple[str, .
     return (
         Entry(row.method),
         *stated[:1],
-        *(Entry(_reduction(results, row, *REDUCTIONS[name])) for name in values if name in REDUCTIONS),
+        *(Entry(_reduction(results, row, REDUCED[name], REDUCTIONS[name])) for name in values if name in REDUCED),
         *(Entry(estimate_text(outcome.metric(each.name), each.format)) for each in metrics),
         Entry(pill=Pill(row.verdict, row.verdict)) if row.verdict else Entry(NOTHING),
         verdict_entry(outcome),
