@@ -138,8 +138,8 @@ class PathParts:
         stacks = self.stacks
         closing, blocks = self.closings[list(stacks).index(stack)], stacks[stack]
         later = self.connections_of(blocks[-1])[0] if len(blocks) > 1 else None
-        settles = isinstance(later, BoundaryConnection) and not isinstance(later.post_norm, nn.Identity)
-        return closing.post_norm if settles and isinstance(closing, BoundaryClosing) else nn.Identity()
+        begins_with_norm = isinstance(later, BoundaryConnection) and not isinstance(later.post_norm, nn.Identity)
+        return closing.post_norm if begins_with_norm and isinstance(closing, BoundaryClosing) else nn.Identity()
 
     def connections_of(self, block: str) -> list[Connection]:
         """Return the connections of one block."""

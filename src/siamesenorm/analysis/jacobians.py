@@ -109,7 +109,7 @@ def jacobian(function: Map, state: Sequence[Tensor], tokens: int) -> Tensor:
 
 def deviations(transition: Transition, found: Tensor, tokens: int) -> dict[str, float]:
     """Return the largest difference of each block of a transition from its formula, relative to the largest entry."""
-    if transition.settle is None:
+    if transition.next_post_norm is None:
         return {}
     connection: Any = transition.connection
     X, *others = transition.state
@@ -123,7 +123,7 @@ def deviations(transition: Transition, found: Tensor, tokens: int) -> dict[str, 
     output = transition.sublayer(h)
     written = connection.write(transition.state, output)[0]
     J_h = J(connection.output, [output]) @ J(transition.sublayer, [h]) @ J(transition.normalised, [total])
-    J_X, gate = J(transition.settle, [written]), J(connection.gate, [X])
+    J_X, gate = J(transition.next_post_norm, [written]), J(connection.gate, [X])
     eye, size = torch.eye(len(gate), dtype=gate.dtype, device=gate.device), len(gate)
     expected = {"first to first": J_X @ (a * eye + s * J_h @ gate)}
     if others:
