@@ -82,6 +82,7 @@ class Jacobians(Analysis):
             matrices = [jacobian(each.step, each.state, self.tokens) for each in transitions]
             identity = [deviations(each, J, self.tokens) for each, J in zip(transitions, matrices, strict=True)]
         return {
+            "samples": 1,
             "blocks": len(path.blocks),
             "sublayers": [each.name for each in transitions],
             **_spectra(matrices),
