@@ -81,6 +81,12 @@ def test_holm_of_one_is_no_correction_and_of_none_is_empty() -> None:
     assert holm([]) == []
 
 
+def test_what_is_not_finite_is_not_tested() -> None:
+    assert PairedDifference(by_seed={0: math.inf, 1: 1.0}).p_value is None
+    with pytest.raises(ValueError, match="finite"):
+        holm([0.01, math.nan])
+
+
 def test_holms_intervals_exclude_zero_exactly_for_the_rejected() -> None:
     generator = np.random.default_rng(0)
     seen = set()

@@ -230,7 +230,14 @@ def test_a_language_model_is_scored_on_tasks_and_texts(language: Path, capsys: p
     choice = {kind: found["multiple-choice", kind] for kind in ("raw", "ema")}
     assert choice["raw"]["arc_easy"]["items"] == 9 and choice["raw"] != choice["ema"]
     assert choice["raw"]["average"] == choice["raw"]["arc_easy"]["acc"]
-    lines = (run / "items" / "step-00000006-raw" / "arc_easy_validation.jsonl").read_text().splitlines()
+    evaluate(capsys, run, "--tasks", language, "--limit", 1)
+    kept = [each for each in read_metrics(run / "evaluations.jsonl") if each["evaluation"] == "multiple-choice"]
+    choices = [each for each in kept if each["weights"] == "raw"]
+    items = {each["options"]["digest"]: each["results"]["arc_easy"]["items"] for each in choices}
+    files = {digest: run / f"items/step-00000006-raw/{digest[:12]}/arc_easy_validation.jsonl" for digest in items}
+    assert {digest: len(file.read_text().splitlines()) for digest, file in files.items()} == items
+    assert sorted(items.values()) == [1, 9]
+    lines = files[next(digest for digest, count in items.items() if count == 9)].read_text().splitlines()
     assert json.loads(lines[8])["id"] == "8" and len(list((run / "scores").glob("*.jsonl"))) == 2
     assert evaluate(capsys, run, *words) == found, "from the cache"
 

@@ -17,6 +17,7 @@ from scipy import stats
 from torch import Tensor
 
 from pages import fill_tables
+from siamesenorm.data.builtin import builtin_documents
 from siamesenorm.data.tokenizer import ByteTokenizer
 from siamesenorm.errors import UserError
 from siamesenorm.evaluation.causal_models import Batch
@@ -158,12 +159,13 @@ def test_rows_of_the_hub_are_items(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def load_dataset(*words: Any, **options: Any) -> list[dict[str, Any]]:
-        asked.append((*words, options["split"]))
+        asked.append((*words, options["split"], options["revision"]))
         return [row]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     ((item,),) = (each.items for each in read_tasks("hf", names=("hellaswag",)))
-    assert asked == [("Rowan/hellaswag", None, "validation")]
+    assert asked == [("Rowan/hellaswag", None, "validation", None)]
+    assert TASKS["piqa"].revision == "refs/convert/parquet"
     assert (item.question, item.choices) == ("Roofing: A man sits.. On a roof. He", (" sings.", "falls off."))
 
 
@@ -176,6 +178,9 @@ def test_generated_arithmetic_is_right_and_its_distractors_are_near() -> None:
         value = int(left) // int(right) if value is None else value
         assert int(item.choices[item.label]) == value and len(set(item.choices)) == 4
     assert {item.label for item in items} == {0, 1, 2, 3}
+    lines = [f"{item.question} {item.choices[item.label]}" for item in generate_arithmetic()]
+    assert len(set(lines)) == len(lines) == 300
+    assert not set(lines) & set("\n".join(builtin_documents()).splitlines())
 
 
 # --- two models
@@ -212,8 +217,11 @@ def test_paired_tests_are_those_of_the_textbook() -> None:
 
 def test_scores_of_items_are_kept(tmp_path: Path) -> None:
     tasks = read_tasks(write_tasks(tmp_path / "tasks"))
-    MultipleChoice(tasks=tasks).measure(scorer_of(Oracle([])), tmp_path / "kept")
-    kept = read_item_scores(tmp_path / "kept")
+    first = MultipleChoice(tasks=(dataclasses.replace(tasks[0], items=tasks[0].items[:1]),))
+    for choice in (MultipleChoice(tasks=tasks), first):
+        choice.measure(scorer_of(Oracle([])), lambda digest: tmp_path / digest)
+    assert len(read_item_scores(tmp_path / first.digest)["arc_easy_validation"]) == 1
+    kept = read_item_scores(tmp_path / MultipleChoice(tasks=tasks).digest)
     assert list(kept) == ["arc_easy_validation", "piqa_validation", "winogrande_validation"]
     assert list(kept["arc_easy_validation"]) == score_items(scorer_of(Oracle([])), tasks[0])
 

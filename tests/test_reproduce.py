@@ -10,12 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from report_tables import fill_tables
-from siamesenorm.cli import main
+from siamesenorm.cli import main, reproduce
 from siamesenorm.comparison import experiment_runner, report_writer
-from siamesenorm.comparison.experiment_plan import read_plan
+from siamesenorm.comparison.experiment_plan import read_plan, write_plan
 from siamesenorm.recipes import scales
 from siamesenorm.recipes.claims import MEASURES, Cell, ClaimOutcome, judge_claims
 from siamesenorm.recipes.item import Item, RunGrid
@@ -125,7 +126,7 @@ def cells(gaps: Mapping[str, list[float]]) -> Any:
     [
         ([-0.10, -0.11, -0.09], ClaimOutcome.CONFIRMED),
         ([-0.10, 0.11, -0.03], ClaimOutcome.NOT_SEEN),
-        ([-0.10], ClaimOutcome.NOT_SEEN),
+        ([-0.10], ClaimOutcome.TOO_FEW_SEEDS),
         ([0.10, 0.11, 0.09], ClaimOutcome.CONTRADICTED),
         ([math.inf] * 3, ClaimOutcome.CONTRADICTED),
         ([], ClaimOutcome.NOT_RUN),
@@ -147,6 +148,47 @@ def test_claims_of_an_item_are_corrected_together() -> None:
     assert {each.outcome for each in several} == {ClaimOutcome.NOT_SEEN}
 
 
+def run(word: str, norms: list[float], accuracy: float = 0.4) -> Any:
+    """Return a run of ten classes with a verdict, and gradient norms after a warm-up of one step."""
+    curve = SimpleNamespace(steps=np.arange(1.0, len(norms) + 1), values=np.array(norms))
+    return SimpleNamespace(
+        word=word,
+        diverged=word == "diverged",
+        floor=math.log(10),
+        held_out={"accuracy": accuracy},
+        gradient_norms=curve,
+        config={"optimizer": {"warmup_steps": 1}},
+    )
+
+
+@pytest.mark.parametrize(
+    ("measure", "of", "value"),
+    [
+        ("failed", run("diverged", []), 1),
+        ("failed", run("not learned", []), 1),
+        ("failed", run("spiked", []), 0),
+        ("trained", run("stable", []), 1),
+        ("trained", run("diverged", []), -1),
+        ("exploded", run("stable", [500.0, 0.4, 99.0]), 0),
+        ("exploded", run("stable", [0.4, 0.4, 101.0]), 1),
+        ("exploded", run("diverged", [0.4, math.inf, 0.4]), 1),
+        ("exploded", run("diverged", [math.nan]), 1),
+        ("accuracy", run("stable", [], 0.4), 40),
+        ("accuracy", run("diverged", [], 0.4), 10),
+    ],
+)
+def test_what_failed_exploded_or_diverged_counts_as_it_is_declared(measure: str, of: Any, value: float) -> None:
+    assert MEASURES[measure].of(of) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(("word", "outcome"), [("diverged", ClaimOutcome.CONFIRMED), ("stable", ClaimOutcome.NOT_SEEN)])
+def test_a_failure_is_a_verdict_and_not_any_difference(word: str, outcome: ClaimOutcome) -> None:
+    claim = next(claim for claim in claims_of("table1") if claim.measure == "failed")
+    runs = {"hybridnorm": run(word, []), "siamese": run("stable", [])}
+    (judged,) = judge_claims("table1", [claim], lambda cell: dict.fromkeys(range(2), runs[cell.method]))
+    assert judged.outcome is outcome and judged.published == 1
+
+
 # --- training, with stand-ins for processes
 
 
@@ -164,6 +206,7 @@ TINY = (
         title="at their own rates",
         published="It says nothing.",
         grids=(RunGrid(name="league", methods=("pre", "siamese"), chosen=True, headline=("pre",)),),
+        ranked=True,
     ),
 )
 
@@ -210,6 +253,10 @@ def test_items_share_their_runs_and_rates_are_extended_at_edges(small_world: tup
     assert len(workers.started) == before
     plan = read_plan(path / "other/mini/table1/three-rates")
     assert plan is not None and plan.jobs == 2, "how many runs were trained at a time is not known"
+    write_plan(path / "other/mini/table1/three-rates", dataclasses.replace(plan, jobs=1))
+    assert main(["reproduce", "table1", "--data", "data", "--out", "other", "--runs", "out/runs", "--jobs", "1"]) == 0
+    again = read_plan(path / "other/mini/table1/three-rates")
+    assert again is not None and again.jobs == 2, "runs of another store, in an older plan"
 
     judged = read_item(path / "out/mini/table1").judged()
     gap = 0.01 * (math.log(3e-4 / 1e-9) - math.log(1e-3 / 3e-4))
@@ -232,6 +279,44 @@ def test_what_stopped_goes_on(small_world: tuple[Path, Workers]) -> None:
     assert len(ended) < 12
 
 
+def test_an_item_has_a_page_after_a_kill(small_world: tuple[Path, Workers], monkeypatch: pytest.MonkeyPatch) -> None:
+    path, workers = small_world
+    start, command = workers.start, ["reproduce", "table1", "--data", "data", "--out", "out", "--jobs", "1"]
+
+    def killed(*arguments: Any) -> Any:
+        if len(workers.started) == 3:
+            assert main(["report", "out/mini/table1"]) == 0, "a page while it runs"
+            raise GeneratorExit
+        return start(*arguments)
+
+    monkeypatch.setattr(experiment_runner, "_start", killed)
+    with pytest.raises(GeneratorExit):  # stands for a signal: nothing handles it
+        main(command)
+    assert main(["report", "out/mini/table1", "--out", "page"]) == 0
+    assert (path / "page/report.html").is_file()
+
+
+def test_without_an_item_the_items_are_listed(
+    small_world: tuple[Path, Workers], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, workers = small_world
+    monkeypatch.setattr(reproduce, "ITEMS", {item.name: item for item in TINY})
+    assert main(["reproduce", "--data", "data", "--out", "out"]) == 0
+    assert "Items at the scale mini" in capsys.readouterr().out
+    assert not workers.started and not (path / "out").exists()
+
+
+def test_every_grid_is_checked_before_the_first_is_trained(
+    small_world: tuple[Path, Workers], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, workers = small_world
+    grids = (*TINY[0].grids, RunGrid(name="other", domain="convnext", methods=("pre",)))
+    monkeypatch.setitem(ITEMS, "table1", dataclasses.replace(TINY[0], grids=grids))
+    assert main(["reproduce", "table1", "--data", "data", "--out", "out", "--jobs", "1"]) == 2
+    assert "no scale mini for convnext" in capsys.readouterr().err
+    assert not workers.started and not (path / "out").exists()
+
+
 def test_the_list_counts_what_there_is(small_world: tuple[Path, Workers], capsys: pytest.CaptureFixture[str]) -> None:
     path, _ = small_world
     assert main(["reproduce", "table1", "--data", "data", "--out", "out", "--jobs", "1"]) == 0
@@ -251,6 +336,8 @@ def test_the_list_counts_what_there_is(small_world: tuple[Path, Workers], capsys
         "reproduce table1 --scale tiny",
         "reproduce seednorm-convnext --images images",
         "reproduce table1 --data nowhere",
+        "reproduce table1 --runs nowhere",
+        "reproduce table1 --costs nowhere",
         "reproduce continued --data nowhere",
         "report out/mini/table1",
     ],

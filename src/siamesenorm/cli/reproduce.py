@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,19 +21,19 @@ from typing_extensions import Doc
 from siamesenorm.cli.report import build_report, show_report
 from siamesenorm.cli.sweep import chosen_jobs, raise_failures, train_experiment
 from siamesenorm.cli.train import text_constructors
+from siamesenorm.comparison.experiment_console import ExperimentConsole
 from siamesenorm.comparison.experiment_plan import PLAN_FILE
-from siamesenorm.comparison.experiment_runner import Experiment, OutOfTime
-from siamesenorm.comparison.report_parts import Statements
+from siamesenorm.comparison.experiment_runner import Experiment, Job, OutOfTime
 from siamesenorm.comparison.results import RunResult
 from siamesenorm.errors import UserError
 from siamesenorm.models.language import LanguageModelConfig, language_model_config
 from siamesenorm.norms import NormSpec
 from siamesenorm.recipes.catalogue import list_offers, offers_table
 from siamesenorm.recipes.continued import ContinuedPlan
-from siamesenorm.recipes.item import Item
+from siamesenorm.recipes.item import Item, RunGrid
 from siamesenorm.recipes.item_evaluations import build_evaluations, evaluate_item
 from siamesenorm.recipes.item_report import item_report
-from siamesenorm.recipes.item_results import ITEM_FILE, read_item, write_item
+from siamesenorm.recipes.item_results import ITEM_FILE, read_costs, read_item, write_item
 from siamesenorm.recipes.items import ITEMS, find_item
 from siamesenorm.recipes.scales import WORKLOADS, Scale, Workload
 from siamesenorm.tasks.language import LanguageTaskConfig
@@ -47,10 +48,11 @@ MODEL = language_model_config("mini", dim=64, hidden=176, topology="pre", vocabu
 class ReproduceArguments:
     """Train what an item needs and is not there yet, evaluate it, and set it beside the published numbers.
 
-    Repeat the command to resume it after an interruption. Runs are shared between items; --list shows what there is.
+    Without an item the items are listed, and nothing is trained. Repeat the command to resume it after an interruption.
+    Runs are shared between items.
     """
 
-    item: Annotated[str, tyro.conf.Positional, Doc(f"What to reproduce: {NAMES}.")] = "all"
+    item: Annotated[str, tyro.conf.Positional, Doc(f"What to reproduce: {NAMES}; lists the items if empty.")] = ""
     scale: Literal["mini", "small", "full"] = "mini"
     """How much is trained: mini (two cores), small (one GPU, an hour an item), full (the papers' settings)."""
     list: bool = False
@@ -121,12 +123,17 @@ def run(arguments: ReproduceArguments | ContinuedArguments) -> None:
         reproduce_continued(arguments)
         return
     scale = Scale(arguments.scale)
-    items = list(ITEMS.values()) if arguments.item == "all" else [find_item(arguments.item)]
-    if arguments.list:
+    items = list(ITEMS.values()) if arguments.item in ("", "all") else [find_item(arguments.item)]
+    for store in arguments.runs:
+        if not store.is_dir():
+            raise UserError(f"--runs {store} is not a directory: give one of runs, such as benchmarks/books/runs")
+    if arguments.list or not arguments.item:
         stores = (arguments.out / "runs", *arguments.runs)
         offers = list(list_offers(items, scale, stores, lambda workload: data_of(arguments, workload)))
         Console(width=None if sys.stdout.isatty() else 140).print(offers_table(offers, scale))
         return
+    if arguments.costs:
+        read_costs(arguments.costs)  # refused before anything is trained
     deadline = time.monotonic() + 60 * arguments.minutes if arguments.minutes else math.inf
     failed: list[Experiment] = []
     try:
@@ -144,8 +151,7 @@ def report_item(item: Item, arguments: ReproduceArguments) -> None:
     directory = arguments.out / arguments.scale / item.name
     if item.experiment is not None:
         report = item.experiment()
-        found = report.sections.get("What came out")
-        for statement in found.items if isinstance(found, Statements) else ():
+        for statement in report.conclusions:
             print(f"{statement.topic}: {statement.text}")
         show_report(report, arguments.out / item.name)
         return
@@ -161,21 +167,24 @@ def report_item(item: Item, arguments: ReproduceArguments) -> None:
 def train_item(item: Item, arguments: ReproduceArguments, deadline: float) -> Iterator[Experiment]:
     """Train the grids of an item whose data are given; yield the experiment of each.
 
-    Raises UserError for a single item at a scale that it does not have, and for one with neither data nor runs.
+    Raises UserError for a single item at a scale that one of its grids does not have, and for one with neither data nor
+    runs; nothing has been trained then.
     """
     scale, alone = Scale(arguments.scale), arguments.item == item.name
     available = [grid for grid in item.grids if alone or scale in WORKLOADS[grid.domain]]
+    directory = arguments.out / scale / item.name
+    prepared: list[tuple[RunGrid, Workload, Path | None]] = []
     for grid in available:
         workload = item.workload(grid, scale)
-        directory = arguments.out / scale / item.name / grid.directory
         data = data_of(arguments, workload)
-        if workload.data and data is None:
-            if alone and not (directory / PLAN_FILE).is_file():
-                raise UserError(f"{item.name} trains on data: give --{workload.data} PATH")
-            continue
+        if data is not None or not workload.data:
+            prepared.append((grid, workload, data))
+        elif alone and not (directory / grid.directory / PLAN_FILE).is_file():
+            raise UserError(f"{item.name} trains on data: give --{workload.data} PATH")
+    for grid, workload, data in prepared:
         template = grid.template(workload, workload.template(data or "", execution(arguments, workload.template())))
         experiment = Experiment(
-            directory=directory,
+            directory=directory / grid.directory,
             template=template,
             jobs=chosen_jobs(arguments.jobs, template),
             comparisons=grid.comparisons(template),
@@ -183,12 +192,23 @@ def train_item(item: Item, arguments: ReproduceArguments, deadline: float) -> It
             stores=(arguments.out / "runs", *arguments.runs),
             deadline=deadline,
         )
-        try:
-            train_experiment(experiment, partial(grid.stages, workload))
-        finally:
-            if (directory / PLAN_FILE).is_file():
-                write_item(directory.parent, item, scale, arguments.costs)
+        write = partial(write_item, directory, item, scale, arguments.costs)
+        with contextlib.closing(ItemConsole(experiment.directory, write)) as experiment.observer:
+            experiment.train(partial(grid.stages, workload))
         yield experiment
+
+
+class ItemConsole(ExperimentConsole):
+    """Shows the progress of a grid; calls `write` before its first run: its item has a page from then on."""
+
+    def __init__(self, directory: Path, write: Callable[[], None]) -> None:
+        super().__init__(directory)
+        self.write = write
+
+    def planned(self, jobs: Sequence[Job]) -> None:
+        """Write what the item's directory holds."""
+        self.write()
+        super().planned(jobs)
 
 
 def data_of(arguments: ReproduceArguments, workload: Workload) -> Path | None:

@@ -229,7 +229,9 @@ class Experiment:
         together = 0
         if any(job.verdict is None for job in jobs):
             together = -(-min(self.jobs, len(jobs)) // max(1, len(shared_gpus(self.template.execution.device))))
-        if self.stores and any(job.verdict is not None and job.directory.name not in before.runs for job in jobs):
+        new = any(job.verdict is not None and job.directory.name not in before.runs for job in jobs)
+        elsewhere = any(find_run(self._stores, name).parent != self._stores[0] for name in runs)
+        if self.stores and (new or elsewhere):
             together = max(together, 2)  # how many runs were trained beside those of another plan is not known here
         plan = ExperimentPlan(
             command=self.command,

@@ -154,6 +154,12 @@ class Report:
         object.__setattr__(self, "sections", sections)
 
     @property
+    def conclusions(self) -> tuple[Statement, ...]:
+        """The statements in the tone `conclusions`."""
+        lists = (block for block in self.sections.values() if isinstance(block, Statements))
+        return tuple(item for block in lists if block.tone == "conclusions" for item in block.items)
+
+    @property
     def figures(self) -> tuple[Figure, ...]:
         """All figures."""
         blocks = self.sections.values()

@@ -46,9 +46,9 @@ class PairedDifference:
 
     @property
     def p_value(self) -> float | None:
-        """The two-sided p-value of a mean difference of zero; None for fewer than two seeds."""
+        """The two-sided p-value of a mean difference of zero; None for fewer than two seeds, or one not finite."""
         count = len(self.by_seed)
-        if count < 2:
+        if count < 2 or not all(map(math.isfinite, self.by_seed.values())):
             return None
         mean, error = _mean_and_standard_error(list(self.by_seed.values()))
         if error == 0.0:
@@ -125,8 +125,11 @@ def holm(p_values: Sequence[float], confidence: float = CONFIDENCE) -> list[Holm
 
     The i-th smallest of m p-values is compared with `alpha / (m - i)`, i = 0, 1, ..., and the first that fails
     ends the rejections. The interval at `1 - alpha / (m - i)`, with i no larger than the first failure,
-    excludes zero exactly for the rejected.
+    excludes zero exactly for the rejected. Raises ValueError for a p-value that is not finite: it has no place in the
+    order.
     """
+    if not all(map(math.isfinite, p_values)):
+        raise ValueError(f"p-values must be finite, got {list(p_values)}")
     alpha, adjusted, tests, rejected = 1.0 - confidence, 0.0, len(p_values), True
     decisions: dict[int, HolmDecision] = {}
     for index in sorted(range(len(p_values)), key=lambda i: p_values[i]):

@@ -15,6 +15,7 @@ import random
 import sysconfig
 import warnings
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from siamesenorm.errors import UserError
@@ -105,9 +106,15 @@ def _definitions(node: Definition) -> Iterator[Definition]:
 
 
 def _arithmetic_documents() -> Iterator[str]:
-    generator = random.Random(0)
+    lines = builtin_equations()
     for _ in range(EQUATIONS // EQUATIONS_PER_DOCUMENT):
-        yield "\n".join(equation(generator) for _ in range(EQUATIONS_PER_DOCUMENT))
+        yield "\n".join(islice(lines, EQUATIONS_PER_DOCUMENT))
+
+
+def builtin_equations() -> Iterator[str]:
+    """Yield the lines of arithmetic of the built-in corpus."""
+    generator = random.Random(0)
+    yield from (equation(generator) for _ in range(EQUATIONS))
 
 
 def equation(generator: random.Random) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from siamesenorm.data.builtin import equation
+from siamesenorm.data.builtin import builtin_equations, equation
 from siamesenorm.data.sources import read_json_lines
 from siamesenorm.errors import UserError, reason, unknown
 from siamesenorm.evaluation.choice_tasks import GENERATED, TASKS, ChoiceItem, ChoiceTask
@@ -105,7 +105,9 @@ def _hub_rows(task: ChoiceTask, split: str) -> Iterator[tuple[str, dict[str, Any
     except ImportError as error:
         raise UserError(f"the Hub needs the package datasets: pip install 'siamesenorm[data]' ({error})") from error
     try:
-        rows: Iterable[Any] = datasets.load_dataset(task.repository, task.configuration, split=split)
+        rows: Iterable[Any] = datasets.load_dataset(
+            task.repository, task.configuration, split=split, revision=task.revision
+        )
     except Exception as error:  # the network and the Hub raise anything
         raise UserError(
             f"{task.repository}, split {split}, cannot be fetched ({reason(error)}): check the connection, or give "
@@ -142,11 +144,16 @@ def read_item(task: ChoiceTask, row: dict[str, Any], place: str, number: str) ->
 def generate_arithmetic(count: int = GENERATED_ITEMS, seed: int = 0) -> Iterator[ChoiceItem]:
     """Yield items such as `Calculate 85 - 56 =`, with near misses v - d, v + d and v + 10 d of the result v.
 
-    The questions are those of the built-in corpus, whose texts hold such lines: its models can learn them.
+    The questions are of the kind of those in the built-in corpus, so that its models can learn them; none is in it, and
+    none occurs twice.
     """
     generator = random.Random(f"items {seed}")
+    left_out = set(builtin_equations())
     for number in range(count):
-        question, _, answer = equation(generator).rpartition(" ")
+        while (line := equation(generator)) in left_out:
+            pass
+        left_out.add(line)
+        question, _, answer = line.rpartition(" ")
         result, step = int(answer), 10 ** max(0, len(answer.lstrip("-")) - 3)
         choices = [str(result + miss) for miss in (0, -step, step, 10 * step)]
         generator.shuffle(choices)

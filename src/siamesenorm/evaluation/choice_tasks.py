@@ -46,6 +46,7 @@ class ChoiceTask:
     fills_blank: bool = False
     repository: str = ""
     configuration: str | None = None
+    revision: str | None = None
     read: Callable[[Row], tuple[str, list[str], int]]
 
     def requests(self, item: ChoiceItem) -> list[tuple[str, str]]:
@@ -89,6 +90,8 @@ def _task(name: str, label: str, primary: Primary, **fields: Any) -> ChoiceTask:
     return ChoiceTask(name=name, label=label, primary=primary, **{"read": read_lettered, **fields})
 
 
+PARQUET = "refs/convert/parquet"
+"""The Hub's own conversion of a dataset; datasets 4 and later refuse the loading script of the main revision."""
 GENERATED = "generated_arithmetic"
 """The task that needs no data."""
 TASKS = {
@@ -100,7 +103,7 @@ TASKS = {
         _task("arc_challenge", "ARC-C", "acc_per_char", repository="allenai/ai2_arc", configuration="ARC-Challenge"),
         _task("openbookqa", "OBQA", "acc_per_char", prompt="{question}", repository="allenai/openbookqa",
               configuration="main"),
-        _task("piqa", "PIQA", "acc_per_char", repository="ybisk/piqa", read=read_piqa),
+        _task("piqa", "PIQA", "acc_per_char", repository="ybisk/piqa", revision=PARQUET, read=read_piqa),
         _task("winogrande", "WinoGrande", "acc", fills_blank=True, repository="allenai/winogrande",
               configuration="winogrande_xl", read=read_winogrande),
         _task("basic_arithmetic", "Arithmetic", "acc", repository="allenai/basic_arithmetic"),

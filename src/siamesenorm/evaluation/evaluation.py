@@ -7,6 +7,7 @@ trained, and their average where the run has one. The record of training is not 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ KEY = ("step", "weights", "evaluation", "options")
 """The fields of a record that say what was evaluated: a repeated evaluation replaces the record."""
 
 Record = dict[str, Any]
+ItemDirectory = Callable[[str], Path]
+"""Gives the directory of the scores of items by their digest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +58,11 @@ class Subject:
         return None if self.directory is None else self.directory.scores
 
     @property
-    def item_scores(self) -> Path | None:
-        """The directory of the scores of items by these weights."""
-        return None if self.directory is None else self.directory.item_scores_of(self.step, self.weights)
+    def item_scores(self) -> ItemDirectory | None:
+        """The directory of the scores of items by these weights, by the digest of the items."""
+        if self.directory is None:
+            return None
+        return functools.partial(self.directory.item_scores_of, self.step, self.weights)
 
 
 class Evaluation(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -11,7 +12,7 @@ import torch
 
 from siamesenorm.errors import UserError
 from siamesenorm.evaluation.causal_models import NativeCausalModel, model_digest
-from siamesenorm.evaluation.evaluation import RAW, Evaluation, Record, Subject, keep_records, make_record
+from siamesenorm.evaluation.evaluation import RAW, Evaluation, ItemDirectory, Record, Subject, keep_records, make_record
 from siamesenorm.evaluation.scorer import LanguageScorer, Progress
 from siamesenorm.models.language import LanguageModel
 from siamesenorm.tasks.language import LanguageTask
@@ -22,8 +23,8 @@ from siamesenorm.training.run_directory import RunDirectory
 class LanguageEvaluation(Evaluation, Protocol):
     """An evaluation that needs nothing but a model and its tokenizer, so that models without a run have it, too."""
 
-    def measure(self, scorer: LanguageScorer, keep: Path | None, on_progress: Progress) -> Mapping[str, Any]:
-        """Return the results by name, and write what is too long for a record to the directory `keep`, if given."""
+    def measure(self, scorer: LanguageScorer, keep: ItemDirectory | None, on_progress: Progress) -> Mapping[str, Any]:
+        """Return the results by name, and write the scores of items to the directory that `keep` gives for them."""
 
 
 def require_language(task: Task, option: str) -> None:
@@ -68,13 +69,14 @@ class OtherModel:
         self, evaluations: Sequence[LanguageEvaluation], on_progress: Progress = lambda done, what: None
     ) -> list[Record]:
         """Return a record of each evaluation, and keep them; `on_progress` as in `TrainedRun.evaluate`."""
+        keep = functools.partial(self.directory.item_scores_of, self.step, RAW)
         records: list[Record] = []
         for evaluation in evaluations:
 
             def show(part: float, text: str, what: str = evaluation.name) -> None:
                 on_progress(len(records) + part, f"{what} {text}".rstrip())
 
-            results = evaluation.measure(self.scorer, self.directory.item_scores_of(self.step, RAW), show)
+            results = evaluation.measure(self.scorer, keep, show)
             records.append(make_record(evaluation, results, step=self.step, weights=RAW))
         keep_records(self.directory.evaluations_file, records)
         return records

@@ -14,7 +14,7 @@ import numpy as np
 from siamesenorm.errors import UserError
 from siamesenorm.evaluation.choice_items import TaskItems
 from siamesenorm.evaluation.choice_tasks import ChoiceItem, ChoiceTask
-from siamesenorm.evaluation.evaluation import Subject
+from siamesenorm.evaluation.evaluation import ItemDirectory, Subject
 from siamesenorm.evaluation.language import require_language, scorer_of
 from siamesenorm.evaluation.scorer import LanguageScorer, Progress
 from siamesenorm.files import disk_errors, encode_json, write_atomically
@@ -105,13 +105,17 @@ class MultipleChoice:
     name = "multiple-choice"
     uses_model = True
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the items of all tasks."""
+        return hashlib.sha256("".join(each.digest for each in self.tasks).encode()).hexdigest()
+
     def options(self) -> Mapping[str, Any]:
         """Return names, split and digest of the items."""
-        digest = hashlib.sha256("".join(each.digest for each in self.tasks).encode())
         return {
             "tasks": [each.task.name for each in self.tasks],
             "split": self.tasks[0].split,
-            "digest": digest.hexdigest(),
+            "digest": self.digest,
         }
 
     def require(self, task: Task) -> None:
@@ -123,9 +127,10 @@ class MultipleChoice:
         return self.measure(scorer_of(subject), subject.item_scores, subject.on_progress)
 
     def measure(
-        self, scorer: LanguageScorer, keep: Path | None, on_progress: Progress = lambda part, text: None
+        self, scorer: LanguageScorer, keep: ItemDirectory | None, on_progress: Progress = lambda part, text: None
     ) -> dict[str, Any]:
-        """Return the results of each task, and write the scores of its items to `keep`/TASK_SPLIT.jsonl."""
+        """Return the results of each task, and write the scores of its items to `keep(digest)`/TASK_SPLIT.jsonl."""
+        directory = keep(self.digest) if keep else None
         results: dict[str, Any] = {}
         weights = [sum(len(item.choices) for item in each.items) for each in self.tasks]
         for number, each in enumerate(self.tasks):
@@ -136,8 +141,8 @@ class MultipleChoice:
                 each,
                 lambda part, _, b=before, s=share, n=name: on_progress(b + s * part, n),  # type: ignore[misc]
             )
-            if keep is not None:
-                write_item_scores(keep / f"{name}_{each.split}.jsonl", scores)
+            if directory is not None:
+                write_item_scores(directory / f"{name}_{each.split}.jsonl", scores)
             results[name] = summarise(each.task, scores)
         primaries = [each[each["primary"]] for each in results.values()]
         return {**results, "average": sum(primaries) / len(primaries)}

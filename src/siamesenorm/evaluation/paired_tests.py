@@ -99,7 +99,7 @@ def paired_record(first: Evaluated, second: Evaluated, choice: MultipleChoice, *
     """Return the record of the comparison of two models by the scores of items that both have kept."""
 
     def scores(model: Evaluated) -> dict[str, tuple[ItemScore, ...]]:
-        kept = read_item_scores(model.directory.item_scores_of(model.step, weights))
+        kept = read_item_scores(model.directory.item_scores_of(model.step, weights, choice.digest))
         return {one.task.name: kept[f"{one.task.name}_{one.split}"] for one in choice.tasks}
 
     primaries = {one.task.name: one.task.primary for one in choice.tasks}

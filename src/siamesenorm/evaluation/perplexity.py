@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from siamesenorm.errors import UserError
-from siamesenorm.evaluation.evaluation import Subject, TaskMetrics
+from siamesenorm.evaluation.evaluation import ItemDirectory, Subject, TaskMetrics
 from siamesenorm.evaluation.language import require_language, scorer_of
 from siamesenorm.evaluation.scorer import LanguageScorer, Progress, Request
 from siamesenorm.files import disk_errors
@@ -69,7 +69,7 @@ class Perplexity:
         found = {**train, "held_out_loss": held_out, "held_out_ppl": _exp(held_out)}
         return {**found, **self.measure(scorer_of(subject), None, subject.on_progress)} if self.files else found
 
-    def measure(self, scorer: LanguageScorer, keep: Path | None, on_progress: Progress) -> dict[str, Any]:
+    def measure(self, scorer: LanguageScorer, keep: ItemDirectory | None, on_progress: Progress) -> dict[str, Any]:
         """Return loss, perplexity and bits per byte of each file."""
         results = {}
         for number, file in enumerate(self.files):

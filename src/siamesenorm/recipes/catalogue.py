@@ -45,7 +45,7 @@ def list_offers(
 ) -> Iterator[Offer]:
     """Yield an offer for each item; `data_of` returns the path of the data, or None for those of the committed runs.
 
-    The middle of the rates stands in where runs will choose one, and extensions of the rates are not counted.
+    Where runs will choose a rate, the middle one is assumed; extensions of the rates are not counted.
     """
     seen: set[str] = set()
     for item in items:
@@ -88,4 +88,6 @@ def offers_table(offers: Sequence[Offer], scale: Scale) -> Table:
 
 
 def _hours(value: float) -> str:
-    return f"{formatting.count(value)} h" if value >= 1000 else f"{value:.1f} h"
+    if value >= 1000:
+        return f"{formatting.count(value)} h"
+    return f"{value:.1f} h" if value >= 10 or not value else f"{formatting.significant(value, 2)} h"

@@ -11,11 +11,12 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import isfinite
 from typing import Any
 
 import numpy as np
 
-from siamesenorm.comparison.results import RunResult
+from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, RunResult
 from siamesenorm.comparison.statistics import Estimate, PairedDifference, holm
 from siamesenorm.recipes.published_numbers import find_published
 
@@ -26,7 +27,9 @@ class ClaimOutcome(StrEnum):
     CONFIRMED = "confirmed"
     """The interval excludes zero in the published direction."""
     NOT_SEEN = "not seen at this scale"
-    """The interval includes zero, or there are too few seeds for one: a gap within noise."""
+    """The interval includes zero: a gap within noise."""
+    TOO_FEW_SEEDS = "too few seeds"
+    """Fewer than two seeds have what is measured: there is no interval."""
     CONTRADICTED = "contradicted"
     """The interval excludes zero in the other direction."""
     NOT_RUN = "not run"
@@ -58,7 +61,8 @@ class PaperClaim:
     """A claim: its sentence, what is measured, the signed cells, and the sign of their sum in the paper.
 
     `published` names another published number than that of the measure, where the paper states the claim in it, with
-    its unit and the factor on it that gives it the sign of the measure.
+    its unit and the factor on it that gives it the sign of the measure. Where that is itself a difference from a
+    baseline (`REDUCTIONS`), the baseline has no row.
     """
 
     text: str
@@ -68,6 +72,8 @@ class PaperClaim:
     published: tuple[str, str, float] | None = None
 
 
+REDUCTIONS = {"ppl_reduction": "pre"}
+"""Published numbers that are differences from a method, with that method."""
 Cells = Callable[[Cell], Mapping[int, RunResult]]
 """Returns the finished runs of a cell by seed."""
 
@@ -98,7 +104,7 @@ class JudgedClaim:
         if not self.effect.by_seed:
             return ClaimOutcome.NOT_RUN
         if self.corrected is None or self.corrected.ends is None:
-            return ClaimOutcome.NOT_SEEN
+            return ClaimOutcome.TOO_FEW_SEEDS
         low, high = self.corrected.ends
         if low <= 0 <= high:
             return ClaimOutcome.NOT_SEEN
@@ -122,15 +128,21 @@ def judge_claims(item: str, claims: Sequence[PaperClaim], cells: Cells) -> tuple
 def _effect_of(item: str, claim: PaperClaim, cells: Cells) -> JudgedClaim:
     measure = MEASURES[claim.measure]
     found = [
-        (factor, {seed: value for seed, run in cells(cell).items() if (value := measure.of(run)) is not None})
+        (
+            factor,
+            {s: value for s, run in cells(cell).items() if (value := measure.of(run)) is not None and isfinite(value)},
+        )
         for factor, cell in claim.terms
     ]
     seeds = set.intersection(*(set(values) for _, values in found))
     rows = [find_published(item, cell.grid, cell.method, cell.rate) for _, cell in claim.terms]
     name, _, sign = claim.published or (measure.published, measure.unit, 1.0)
+    stated = [
+        0.0 if REDUCTIONS.get(name) == cell.method else None if row is None else row.value(name)
+        for (_, cell), row in zip(claim.terms, rows, strict=True)
+    ]
     numbers = [
-        None if row is None or (value := row.value(name)) is None else sign * factor * value
-        for (factor, _), row in zip(claim.terms, rows, strict=True)
+        None if value is None else sign * factor * value for (factor, _), value in zip(claim.terms, stated, strict=True)
     ]
     return JudgedClaim(
         claim=claim,
@@ -147,14 +159,30 @@ def _effect_of(item: str, claim: PaperClaim, cells: Cells) -> JudgedClaim:
 
 def held_out_loss(run: RunResult) -> float | None:
     """Return the held-out loss; a diverged run counts as a model that has learned nothing."""
-    return run.score if math.isfinite(run.score) else run.floor
+    return run.score if isfinite(run.score) else run.floor
 
 
-def largest_gradient(run: RunResult) -> float | None:
-    """Return the largest gradient norm after the warm-up, before clipping."""
-    start = run.config["optimizer"]["warmup_steps"]
-    values = run.gradient_norms.values[run.gradient_norms.steps > start]
-    return float(np.nanmax(values)) if len(values) and np.isfinite(values).any() else None
+def held_out_accuracy(run: RunResult) -> float | None:
+    """Return the held-out accuracy in percent; a diverged run counts as chance: its floor is log(classes)."""
+    if run.diverged:
+        return None if run.floor is None else 100 * math.exp(-run.floor)
+    value = run.held_out.get("accuracy")
+    return None if value is None else 100 * value
+
+
+def failed(run: RunResult) -> float:
+    """Return 1 for a run that diverged or did not learn, else 0; where all seeds agree the interval has no width."""
+    return float(run.word in (DIVERGED, NOT_LEARNED))
+
+
+def exploded(run: RunResult) -> float | None:
+    """Return 1 where a gradient norm, before clipping, exceeded 100 after the warm-up or ever was not finite, else 0.
+
+    100 is the threshold of SiameseNorm's section 5.1.
+    """
+    norms = run.gradient_norms
+    late = norms.values[(norms.steps > run.config["optimizer"]["warmup_steps"]) | ~np.isfinite(norms.values)]
+    return float(not np.all(late <= 100.0)) if len(late) else None
 
 
 def evaluated(run: RunResult, name: str) -> dict[str, Any] | None:
@@ -203,7 +231,7 @@ MEASURES: dict[str, Measure] = {
     "accuracy": Measure(
         label="held-out accuracy",
         unit="%",
-        of=lambda run: None if (value := run.held_out.get("accuracy")) is None else 100 * value,
+        of=held_out_accuracy,
         published="accuracy",
         decimals=2,
     ),
@@ -215,8 +243,16 @@ MEASURES: dict[str, Measure] = {
         published="arithmetic",
         decimals=2,
     ),
-    "gradient": Measure(
-        label="largest gradient norm after the warm-up", unit="", of=largest_gradient, published="gradient_norm"
+    "failed": Measure(label="failed (1: diverged or not learned)", unit="", of=failed, published="failed", decimals=2),
+    "trained": Measure(
+        label="trained (1) or failed (-1)", unit="", of=lambda run: 1 - 2 * failed(run), published="trained", decimals=2
+    ),
+    "exploded": Measure(
+        label="exploded (1: a gradient norm above 100 after the warm-up, or not finite)",
+        unit="",
+        of=exploded,
+        published="exploded",
+        decimals=2,
     ),
     "growth": Measure(label="log growth of the magnitude", unit="", of=magnitude_growth, published="growth"),
     "fusion": Measure(

@@ -108,7 +108,7 @@ class RunGrid:
         ]
 
     def expected_runs(self, workload: Workload, template: RunConfig) -> Iterator[Planned]:
-        """Yield the runs; where rates are chosen, the middle one stands in for those that will be."""
+        """Yield the runs; where rates are chosen, the middle one is assumed."""
         if not self.chosen:
             yield from self.given_runs(workload, template)
             return
@@ -129,11 +129,12 @@ class Item:
 
     Args:
         name: Name on the command line.
-        paper: Where it is published: "SiameseNorm, Table 1".
+        paper: Where it is published: "SiameseNorm, Table 1"; empty where it is in no paper.
         title: What it shows, in a few words.
         published: What the paper did and found, in sentences.
         grids: The runs.
         experiment: Returns the page of an item that needs no training.
+        ranked: Whether the page ranks the methods against Pre-Norm's noise and compute.
     """
 
     name: str
@@ -142,6 +143,12 @@ class Item:
     published: str
     grids: tuple[RunGrid, ...] = ()
     experiment: Callable[[], Report] | None = None
+    ranked: bool = False
+
+    @property
+    def heading(self) -> str:
+        """The title of its page: what it shows, after where it is published."""
+        return f"{self.paper}: {self.title}" if self.paper else f"{self.title[:1].upper()}{self.title[1:]}"
 
     def workload(self, grid: RunGrid, scale: Scale) -> Workload:
         """Return what a grid trains at a scale; raises UserError where there is nothing."""

@@ -70,7 +70,7 @@ def item_report(results: ItemResults, *, title: str = "") -> Report:
         "What came out": Statements(statements(summary(judged)), tone="conclusions"),
         "Claims": claims_table(judged),
         published.title: published,
-        **(league_sections(results) if item.name == "league" else {}),
+        **(league_sections(results) if item.ranked else {}),
         **{table.title: table for table in grid_tables(results, findings)},
         "Figures": Gallery(tuple(item_figures(results, findings))),
         "How far the scale differs": scale_table(results),
@@ -80,7 +80,7 @@ def item_report(results: ItemResults, *, title: str = "") -> Report:
         **comparison_report.closing_sections(first),
     }
     return Report(
-        title=title or f"{item.paper}: {item.title}",
+        title=title or item.heading,
         subject=(f"Published: {item.published}", comparison_report.data_sentence(first), *here),
         sections={title: block for title, block in sections.items() if getattr(block, "groups", True)},
         records={f"{results.grid(name).directory}.csv": runs_csv(each) for name, each in results.grids.items()},

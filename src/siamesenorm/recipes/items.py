@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 from siamesenorm.comparison.report_parts import Report
+from siamesenorm.comparison.sweep_grid import CONTROL
 from siamesenorm.errors import unknown
 from siamesenorm.recipes.item import Item, RunGrid
 from siamesenorm.recipes.overhead import overhead_report
 from siamesenorm.recipes.theory_experiments import THEORY
 from siamesenorm.topologies import available_topologies
 
-CONTROL = "pre + qkv"
 POST_PRE_CODE = "siamese-post-pre:post_norm=lazy,readout=code"
 TABLE_1 = ("pre", CONTROL, "post", "deepnorm", "residual", "dhc-2", "hybridnorm", "siamese")
 TABLE_3 = (
@@ -275,9 +275,10 @@ ITEMS: dict[str, Item] = {
         ),
         Item(
             name="league",
-            paper="every topology",
+            paper="",
             title="all topologies, each at its own best learning rate, and six of them at a second depth",
             published="No paper compares all of these at a learning rate of their own.",
+            ranked=True,
             grids=(
                 RunGrid(
                     name="league",

@@ -34,7 +34,12 @@ class PublishedRow:
     values: Mapping[str, float] = field(default_factory=dict)
 
     def value(self, name: str) -> float | None:
-        """Return a published number; a loss that is not stated is the logarithm of the perplexity."""
+        """Return a published number; a loss that is not stated is the logarithm of the perplexity.
+
+        `failed` is 1 for a published divergence, else 0.
+        """
+        if name == "failed":
+            return float(self.verdict == "diverged")
         if name == "loss" and name not in self.values and "ppl" in self.values:
             return math.log(self.values["ppl"])
         return self.values.get(name)

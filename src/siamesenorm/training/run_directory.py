@@ -17,6 +17,8 @@ from siamesenorm.training.verdict import Verdict
 
 LOCK_FILE = "lock"
 LOG_FILE = "log.txt"
+DIGEST_CHARACTERS = 12
+"""Of a digest in a path."""
 DECISIVE = ("device", "torch", "commit", "kernels", "operators", "compiled", "processes")
 """What changes the bits of the steps to come when it changes on resume."""
 
@@ -39,9 +41,12 @@ class RunDirectory:
         self.log_file = path / LOG_FILE
         self.checkpoints = path / "checkpoints"
 
-    def item_scores_of(self, step: int, weights: str) -> Path:
-        """Return the directory of what some weights at a step scored on the items of tasks, a file for each task."""
-        return self.item_scores / f"step-{step:08d}-{weights}"
+    def item_scores_of(self, step: int, weights: str, digest: str) -> Path:
+        """Return the directory of what some weights at a step scored on items, a file for each task.
+
+        `digest` is that of the items: each set has a directory, as it has a record in `evaluations.jsonl`.
+        """
+        return self.item_scores / f"step-{step:08d}-{weights}" / digest[:DIGEST_CHARACTERS]
 
     @contextmanager
     def claimed(self, config: RunConfig) -> Iterator[None]:
