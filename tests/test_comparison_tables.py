@@ -276,8 +276,22 @@ def test_quantities_are_written_for_people() -> None:
 def choice_record(step: int, acc: float, *, digest: str = "d", weights: str = "raw") -> dict[str, Any]:
     """Return a record of two tasks, of which the second counts per character."""
     tasks = {
-        "arc_easy": {"acc": acc, "acc_per_char": 0.0, "primary": "acc", "items": 10},
-        "piqa": {"acc": 0.0, "acc_per_char": acc / 2, "primary": "acc_per_char", "items": 10},
+        "arc_easy": {
+            "acc": acc,
+            "acc_per_char": 0.0,
+            "primary": "acc",
+            "items": 10,
+            "acc_stderr": 0.03,
+            "bits_per_byte": 1 - acc,
+        },
+        "piqa": {
+            "acc": 0.0,
+            "acc_per_char": acc / 2,
+            "primary": "acc_per_char",
+            "items": 10,
+            "acc_per_char_stderr": 0.04,
+            "bits_per_byte": 2.0,
+        },
     }
     return {
         "kind": "evaluation", "step": step, "weights": weights, "evaluation": "multiple-choice",
@@ -294,11 +308,15 @@ def test_accuracies_come_from_the_last_records_of_the_same_items(tmp_path: Path)
         lines = [choice_record(40, 0.5 + 0.1 * number), choice_record(20, 0.9), choice_record(40, 0.1, weights="ema")]
         file = sweep / "runs" / run.identity / "evaluations.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (table,) = accuracy_tables(find(read_experiment(sweep)))
+    table, bits = accuracy_tables(find(read_experiment(sweep)))
     row = cells(table, "Learning rate 2e-3")
     assert (row["pre"]["Seeds"].text, row["pre"]["ARC-E"].text.split(" ")[0]) == ("2", "55.00")
     assert row["siamese"]["PIQA"].text.startswith("37.50") and row["siamese"]["Average"].text.startswith("56.25")
     assert row["siamese"]["ARC-E"].strong and not row["pre"]["ARC-E"].strong
+    assert row["pre"]["ARC-E"].text.endswith(" (3.00)") and row["pre"]["Average"].text.endswith(" (2.50)")
+    row = cells(bits, "Learning rate 2e-3")
+    assert row["pre"]["ARC-E"].text.startswith("0.4500") and row["siamese"]["Average"].text.startswith("1.1250")
+    assert row["siamese"]["ARC-E"].strong and not row["pre"]["ARC-E"].strong
     with file.open("a") as more:
         more.write(json.dumps(choice_record(40, 0.5, digest="other")) + "\n")
-    assert len(accuracy_tables(find(read_experiment(sweep)))) == 2, "other items are no row of the same table"
+    assert len(accuracy_tables(find(read_experiment(sweep)))) == 4, "other items are no row of the same table"

@@ -255,7 +255,8 @@ def test_two_runs_are_compared_on_the_same_items(language: Path, capsys: pytest.
     options = next(each["options"] for each in kept if each["evaluation"] == "paired-multiple-choice")
     assert options["against"] == TrainedRun(second).identity
     assert main(["evaluate", str(first), "--against", str(second), "--tasks", str(language)]) == 0
-    assert "McNemar" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "McNemar" in shown and "seed-0 minus seed-1" in shown
 
 
 def test_a_model_without_a_run_has_the_scores_of_the_run(

@@ -23,7 +23,14 @@ from siamesenorm.errors import UserError
 from siamesenorm.evaluation.causal_models import Batch
 from siamesenorm.evaluation.choice_items import generate_arithmetic, read_item, read_tasks
 from siamesenorm.evaluation.choice_tasks import TASKS, ChoiceItem
-from siamesenorm.evaluation.multiple_choice import ItemScore, MultipleChoice, read_item_scores, score_items, summarise
+from siamesenorm.evaluation.multiple_choice import (
+    ItemScore,
+    MultipleChoice,
+    mean_of_tasks,
+    read_item_scores,
+    score_items,
+    summarise,
+)
 from siamesenorm.evaluation.paired_tests import compare_items, compare_tasks
 from siamesenorm.evaluation.scorer import LanguageScorer
 
@@ -119,6 +126,8 @@ def test_metrics_by_hand() -> None:
     assert (found["acc"], found["primary"], found["items"]) == (pytest.approx(1 / 3), "acc_per_char", 3)
     assert found["acc_stderr"] == pytest.approx(np.std([0, 1, 0], ddof=1) / math.sqrt(3))
     assert summarise(TASKS["arc_easy"], [score])["acc_stderr"] is None
+    assert mean_of_tasks([(0.2, 0.03), (0.4, 0.04)]) == (pytest.approx(0.3), pytest.approx(0.025))
+    assert mean_of_tasks([(0.2, 0.03), (0.4, None)])[1] is None
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
@@ -208,9 +217,17 @@ def test_paired_tests_are_those_of_the_textbook() -> None:
     assert found["bits_per_byte"]["low"] == pytest.approx(interval.low / math.log(2))
     same = compare_items(first, first)
     assert same["acc"]["p_value"] == 1.0 and same["bits_per_byte"]["p_value"] == 1.0
+    p, q = 10 / 22, 3 / 22
+    assert found["acc"]["stderr"] == pytest.approx(math.sqrt((p + q - (p - q) ** 2) / 22))
+    assert found["acc"]["high"] == pytest.approx(p - q + 1.959964 * found["acc"]["stderr"])
+    agreed = compare_tasks({"a": first[:12]}, {"a": first[:12]}, {"a": "acc"})
+    for each in (agreed["a"]["acc"], agreed["average"]):
+        assert each["difference"] == 0.0 and -each["low"] == each["high"] == pytest.approx(1.959964 / math.sqrt(98))
     both = compare_tasks({"a": first, "b": first}, {"a": second, "b": first}, {"a": "acc", "b": "acc"})
     assert both["average"]["difference"] == pytest.approx(7 / 40)
-    assert both["average"]["stderr"] == pytest.approx(found["acc"]["stderr"] / 2)
+    assert both["average"]["stderr"] == pytest.approx(
+        math.hypot(found["acc"]["stderr"], both["b"]["acc"]["stderr"]) / 2
+    )
     with pytest.raises(UserError, match="different items"):
         compare_items(first, second[:-1])
 

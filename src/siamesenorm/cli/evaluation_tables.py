@@ -11,7 +11,7 @@ from rich.table import Table
 from siamesenorm.comparison.formatting import NOTHING
 from siamesenorm.evaluation.choice_tasks import TASKS
 from siamesenorm.evaluation.evaluation import Record
-from siamesenorm.evaluation.multiple_choice import MultipleChoice
+from siamesenorm.evaluation.multiple_choice import MEAN, MEAN_STDERR, MultipleChoice
 from siamesenorm.evaluation.paired_tests import PAIRED
 
 Cells = Sequence[str]
@@ -28,14 +28,16 @@ def show(records: Sequence[Record]) -> None:
         if columns := kinds.get(record["evaluation"]):
             write = choice_row if record["evaluation"] == MultipleChoice.name else paired_row
             title = f"{record['evaluation']}, {record['options']['split']}, {record['weights']} weights"
-            results = record["results"].items()
-            rows = [(TASKS[name].label, *write(each)) for name, each in results if name != "average"]
-            average = record["results"]["average"]
-            console.print(_table(title, columns, [*rows, ("Average", *average_cells(average))]))
+            if "models" in record:
+                title += f": {' minus '.join(record['models'])}"
+            results = record["results"]
+            rows = [(TASKS[name].label, *write(results[name])) for name in record["options"]["tasks"]]
+            console.print(_table(title, columns, [*rows, ("Average", *average_cells(results))]))
 
 
+COUNTS = {"acc": "accuracy", "acc_per_char": "accuracy per character"}
 CHOICE_COLUMNS = ("items", "accuracy", "per character", "bits per byte", "counts")
-PAIRED_COLUMNS = ("items", "accuracy", "95 % interval", "p (McNemar)", "bits per byte", "p (paired t)")
+PAIRED_COLUMNS = ("items", "of", "difference in %", "95 % interval", "p (McNemar)", "bits per byte", "p (paired t)")
 
 
 def choice_row(result: Mapping[str, Any]) -> Cells:
@@ -45,7 +47,7 @@ def choice_row(result: Mapping[str, Any]) -> Cells:
         percent(result["acc"], result["acc_stderr"]),
         percent(result["acc_per_char"], result["acc_per_char_stderr"]),
         number(result["bits_per_byte"], result["bits_per_byte_stderr"]),
-        "accuracy" if result["primary"] == "acc" else "per character",
+        COUNTS[result["primary"]],
     )
 
 
@@ -54,6 +56,7 @@ def paired_row(result: Mapping[str, Any]) -> Cells:
     counted, bits = result[result["primary"]], result["bits_per_byte"]
     return (
         str(result["items"]),
+        COUNTS[result["primary"]],
         percent(counted["difference"], counted["stderr"], signed=True),
         interval(counted),
         probability(counted["p_value"]),
@@ -62,12 +65,13 @@ def paired_row(result: Mapping[str, Any]) -> Cells:
     )
 
 
-def average_cells(average: float | Mapping[str, Any]) -> Cells:
+def average_cells(results: Mapping[str, Any]) -> Cells:
     """Return the cells of the plain mean over tasks, or of a difference of such means."""
+    average = results[MEAN]
     if not isinstance(average, Mapping):
-        return ("", percent(average), "", "", "the column that counts")
-    difference = percent(average["difference"], average.get("stderr"), signed=True)
-    return ("", difference, interval(average), probability(average.get("p_value")) + " (normal)", "", "")
+        return ("", percent(average, results[MEAN_STDERR]), "", "", "the column that counts")
+    difference = percent(average["difference"], average["stderr"], signed=True)
+    return ("", "what counts", difference, interval(average), probability(average["p_value"]) + " (normal)", "", "")
 
 
 def percent(value: float, error: float | None = None, *, signed: bool = False) -> str:

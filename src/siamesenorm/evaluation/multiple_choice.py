@@ -75,6 +75,8 @@ class ItemScore:
         return cls(**fields)
 
 
+MEAN, MEAN_STDERR = "average", "average_stderr"
+"""Beside the results of the tasks: the plain mean of their primary accuracies, and its standard error."""
 METRICS = ("acc", "acc_per_char", "bits_per_byte")
 
 
@@ -97,7 +99,7 @@ class MultipleChoice:
     Context and continuation are encoded apart and joined, without a token before them; the context is cut at its left
     where both do not fit. Each task has `acc` (the largest sum of log-probabilities), `acc_per_char` (per character of
     the choice), `bits_per_byte` (of the right choice), and their standard errors; "average" is the plain mean of the
-    tasks' primary accuracies.
+    tasks' primary accuracies, "average_stderr" its standard error.
     """
 
     tasks: tuple[TaskItems, ...]
@@ -144,8 +146,20 @@ class MultipleChoice:
             if directory is not None:
                 write_item_scores(directory / f"{name}_{each.split}.jsonl", scores)
             results[name] = summarise(each.task, scores)
-        primaries = [each[each["primary"]] for each in results.values()]
-        return {**results, "average": sum(primaries) / len(primaries)}
+        mean, error = mean_of_tasks(
+            [(each[each["primary"]], each[f"{each['primary']}_stderr"]) for each in results.values()]
+        )
+        return {**results, MEAN: mean, MEAN_STDERR: error}
+
+
+def mean_of_tasks(values: Sequence[tuple[float, float | None]]) -> tuple[float, float | None]:
+    """Return the plain mean of tasks' values with standard errors, and its own, of independent tasks.
+
+    It is None where a task has none.
+    """
+    mean = sum(value for value, _ in values) / len(values)
+    errors = [error for _, error in values if error is not None]
+    return mean, math.hypot(*errors) / len(values) if len(errors) == len(values) else None
 
 
 def score_items(

@@ -12,7 +12,7 @@ from scipy import stats
 from siamesenorm.errors import UserError
 from siamesenorm.evaluation.choice_tasks import Primary
 from siamesenorm.evaluation.evaluation import Record
-from siamesenorm.evaluation.multiple_choice import METRICS, ItemScore, MultipleChoice, read_item_scores
+from siamesenorm.evaluation.multiple_choice import MEAN, METRICS, ItemScore, MultipleChoice, read_item_scores
 from siamesenorm.training.run_directory import RunDirectory
 
 CONFIDENCE = 0.95
@@ -23,9 +23,9 @@ PAIRED = "paired-multiple-choice"
 def compare_items(first: Sequence[ItemScore], second: Sequence[ItemScore], *, what: str = "items") -> dict[str, Any]:
     """Return the differences first - second of each metric on the same items.
 
-    For each: the mean, its standard error over the items, a 95 % t interval, and a two-sided p-value. For accuracies
-    that is McNemar's exact test, binomial over the items that one model alone has right (`only_first`, `only_second`);
-    for bits per byte the paired t-test. Raises UserError for other items than the first's.
+    For each: the mean, its standard error, a 95 % interval, and a two-sided p-value. For accuracies these are those of
+    `paired_proportions`; for bits per byte those of the paired t-test. Raises UserError for other items than the
+    first's.
     """
     if [(each.id, each.label) for each in first] != [(each.id, each.label) for each in second]:
         raise UserError(f"{what}: the two models were scored on different items: evaluate both on the same files")
@@ -35,7 +35,12 @@ def compare_items(first: Sequence[ItemScore], second: Sequence[ItemScore], *, wh
             [[getattr(one, metric), getattr(other, metric)] for one, other in zip(first, second, strict=True)]
         )
         difference = pairs[:, 0] - pairs[:, 1]
-        found[metric] = {**mean_difference(difference), **(_mcnemar(pairs) if metric != "bits_per_byte" else {})}
+        if metric == "bits_per_byte":
+            found[metric] = mean_difference(difference)
+        else:
+            found[metric] = paired_proportions(
+                int((difference > 0).sum()), int((difference < 0).sum()), len(difference)
+            )
     return found
 
 
@@ -50,12 +55,35 @@ def mean_difference(values: np.ndarray) -> dict[str, float | None]:
     return {"difference": mean, "stderr": error, "low": mean - half, "high": mean + half, "p_value": p_value}
 
 
-def _mcnemar(pairs: np.ndarray) -> dict[str, Any]:
-    """Return the exact test on pairs [items, 2] of right (1) and wrong (0)."""
-    only_first, only_second = (int((pairs[:, mine] > pairs[:, 1 - mine]).sum()) for mine in (0, 1))
+def paired_proportions(only_first: int, only_second: int, count: int) -> dict[str, Any]:
+    """Return the difference of two accuracies on the same `count` items, of which one model alone has some right.
+
+    The p-value is that of McNemar's exact test, binomial over those items. Standard error and 95 % interval are those
+    of Bonett and Price (2012, Journal of Educational and Behavioral Statistics 37, 479), with one item added to each of
+    the two counts: p = (only_first + 1) / (count + 2), q = (only_second + 1) / (count + 2),
+
+        p - q ± z sqrt((p + q - (p - q)^2) / (count + 2)),
+
+    so that few items on which both models agree are no certainty. `centre` is p - q.
+    """
     discordant = only_first + only_second
-    p_value = float(stats.binomtest(only_first, discordant).pvalue) if discordant else 1.0
-    return {"only_first": only_first, "only_second": only_second, "p_value": p_value}
+    p, q = ((only + 1) / (count + 2) for only in (only_first, only_second))
+    error = math.sqrt((p + q - (p - q) ** 2) / (count + 2))
+    return {
+        "difference": (only_first - only_second) / count,
+        "stderr": error,
+        "centre": p - q,
+        **_normal_interval(p - q, error),
+        "only_first": only_first,
+        "only_second": only_second,
+        "p_value": float(stats.binomtest(only_first, discordant).pvalue) if discordant else 1.0,
+    }
+
+
+def _normal_interval(centre: float, error: float) -> dict[str, float]:
+    """Return the 95 % interval of a difference of shares."""
+    half = float(stats.norm.ppf((1 + CONFIDENCE) / 2)) * error
+    return {"low": max(-1.0, centre - half), "high": min(1.0, centre + half)}
 
 
 def compare_tasks(
@@ -65,20 +93,19 @@ def compare_tasks(
 ) -> dict[str, Any]:
     """Return `compare_items` of each task, and the difference of the averages of their primary accuracies.
 
-    The average's standard error is that of independent tasks; its interval and p-value are normal.
+    The average's standard error is that of independent tasks, with the errors of `paired_proportions`, which are never
+    zero; its interval, about the mean of their centres, and its p-value are normal.
     """
     results = {
         name: {**compare_items(first[name], second[name], what=name), "primary": primaries[name]} for name in first
     }
     chosen = [results[name][primaries[name]] for name in results]
     mean = sum(each["difference"] for each in chosen) / len(chosen)
-    if any(each["stderr"] is None for each in chosen):
-        return {**results, "average": {"difference": mean}}
+    centre = sum(each["centre"] for each in chosen) / len(chosen)
     error = math.sqrt(sum(each["stderr"] ** 2 for each in chosen)) / len(chosen)
-    half = float(stats.norm.ppf((1 + CONFIDENCE) / 2)) * error
-    p_value = float(2 * stats.norm.sf(abs(mean) / error)) if error else float(mean == 0)
-    average = {"difference": mean, "stderr": error, "low": mean - half, "high": mean + half, "p_value": p_value}
-    return {**results, "average": average}
+    p_value = float(2 * stats.norm.sf(abs(mean) / error))
+    average = {"difference": mean, "stderr": error, **_normal_interval(centre, error), "p_value": p_value}
+    return {**results, MEAN: average}
 
 
 class Evaluated(Protocol):
@@ -96,7 +123,10 @@ class Evaluated(Protocol):
 
 
 def paired_record(first: Evaluated, second: Evaluated, choice: MultipleChoice, *, weights: str) -> Record:
-    """Return the record of the comparison of two models by the scores of items that both have kept."""
+    """Return the record of the comparison of two models by the scores of items that both have kept.
+
+    `models` has the names of their directories, whole paths where those are the same.
+    """
 
     def scores(model: Evaluated) -> dict[str, tuple[ItemScore, ...]]:
         kept = read_item_scores(model.directory.item_scores_of(model.step, weights, choice.digest))
@@ -110,6 +140,12 @@ def paired_record(first: Evaluated, second: Evaluated, choice: MultipleChoice, *
         "step": first.step,
         "weights": weights,
         "evaluation": PAIRED,
+        "models": _names(first, second),
         "options": options,
         "results": results,
     }
+
+
+def _names(first: Evaluated, second: Evaluated) -> list[str]:
+    paths = [model.directory.path.resolve() for model in (first, second)]
+    return [path.name if paths[0].name != paths[1].name else str(path) for path in paths]

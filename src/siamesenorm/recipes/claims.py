@@ -18,6 +18,7 @@ import numpy as np
 
 from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, RunResult
 from siamesenorm.comparison.statistics import Estimate, PairedDifference, holm
+from siamesenorm.evaluation.multiple_choice import MEAN, MultipleChoice
 from siamesenorm.recipes.published_numbers import find_published
 
 
@@ -193,10 +194,10 @@ def evaluated(run: RunResult, name: str) -> dict[str, Any] | None:
 
 def task_accuracy(run: RunResult, task: str = "") -> float | None:
     """Return the primary accuracy of a multiple-choice task in percent, of all tasks without a name."""
-    results = evaluated(run, "multiple-choice")
+    results = evaluated(run, MultipleChoice.name)
     if results is None or (task and task not in results):
         return None
-    return 100 * float(results[task][results[task]["primary"]] if task else results["average"])
+    return 100 * float(results[task][results[task]["primary"]] if task else results[MEAN])
 
 
 def magnitude_growth(run: RunResult) -> float | None:
