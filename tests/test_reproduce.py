@@ -23,6 +23,7 @@ from siamesenorm.recipes.item import Item, RunGrid
 from siamesenorm.recipes.item_claims import against, claims_of
 from siamesenorm.recipes.item_results import read_item
 from siamesenorm.recipes.items import ITEMS
+from siamesenorm.recipes.league import budget_curve
 from siamesenorm.recipes.prices import count_operations
 from siamesenorm.recipes.published_numbers import find_published, published_rows
 from siamesenorm.recipes.scales import WORKLOADS, Scale, Workload
@@ -54,6 +55,13 @@ def test_the_papers_settings_build_and_have_a_price(domain: str) -> None:
     assert operations > 1e18
     if domain == "language":
         assert 7e20 < operations < 1.2e21
+
+
+def test_seednorm_is_trained_in_full_on_the_papers_vision_transformer() -> None:
+    for name in ("seednorm-vision", "seednorm-heads"):
+        grid = ITEMS[name].grids[0]
+        model = WORKLOADS[grid.domain][Scale.FULL].template().task.model
+        assert (model.dim, model.depth, model.heads) == (768, 12, 12)
 
 
 def test_runs_of_items_are_the_committed_ones_and_each_others() -> None:
@@ -97,6 +105,12 @@ def test_published_numbers_belong_to_runs_and_are_those_of_the_papers() -> None:
         if row.values:
             tasks = [value for name, value in row.values.items() if name not in ("ppl", "average")]
             assert sum(tasks) / 7 == pytest.approx(row.values["average"], abs=0.011)
+    large = find_published("seednorm-language", "mixture of experts", "pre + seednorm", None)
+    assert large is not None and large.value("ppl (OLMoE-7B)") == 13.88
+    vision = find_published("seednorm-vision", "masked autoencoding", "pre + dyt", None)
+    assert vision is not None and vision.value("accuracy (ViT-L)") == 85.4
+    coupling = claims_of("table2")[0]
+    assert judge_claims("table2", [coupling], cells({}))[0].published == pytest.approx(-0.18)
     ablation = find_published("seednorm-ablation", "", "pre + seednorm:alpha_initial=10", 1)
     assert ablation is not None and ablation.value("loss") == 3.154
 
@@ -187,6 +201,20 @@ def test_a_failure_is_a_verdict_and_not_any_difference(word: str, outcome: Claim
     runs = {"hybridnorm": run(word, []), "siamese": run("stable", [])}
     (judged,) = judge_claims("table1", [claim], lambda cell: dict.fromkeys(range(2), runs[cell.method]))
     assert judged.outcome is outcome and judged.published == 1
+
+
+def test_the_curve_of_budgets_is_of_one_learning_rate() -> None:
+    def grid(*runs: tuple[int, float, float]) -> Any:
+        made = [SimpleNamespace(steps=n, learning_rate=rate, score=loss, has_result=True) for n, rate, loss in runs]
+        return SimpleNamespace(runs_of=lambda method: made)
+
+    league = grid((400, 1e-2, 3.0), (400, 3e-2, 2.9), (400, 1e-2, 3.2))
+    methods = {"league": ("pre", "siamese"), "half": ("pre",), "twice": ("pre",)}
+    results: Any = SimpleNamespace(
+        grids={"league": league, "half": grid((200, 1e-2, 3.5)), "twice": grid((800, 1e-2, 2.8))},
+        grid=lambda name: SimpleNamespace(methods=methods[name]),
+    )
+    assert budget_curve(results) == pytest.approx({200: 3.5, 400: 3.1, 800: 2.8})
 
 
 # --- training, with stand-ins for processes

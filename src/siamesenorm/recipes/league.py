@@ -10,11 +10,13 @@ from siamesenorm.comparison.findings import Choice, choose_learning_rate
 from siamesenorm.comparison.formatting import NOTHING
 from siamesenorm.comparison.report_parts import LOWER, Block, Column, Entry, Pill, Row, RowGroup, Statements, Table
 from siamesenorm.comparison.report_parts import statements as named_statements
-from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, UNFINISHED, ExperimentResults
+from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, UNFINISHED, ExperimentResults, RunResult
 from siamesenorm.comparison.statistics import Bound, effective_speedup, noise_band
 from siamesenorm.recipes.item_results import ItemResults
 
 LEAGUE, BASELINE = "league", "pre"
+IRREDUCIBLE = 0.0
+"""Loss, in nats, that the curve of budgets is read above: at this scale none is known."""
 
 
 def league_sections(results: ItemResults) -> dict[str, Block]:
@@ -48,7 +50,7 @@ def league_sections(results: ItemResults) -> dict[str, Block]:
     table = Table("The league", columns, (RowGroup("", (*rows, *failed)),)).without_empty_columns()
     return {
         "The league": table,
-        "How to read the league": Statements(named_statements(_definitions(band, curve, bool(results.costs)))),
+        "How to read the league": Statements(named_statements(_definitions(results, band, curve))),
     }
 
 
@@ -57,18 +59,22 @@ def _why_lost(league: ExperimentResults, method: str) -> Entry:
     return Entry(pill=Pill(DIVERGED, "diverged at every rate") if complete else Pill(UNFINISHED, "no finished run"))
 
 
+def budget_runs(results: ItemResults) -> tuple[RunResult, ...]:
+    """Return Pre-Norm's runs of all lengths at one learning rate: that of its runs of other lengths than the league's.
+
+    At a rate of its own for each length, the curve would be of several recipes.
+    """
+    others = [each for name, each in results.grids.items() if results.grid(name).methods == (BASELINE,)]
+    runs = [run for each in (*others, results.grids[LEAGUE]) for run in each.runs_of(BASELINE) if run.has_result]
+    return tuple(run for run in runs if others and run.learning_rate == runs[0].learning_rate)
+
+
 def budget_curve(results: ItemResults) -> dict[float, float]:
-    """Return Pre-Norm's mean held-out loss by compute, in steps: in the league, and of its runs of other lengths."""
-    league, curve = results.grids[LEAGUE], {}
-    for name, each in results.grids.items():
-        grid = results.grid(name)
-        runs = [run for run in each.runs_of(BASELINE) if run.has_result]
-        if grid.methods == (BASELINE,) and runs:
-            curve[float(runs[0].steps)] = statistics.fmean(run.score for run in runs)
-    choice = choose_learning_rate(league, BASELINE)
-    if choice is not None and choice.losses:
-        curve[float(choice.selection.steps)] = statistics.fmean(choice.losses.values())
-    return dict(sorted(curve.items()))
+    """Return the mean held-out loss of those runs by compute, in steps."""
+    scores: dict[float, list[float]] = {}
+    for run in budget_runs(results):
+        scores.setdefault(float(run.steps), []).append(run.score)
+    return {steps: statistics.fmean(each) for steps, each in sorted(scores.items())}
 
 
 def step_cost(results: ItemResults, choice: Choice, pre: Choice) -> float | None:
@@ -89,7 +95,7 @@ def _row(
 ) -> Row:
     loss, cost = _mean_loss(choice), step_cost(results, choice, pre)
     speedup = (
-        effective_speedup(curve, loss, cost or 1.0, compute=float(pre.selection.steps))
+        effective_speedup(curve, loss, cost or 1.0, compute=float(pre.selection.steps), irreducible=IRREDUCIBLE)
         if len(curve) > 2 and pre.selection.steps
         else None
     )
@@ -117,15 +123,19 @@ def _mean_loss(choice: Choice) -> float:
     return statistics.fmean(choice.losses.values()) if choice.losses else choice.selection.score
 
 
-def _definitions(band: tuple[float, float] | None, curve: dict[float, float], measured: bool) -> dict[str, str]:
+def _definitions(results: ItemResults, band: tuple[float, float] | None, curve: dict[float, float]) -> dict[str, str]:
     between = f"between {band[0]:.4f} and {band[1]:.4f} here" if band else "not known before two seeds have ended"
     points = ", ".join(f"{steps:g} steps {loss:.4f}" for steps, loss in curve.items())
+    rate = ", ".join(dict.fromkeys(formatting.rate(run.learning_rate) for run in budget_runs(results)))
     return {
         "Order": "By mean held-out loss. Neighbours are not shown to differ; tests against the baselines are below.",
         "Noise": f"The interval in which the loss of one more run of Pre-Norm falls, {between}.",
-        "Speedup": f"From Pre-Norm's own losses by number of steps ({points}), interpolated in their logarithms. A "
-        "loss outside of them gives a bound.",
+        "Speedup": f"From Pre-Norm's own losses by number of steps ({points}), all at the learning rate {rate}, "
+        f"interpolated in their logarithms above an irreducible loss of {IRREDUCIBLE:g}. A loss outside of them gives "
+        "a bound."
+        if curve
+        else "Not known before Pre-Norm has been trained with other numbers of steps.",
         "Step": "Measured apart from the runs, on one thread of a CPU with plain operators; kernels on a GPU differ."
-        if measured
+        if results.costs
         else "The median over the faster half of the steps, where every run was trained alone on its device.",
     }

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 from siamesenorm.errors import UserError
 from siamesenorm.models.language import language_model_config
+from siamesenorm.models.vision import vision_transformer_config
 from siamesenorm.training import presets
 from siamesenorm.training.config import Execution, RunConfig
 
@@ -202,6 +203,12 @@ WORKLOADS: dict[str, dict[Scale, Workload]] = {
     },
 }
 """What is trained, by domain and scale."""
+WORKLOADS["vit-b"] = {
+    **WORKLOADS["images"],
+    Scale.FULL: dataclasses.replace(
+        WORKLOADS["images"][Scale.FULL], changes={"task.model": vision_transformer_config("vit-b", drop_path=0.1)}
+    ),
+}
 for _name, _size in {"olmoe": "olmoe-1.3b", "olmo2": "olmo2-1b"}.items():
     WORKLOADS[_name] = {
         **WORKLOADS["moe" if _name == "olmoe" else "language"],
