@@ -131,7 +131,7 @@ def case_head_dim(case: Case) -> int:
 def for_each_block(mapping: Mapping, depth: int) -> Mapping:
     """Return the mapping with `{l}` replaced by each block's index, in official names and in ours.
 
-    `{after_mlp}` is our name for whoever settles block l's MLP: the next block's reader, or the closing.
+    `{after_mlp}` is our name for what normalises after block l's MLP: the next block's reader, or the closing.
     """
     result = {}
     for official, cut in mapping.items():

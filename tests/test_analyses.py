@@ -214,6 +214,21 @@ def test_pruning_restores_the_model(topology: str) -> None:
         assert same == (topology == "pre"), "elsewhere a write acts without an output, too"
 
 
+@pytest.mark.parametrize("topology", ["post", "siamese", "siamese-post-pre", "mixln:post_blocks=2"])
+@pytest.mark.parametrize("removed", [[1], [2], [1, 2]])
+def test_the_norm_after_the_last_kept_block_acts_without_later_ones(topology: str, removed: list[int]) -> None:
+    held_out = subject(topology, depth=3)
+    found = measure("pruning", held_out)
+    losses = {(1,): found["removed"][1], (2,): found["removed"][2], (1, 2): found["last_removed"][2]}
+    model: Any = held_out.model
+    norm = model.blocks[removed[0]].attention_connection.post_norm
+    kept = [block for index, block in enumerate(model.blocks) if index not in removed]
+    if topology != "siamese":  # which has no norm at the end of a block
+        (model.closing if len(kept) == removed[0] else kept[removed[0]].attention_connection).post_norm = norm
+    model.blocks = nn.ModuleList(kept)
+    assert losses[tuple(removed)] == loss_of(model)["loss"] != found["loss"]
+
+
 @pytest.mark.parametrize("topology", ["pre", "post", "siamese", "dhc-2"])
 def test_a_silent_block_is_not_needed(topology: str) -> None:
     held_out = subject(topology)
@@ -226,6 +241,54 @@ def test_a_silent_block_is_not_needed(topology: str) -> None:
         assert effective["influence"]["residual"] == pytest.approx([effective["influence"]["residual"][0], 0], abs=1e-6)
         assert effective["angle"]["residual"][1] == pytest.approx(0, abs=1e-3) and effective["harm"][1] < 1e-6
         assert effective["effective_blocks"] == (pytest.approx(1.0, abs=1e-4) if effective["harm"][0] else 0.0)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("topology", ["post", "siamese", "siamese-post-pre"])
+def test_the_last_post_norm_is_in_the_closing(topology: str, depth: int) -> None:
+    held_out = subject(topology, depth=depth)
+    closing: Any = held_out.model.closing
+    norm = PathParts.of(held_out.model).last_post_norm("blocks")
+    assert (norm is closing.post_norm) == (topology != "siamese"), "of which the closing's norms are final ones"
+
+
+def test_the_influence_of_the_last_block_is_that_on_the_normalised_stream() -> None:
+    held_out = subject("post")
+    model: Any = held_out.model
+    fill(model.closing.post_norm.gain, 0.0)
+    with torch.no_grad():
+        model.closing.post_norm.gain[0] = 1.0
+    streams, context, seen = embedded(model), Context(model.rotary(torch.arange(6))), []
+    for block in model.blocks:
+        seen.append(block.attention_connection.read(streams)[1][0])
+        streams, _ = block(streams, context)
+    cosine = F.cosine_similarity(seen[-1], model.closing.post_norm(streams[0]), dim=-1)
+    found = measure("effective-depth", held_out)
+    assert found["influence"]["residual"][-1] == pytest.approx(float(1 - cosine.mean()), abs=1e-6)
+    assert found["angle"]["residual"][-1] == pytest.approx(float(cosine.arccos().mean() / math.pi), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["hidden-magnitude", "stream-share", "fusion", "effective-depth", "outliers"])
+def test_means_are_over_tokens_and_samples_whatever_the_batches(name: str) -> None:
+    model = subject("siamese").model
+
+    def evaluate(*sizes: int) -> HeldOut:
+        def run(changed: Any) -> dict[str, float]:
+            logits = torch.cat([changed(batch).logits for batch in torch.split(TOKENS[:, :-1], sizes)])
+            return {"loss": float(F.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten()))}
+
+        return HeldOut(model, run)
+
+    whole, unequal = (build_analysis(name).results(evaluate(*sizes)) for sizes in ((3,), (2, 1)))
+    assert whole["samples"] == unequal["samples"] == 3
+    assert numbers(unequal) == pytest.approx(numbers(whole), rel=1e-4, abs=1e-6)
+
+
+def numbers(found: Any) -> list[float]:
+    """Return all numbers in results, in their order."""
+    if isinstance(found, dict | list | tuple):
+        return [n for each in (found.values() if isinstance(found, dict) else found) for n in numbers(each)]
+    return [float(found)] if isinstance(found, int | float) else []
 
 
 def test_effective_depth_counts_what_blocks_gain() -> None:
@@ -280,7 +343,7 @@ def test_uniform_attention_gives_the_first_token_harmonic_shares() -> None:
     assert found["sink_heads"] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("masked", ["causal", "bool", "float", "none"])
+@pytest.mark.parametrize("masked", ["causal", "bool", "two dimensions", "float", "none"])
 def test_attention_is_that_of_pytorch(masked: str) -> None:
     torch.manual_seed(0)
     q, k, T = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), 5
@@ -288,7 +351,7 @@ def test_attention_is_that_of_pytorch(masked: str) -> None:
     bias = torch.randn(1, 1, T, T).masked_fill(~lower, -math.inf)
     options: dict[str, Any] = {
         "causal": {"is_causal": True}, "bool": {"attn_mask": lower[None, None]}, "float": {"attn_mask": bias},
-        "none": {},
+        "two dimensions": {"attn_mask": lower}, "none": {},
     }[masked]  # fmt: skip
     values = torch.eye(T).expand(2, 2, T, T)  # the output is then the attention itself
     weights = F.scaled_dot_product_attention(q, k, values, enable_gqa=True, **options)
@@ -361,8 +424,8 @@ def test_the_product_of_the_transitions_is_the_jacobian_of_the_stack(topology: s
         def stack(*streams: Tensor) -> Streams:
             for block in model.blocks:
                 streams, _ = block(streams, context)
-            settled = topology == "siamese-post-pre"
-            return (model.closing.post_norm(streams[0]), *streams[1:]) if settled else streams
+            normalised = topology == "siamese-post-pre"
+            return (model.closing.post_norm(streams[0]), *streams[1:]) if normalised else streams
 
         values = torch.linalg.svdvals(jacobian(stack, state, 2))
     assert found["to_end"]["largest"][0] == pytest.approx(float(values.max()), rel=1e-9)

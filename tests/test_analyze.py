@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -18,12 +19,15 @@ import siamesenorm
 from siamesenorm.analysis import available_analyses, build_analysis
 from siamesenorm.cli import main
 from siamesenorm.comparison.analysis_figures import FIGURES, analysis_figures
-from siamesenorm.comparison.analysis_report import TITLES, analysis_table
-from siamesenorm.comparison.figure_style import DARK, LIGHT, applied
+from siamesenorm.comparison.analysis_report import TITLES, analysis_table, gradient_norm_figures, subjects_table
+from siamesenorm.comparison.figure_style import DARK, LIGHT, applied, hues_of
+from siamesenorm.comparison.formatting import NOTHING
+from siamesenorm.comparison.results import read_run
 from siamesenorm.errors import UserError
 from siamesenorm.evaluation.evaluation import TrainedRun
 from siamesenorm.training.loop import train
 from siamesenorm.training.run_record import read_metrics
+from siamesenorm.world import World
 from training_runs import tiny_run, write_data
 
 TWO_STREAMS = ("stream-share", "fusion")
@@ -75,6 +79,8 @@ def test_the_page_compares_the_runs(runs: list[Path], tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text()
     assert not re.findall(r'(?:src|href)="(?!data:)[^"]*"', page), "the page needs no other file"
     assert page.count("<figure") == 3, "two, and the gradient norms"
+    for run in runs:
+        assert TrainedRun(run).identity[:12] in page and read_run(run).environments[0]["commit"] in page
     assert "pre, stream-share" in page and "has one stream" in page
     numbers = json.loads((tmp_path / "analyses.json").read_text())
     assert [record["evaluation"] for record in numbers["siamese"]] == [*what]
@@ -104,6 +110,49 @@ def test_the_table_has_a_column_for_each_run_and_a_group_for_each_analysis(found
     assert [column.title for column in table.columns] == ["quantity", "siamese", "pre"]
     assert [group.title for group in table.groups] == [TITLES[name] for name in available_analyses()]
     assert all(len(row) == 3 and row[1:] for group in table.groups for row in group.rows)
+
+
+def test_the_page_says_what_was_read(runs: list[Path], found: dict[str, dict[str, Any]]) -> None:
+    results = {"siamese": read_run(runs[0])}
+    table = subjects_table({label: list(several.values()) for label, several in found.items()}, results)
+    (group,) = table.groups
+    first, second = ([entry.text for entry in row] for row in group.rows)
+    assert first[:5] == ["siamese", TrainedRun(runs[0]).identity[:12], "5", "raw", "2"]
+    assert second[:2] == ["pre", NOTHING], "a model that is no run has no identity"
+    (record,) = TrainedRun(runs[1]).evaluate([build_analysis("hidden-magnitude", samples=10**6)])
+    with torch.no_grad():
+        windows = (
+            TrainedRun(runs[1]).task.on_part(10**6).evaluate(TrainedRun(runs[1]).build_model(), 1, World())["items"]
+        )
+    assert record["results"]["samples"] == windows / TrainedRun(runs[1]).config.task.model.context  # type: ignore[attr-defined]
+    assert found["pre"]["jacobians"]["results"]["samples"] == 1
+
+
+def test_numbers_have_the_unit_of_the_loss_and_streams_their_names(found: dict[str, dict[str, Any]]) -> None:
+    record = copy.deepcopy(found["siamese"]["outliers"])
+    record["results"]["streams"] = {
+        f"{name}{end}": each
+        for name, end in (("main_path", ""), ("source_", "0"), ("source_", "1"))
+        for each in [record["results"]["streams"]["identity"]]
+    }
+    table = analysis_table({"outliers": {"a": record}, "pruning": {"a": found["siamese"]["pruning"]}}, ["a"])
+    outliers, pruning = ([row[0].text for row in group.rows] for group in table.groups)
+    assert {"largest / median, main_path", "massive entries, source"} <= set(outliers)
+    assert pruning[0] == "loss (nats/token)" and all("(nats/token)" in each for each in pruning)
+
+
+def test_a_run_has_one_hue_on_a_page(runs: list[Path], found: dict[str, dict[str, Any]]) -> None:
+    labels = ["post", "deepnorm", "residual"]
+    records = {label: found["siamese"]["stream-share"] for label in labels[1:]}
+    (share,), (norms,) = (
+        analysis_figures(records, labels), gradient_norm_figures({"deepnorm": read_run(runs[0])}, labels)
+    )  # fmt: skip
+    expected = LIGHT.hues[hues_of(labels)["deepnorm"]]
+    with applied(LIGHT):
+        assert share.draw(LIGHT).axes[0].lines[0].get_color() == expected
+        axes = norms.draw(LIGHT).axes[0]
+    assert {line.get_color() for line in axes.lines} == {expected}
+    assert all("$" not in label.get_text() for label in axes.get_yticklabels()), "short numbers beside the axis"
 
 
 def test_figures_are_of_one_analysis(found: dict[str, dict[str, Any]]) -> None:

@@ -203,20 +203,20 @@ def test_a_write_stays_pending_across_a_block_edge() -> None:
         streams, _ = block(streams, Context(model.rotary(torch.arange(6))))
         assert len(streams) == 3, "the bounded stream, the identity stream, the output not yet added"
     bounded, identity, output = streams
-    settled = (bounded + model.closing.previous.scale * output, identity + output)
+    completed = (bounded + model.closing.previous.scale * output, identity + output)
     plain = tiny_model("siamese")
-    torch.testing.assert_close(plain.closing(settled), model.closing(streams), rtol=0, atol=1e-12)
+    torch.testing.assert_close(plain.closing(completed), model.closing(streams), rtol=0, atol=1e-12)
 
 
-def settled_streams(model: LanguageModel) -> list[Tensor]:
-    """Return both streams as every read settles them, collected while the model runs, and the logits."""
+def streams_as_read(model: LanguageModel) -> list[Tensor]:
+    """Return both streams as every read returns them, collected while the model runs, and the logits."""
     collected: list[Tensor] = []
 
     def collecting(read: Any) -> Any:
         def collect(streams: Any) -> Any:
-            h, settled = read(streams)
-            collected.extend(settled)
-            return h, settled
+            h, after = read(streams)
+            collected.extend(after)
+            return h, after
 
         return collect
 
@@ -230,7 +230,7 @@ def settled_streams(model: LanguageModel) -> list[Tensor]:
 def test_a_loss_on_the_streams_has_the_same_gradients() -> None:
     """A probe touches streams between boundaries: the operator's backward must be the gradient with respect to them."""
     plain, fused = tiny_model("siamese-post-pre"), tiny_model("siamese-post-pre", kernels="fused")
-    expected, streams = settled_streams(plain), settled_streams(fused)
+    expected, streams = streams_as_read(plain), streams_as_read(fused)
     torch.testing.assert_close(streams, expected, rtol=0, atol=1e-12)
     for model, collected in ((plain, expected), (fused, streams)):
         torch.stack([weighted_sum(stream.square()) for stream in collected]).sum().backward()
@@ -264,7 +264,7 @@ def test_streams_of_a_fused_model_keep_their_dtype() -> None:
     outputs = {}
     for kernels in ("plain", "fused"):
         model = build_language_model("nano", kernels=kernels, residual_dtype="bfloat16", **sizes)
-        *_, bounded, identity, outputs[kernels] = settled_streams(model)
+        *_, bounded, identity, outputs[kernels] = streams_as_read(model)
         assert bounded.dtype == identity.dtype == torch.bfloat16
     # Inside the boundary the fused form rounds to bf16 once, the plain form after every step.
     torch.testing.assert_close(outputs["fused"], outputs["plain"], rtol=0, atol=0.05)

@@ -140,7 +140,8 @@ def test_labels_keep_their_order_and_distance_and_move_least() -> None:
 
 def test_long_names_are_shortened() -> None:
     assert shortened("siamese-post-pre") == "siamese-post-pre"
-    assert shortened("dhc-2:streams=4,dynamic=true + seednorm") == "dhc-2:streams=4,dynamic…"
+    assert shortened("dhc-2:streams=4,dynamic=true + seednorm") == "dhc-2:streams=4,dynamic=…"
+    assert shortened("siamese-post-pre identity") == "siamese-post-pre identity"
 
 
 def figures(found: Findings) -> list[Figure]:

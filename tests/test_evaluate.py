@@ -24,7 +24,7 @@ from siamesenorm.evaluation.frechet import FeatureStatistics, PixelFeatures, fre
 from siamesenorm.evaluation.images import ImageEncoding, real_images
 from siamesenorm.evaluation.multiple_choice import MultipleChoice
 from siamesenorm.training.config import Execution, RunConfig
-from siamesenorm.training.loop import train
+from siamesenorm.training.loop import Instrument, TrainingLoop, train
 from siamesenorm.training.presets import presets
 from siamesenorm.training.run_record import read_metrics
 from training_runs import records, tiny_plan, tiny_run, with_model, write_data
@@ -277,6 +277,16 @@ def test_a_model_without_a_run_has_the_scores_of_the_run(
     assert "tokenizer.json" in refusal(capsys, tmp_path / "model", "--tasks", language)
 
 
+class TrainingModes(Instrument):
+    """Whether the model is in training mode after the instruments before this one."""
+
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    def on_step(self, loop: TrainingLoop, record: dict[str, Any]) -> None:
+        self.found.append(loop.model.training)
+
+
 def test_tasks_inside_training_change_no_number_of_it(
     language: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,7 +303,9 @@ def test_tasks_inside_training_change_no_number_of_it(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         watch_stages(interrupt, patch.setattr)
         train(config, tmp_path / "run", instruments=options.instruments(config))
-    train(config, tmp_path / "run", instruments=options.instruments(config))
+    modes = TrainingModes()
+    train(config, tmp_path / "run", instruments=(*options.instruments(config), modes))
+    assert modes.found and all(modes.found), "scoring puts the model back in training mode"
     rest = [record for record in records(tmp_path / "run") if record["kind"] != "evaluation"]
     assert rest == records(language / "seed-0")
     found = records(tmp_path / "run", "evaluation")

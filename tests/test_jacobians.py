@@ -37,7 +37,7 @@ def blocks(rows: list[list[Tensor]]) -> Tensor:
 
 
 def transition(model: Wired, k: int, sublayer: Map, post_norm: Map | None = None) -> Callable[..., Streams]:
-    """Return the map of the streams before sublayer k to those after it, the first one settled if asked for."""
+    """Return the map of the streams before sublayer k to those after it, the first one normalised if asked for."""
 
     def step(*streams: Tensor) -> Streams:
         first, *others = model.connections[k](streams, sublayer)
@@ -91,7 +91,7 @@ def test_raw_inputs(name: str, shape: tuple[int, ...]) -> None:
 
 @over_shapes
 @pytest.mark.parametrize(("name", "alpha"), [("post", 1.0), ("deepnorm", 6**0.25), ("hybridnorm", 1.0)])
-def test_settled_additions(name: str, alpha: float, shape: tuple[int, ...]) -> None:
+def test_normalised_additions(name: str, alpha: float, shape: tuple[int, ...]) -> None:
     """J_N (alpha I + J_F)."""
     model, F, x = wire(name, seed=3), net(shape), embedding(3, *shape)
     post_norm = model.connections[1].post_norm
@@ -176,8 +176,8 @@ def test_siamese_post_pre(options: dict[str, object], shape: tuple[int, ...]) ->
 
 def lazy_matrix(connection: nn.Module, F: Map, X: Tensor, Y: Tensor) -> Tensor:
     """[[(I + s J_in) J_X', s J_in J_Y], [J_in J_X', I + J_in J_Y]], J_X' the Jacobian of N^X at X."""
-    s, settled = float(connection.addition.scale), connection.post_norm(X)
-    total = settled + connection.identity_norm(Y)
+    s, normalised = float(connection.addition.scale), connection.post_norm(X)
+    total = normalised + connection.identity_norm(Y)
     J_in = jacobian(F, connection.input_norm(total)) @ jacobian(connection.input_norm, total)
     J_X, J_Y = jacobian(connection.post_norm, X), jacobian(connection.identity_norm, Y)
     return blocks([[(eye(X) + s * J_in) @ J_X, s * J_in @ J_Y], [J_in @ J_X, eye(X) + J_in @ J_Y]])
@@ -185,7 +185,7 @@ def lazy_matrix(connection: nn.Module, F: Map, X: Tensor, Y: Tensor) -> Tensor:
 
 @over_shapes
 @pytest.mark.parametrize("text", ["siamese-post-pre:post_norm=lazy", "siamese", "siamese:normalized_input=false"])
-def test_lazily_settled_siamese(text: str, shape: tuple[int, ...]) -> None:
+def test_lazily_normalised_siamese(text: str, shape: tuple[int, ...]) -> None:
     """Lazy Post-Pre at every sublayer, and the MLP of Hybrid-Pre."""
     model, F = wire(build_topology(text), seed=10), net(shape)
     X, Y = embedding(10, *shape), embedding(11, *shape)

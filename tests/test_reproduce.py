@@ -80,6 +80,19 @@ def test_runs_of_items_are_the_committed_ones_and_each_others() -> None:
     assert {runs["table2"][name].method for name in shared} == {"pre", "siamese"} and len(shared) == 6
 
 
+def test_the_headline_pair_of_table_1_has_the_five_committed_seeds_at_the_high_rate() -> None:
+    workload, grid = WORKLOADS["language"][Scale.MINI], ITEMS["table1"].grids[0]
+    runs = grid.given_runs(workload, grid.template(workload, workload.template()))
+    assert len(runs) == len({config.identity for _, config in runs}) == 8 * 3 * 3 + 2 * 2
+    committed = {path.name for path in BOOKS.iterdir()}
+    for method in ("pre", "siamese"):
+        high = [(run.seed, config) for run, config in runs if (run.method, run.learning_rate) == (method, 8e-3)]
+        assert sorted(seed for seed, _ in high) == [0, 1, 2, 3, 4]
+        assert {config.identity[:12] for _, config in high} <= committed
+    full = WORKLOADS["language"][Scale.FULL]
+    assert {run.seed for run, _ in grid.given_runs(full, grid.template(full, full.template()))} == {0}
+
+
 def test_the_league_has_every_topology() -> None:
     assert set(available_topologies()) <= set(ITEMS["league"].grids[0].methods)
 

@@ -40,7 +40,7 @@ from siamesenorm.training.execution import checkpoint_blocks, compile_blocks
 
 @torch.no_grad()
 def streams_by_hand(model: LanguageModel, tokens: Tensor) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
-    """Return, for every sublayer, (settled streams, output, written streams), and the streams at the end."""
+    """Return, for every sublayer, (streams as read, output, written streams), and the streams at the end."""
     streams = model.opening(model.embedding(tokens))
     rotary = rotation(torch.arange(tokens.shape[1]), DIM // 2, model.config.rope_theta, torch.float32)
     seen = {}
@@ -50,10 +50,10 @@ def streams_by_hand(model: LanguageModel, tokens: Tensor) -> tuple[dict[str, Any
             ("attention", block.attention_connection, attention),
             ("mlp", block.mlp_connection, block.mlp),
         ):
-            h, settled = connection.read(streams)
+            h, read = connection.read(streams)
             output, _ = split_losses(sublayer(h))
-            streams = connection.write(settled, output)
-            seen[f"blocks.{index}.{slot}"] = (settled, output, streams)
+            streams = connection.write(read, output)
+            seen[f"blocks.{index}.{slot}"] = (read, output, streams)
     return seen, streams
 
 
@@ -70,13 +70,13 @@ def test_the_streams_are_those_between_read_and_write(topology: str) -> None:
     _, records = train(model, 1)
     (line,) = of_kind("streams", records)
     assert list(line["sublayers"]) == list(seen)
-    for sublayer, (settled, output, written) in seen.items():
+    for sublayer, (read, output, written) in seen.items():
         found = line["sublayers"][sublayer]
         assert found["output"] == near(rms(output))
-        names = name_streams(len(settled))
+        names = name_streams(len(read))
         assert list(found["streams"]) == list(names)
-        for name, x, after in zip(names, settled, written, strict=False):
-            grows = len(written) > len(settled)  # a new source changes none of the others
+        for name, x, after in zip(names, read, written, strict=False):
+            grows = len(written) > len(read)  # a new source changes none of the others
             assert found["streams"][name] == {
                 "rms": near(rms(x)),
                 "max": near(float(x.abs().max())),
@@ -95,11 +95,11 @@ def test_stacked_streams_are_told_apart(topology: str) -> None:
     seen, (end,) = streams_by_hand(model, batches(1)[0][:, :-1])
     _, records = train(model, 1)
     (line,) = of_kind("streams", records)
-    for sublayer, (settled, output, (after,)) in seen.items():
+    for sublayer, (read, output, (after,)) in seen.items():
         found = line["sublayers"][sublayer]["streams"]
         assert list(found) == [f"streams[{number}]" for number in range(end.shape[-2])]
         for number, entry in enumerate(found.values()):
-            x = settled[0][..., number, :]
+            x = read[0][..., number, :]
             assert entry["rms"] == near(rms(x))
             assert entry["ratio"] == near(rms(output) / rms(x))
             assert entry["change"] == near(rms(after[..., number, :] - x) / rms(x))
@@ -222,7 +222,7 @@ def test_a_step_of_several_micro_batches_is_their_mean() -> None:
 def test_what_the_backward_pass_computes_again_counts_once(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = []
     add = Measurements.add
-    monkeypatch.setattr(Measurements, "add", lambda self, key, value: (counted.append(key), add(self, key, value)))
+    monkeypatch.setattr(Measurements, "add", lambda self, key, *rest: (counted.append(key), add(self, key, *rest)))
     records = train(PlainModel(checkpointing=reentrant), 1)[1]
     assert len(counted) == len(set(counted)) > 0, "a mean would hide what counts twice"
     assert records == train(PlainModel(), 1)[1]

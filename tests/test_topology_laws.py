@@ -381,8 +381,8 @@ def test_a_norm_that_is_also_the_residual_keeps_its_gain() -> None:
     """SpanNorm's N1 feeds the MLP alone, N2 the residual too: conditioning takes the gain of N1 only."""
     for k, connection in enumerate(wire("spannorm", conditioned=True).connections):
         assert k == 0 or connection.post_norm.affine == (k % 2 == 0)
-    settles = [connection.post_norm for connection in wire("post", conditioned=True).connections[1:]]
-    assert all(post_norm.affine for post_norm in settles)
+    post_norms = [connection.post_norm for connection in wire("post", conditioned=True).connections[1:]]
+    assert all(post_norm.affine for post_norm in post_norms)
 
 
 # --- roles -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from siamesenorm.analysis.held_out import (
     Analysis,
@@ -29,9 +29,10 @@ from siamesenorm.topologies import Streams
 class Pruning(Analysis):
     """Held-out loss without blocks: each one alone, and the last n.
 
-    "removed" leaves a block out: the streams pass by it, and the norms in its connections do not act. "zeroed" writes
-    zero in place of its outputs: reads and writes act, so that post-norms do. Both are the same for Pre-Norm, and
-    differ where a write normalises, scales or mixes the streams. "last_removed" and "last_zeroed" have L + 1 values, of
+    "removed" leaves a block out: the streams pass by it, and its own norms do not act; where streams are
+    post-normalised, the norm after the block before acts in the next read, or in the closing. "zeroed" writes zero in
+    place of its outputs: reads and writes act, so that post-norms do. Both are the same for Pre-Norm, and differ where
+    a write normalises, scales or mixes the streams. "last_removed" and "last_zeroed" have L + 1 values, of
     n = 0 to L last blocks (deep-layer pruning, arXiv 2403.17887); "loss" is that of the whole model.
     """
 
@@ -56,7 +57,7 @@ class Pruning(Analysis):
 
 def loss_without(held_out: HeldOut, path: PathParts, names: Sequence[str]) -> float:
     """Return the loss with blocks removed."""
-    with without_blocks(path.blocks[name] for name in names):
+    with without_blocks(path, names):
         return held_out.loss()
 
 
@@ -78,7 +79,8 @@ class EffectiveDepth(Analysis):
       of what all blocks together gain;
     * "influence" by stream: of each block \(1 - \mathrm{mean}_t \cos(S_l, S_{l+1})\) (block influence, arXiv
       2403.03853), and "angle" \(\arccos(\cos)/\pi\), its mean over tokens (arXiv 2403.17887). \(S_l\) is the stream as
-      the block's first read returns it; None where a stream does not exist on both sides.
+      the block's first read returns it, and at the end after the norm of the last addition, if there is one; None where
+      a stream does not exist on both sides.
     """
 
     name: ClassVar[str] = "effective-depth"
@@ -134,8 +136,9 @@ def _changes(held_out: HeldOut, path: PathParts) -> dict[str, Any]:
             before = earlier.get(stream)
             if index and before is not None and before.shape == x.shape:
                 cosine = torch.nn.functional.cosine_similarity(before.float(), x.float(), dim=-1)
-                values.add((stream, str(index - 1), "influence"), 1 - cosine.mean())
-                values.add((stream, str(index - 1), "angle"), cosine.clamp(-1, 1).arccos().mean() / torch.pi)
+                angle = cosine.clamp(-1, 1).arccos() / torch.pi
+                values.add((stream, str(index - 1), "influence"), 1 - cosine.mean(), cosine.numel())
+                values.add((stream, str(index - 1), "angle"), angle.mean(), cosine.numel())
         earlier.clear()
         if not at_end:
             earlier.update(streams)
@@ -145,8 +148,9 @@ def _changes(held_out: HeldOut, path: PathParts) -> dict[str, Any]:
             compare(first[name], name_streams(after, path.topology.name_streams, h))
 
     with ExitStack() as contexts:
-        for closing, count in zip(path.closings, path.ends, strict=True):
-            contexts.enter_context(replaced(closing, "forward", _ending(closing, path, compare, count)))
+        for stack, closing, count in zip(path.stacks, path.closings, path.ends, strict=True):
+            close = _ending(closing, path, path.last_post_norm(stack), compare, count)
+            contexts.enter_context(replaced(closing, "forward", close))
         with observed_reads(path.connections, observe):
             held_out.run()
     found = values.fetch()
@@ -157,14 +161,16 @@ def _changes(held_out: HeldOut, path: PathParts) -> dict[str, Any]:
     }
 
 
-def _ending(closing: Any, path: PathParts, compare: Any, count: int) -> Any:
-    """Return a closing that compares the streams after the last block with those before it."""
+def _ending(closing: Any, path: PathParts, post_norm: nn.Module, compare: Any, count: int) -> Any:
+    """Return a closing that compares the streams after the last block, the first post-normalised, with those before."""
     forward = closing.forward
 
     def close(streams: Streams) -> Tensor:
         hidden: Tensor = forward(streams)
         if len(streams) >= len(path.topology.stream_names):
-            compare(count, name_streams(streams, path.topology.name_streams, hidden), at_end=True)
+            first, *others = streams
+            named = name_streams((post_norm(first), *others), path.topology.name_streams, hidden)
+            compare(count, named, at_end=True)
         return hidden
 
     return close

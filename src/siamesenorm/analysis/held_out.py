@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,8 +21,9 @@ from siamesenorm.errors import UserError
 from siamesenorm.evaluation.evaluation import Subject
 from siamesenorm.models.block import Block
 from siamesenorm.tasks.task import Task
-from siamesenorm.topologies import Closing, Connection, Streams, Topology
+from siamesenorm.topologies import Closing, Connection, ResidualSpec, Streams, Topology
 from siamesenorm.topologies.boundary_family import BoundaryClosing, BoundaryConnection
+from siamesenorm.topologies.topology import transformer_places
 from siamesenorm.world import World
 
 Results = dict[str, Any]
@@ -89,7 +90,29 @@ class Analysis(ABC):
 
     def run(self, subject: Subject) -> Results:
         """Return the results of a trained run."""
-        return self.measure(HeldOut.of(subject, self.samples))
+        return self.results(HeldOut.of(subject, self.samples))
+
+    def results(self, held_out: HeldOut) -> Results:
+        """Return the results with "samples", the number of samples that one evaluation reads: all, if there are fewer.
+
+        A result of that name replaces it.
+        """
+        counts = [0]
+
+        def evaluate(model: nn.Module) -> Mapping[str, float]:
+            counts.append(0)
+            return held_out.evaluate(model)
+
+        def count(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            batch = next(each for each in (*arguments, *named.values()) if isinstance(each, Tensor))
+            counts[-1] += len(batch)
+
+        counting = held_out.model.register_forward_pre_hook(count, with_kwargs=True)
+        try:
+            results = self.measure(dataclasses.replace(held_out, evaluate=evaluate))
+        finally:
+            counting.remove()
+        return {"samples": max(counts), **results}
 
     @abstractmethod
     def measure(self, held_out: HeldOut) -> Results:
@@ -137,13 +160,21 @@ class PathParts:
         """
         stacks = self.stacks
         closing, blocks = self.closings[list(stacks).index(stack)], stacks[stack]
-        later = self.connections_of(blocks[-1])[0] if len(blocks) > 1 else None
-        settles = isinstance(later, BoundaryConnection) and not isinstance(later.post_norm, nn.Identity)
-        return closing.post_norm if settles and isinstance(closing, BoundaryClosing) else nn.Identity()
+        if not isinstance(closing, BoundaryClosing):
+            return nn.Identity()
+        later = self.connections_of(blocks[-1])[0] if len(blocks) > 1 else _first_of_second_block(self.topology)
+        begins_with_norm = isinstance(later, BoundaryConnection) and not isinstance(later.post_norm, nn.Identity)
+        return closing.post_norm if begins_with_norm else nn.Identity()
 
     def connections_of(self, block: str) -> list[Connection]:
         """Return the connections of one block."""
         return [connection for name, connection in self.connections.items() if name.startswith(f"{block}.")]
+
+
+def _first_of_second_block(topology: Topology) -> Connection:
+    """Return the connection with which a second block begins, for a stack that has none."""
+    with torch.device("meta"):
+        return topology.connection(transformer_places(2)[1][0], ResidualSpec(dim=1))
 
 
 def stack_of(connection: str) -> str:
@@ -190,12 +221,37 @@ def observed_reads(
 
 
 @contextmanager
-def without_blocks(blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Remove blocks: the streams pass by them unchanged, and the norms in their connections do not act."""
+def without_blocks(path: PathParts, names: Collection[str]) -> Iterator[None]:
+    """Remove blocks: the streams pass by them unchanged, and their norms do not act.
+
+    The norm that follows the last addition of a block is in the next block's first connection, or in the closing. So
+    the read, or closing, after removed blocks has the norm of the block before them, in place of the last removed
+    one's: none after the embedding, where the closing alone keeps its own.
+    """
     with ExitStack() as contexts:
-        for block in blocks:
-            contexts.enter_context(replaced(block, "forward", _passing(block)))
+        for name in names:
+            contexts.enter_context(replaced(path.blocks[name], "forward", _passing(path.blocks[name])))
+        for reader, post_norm in list(_readers_after(path, names)):
+            contexts.callback(setattr, reader, "post_norm", reader.post_norm)
+            reader.post_norm = post_norm
         yield
+
+
+def _readers_after(path: PathParts, names: Collection[str]) -> Iterator[tuple[Any, nn.Module]]:
+    """Yield what reads the streams after each row of removed blocks, with the norm of the block before the row."""
+    for blocks, closing in zip(path.stacks.values(), path.closings, strict=True):
+        before: nn.Module | None = None
+        for block in blocks:
+            reader = path.connections_of(block)[0]
+            if not isinstance(reader, BoundaryConnection):
+                return
+            if block in names:
+                before = reader.post_norm if before is None else before
+            elif before is not None:
+                yield reader, before
+                before = None
+        if before is not None and not isinstance(before, nn.Identity) and isinstance(closing, BoundaryClosing):
+            yield closing, before
 
 
 def _passing(block: nn.Module) -> Callable[..., Any]:

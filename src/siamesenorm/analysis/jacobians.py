@@ -82,6 +82,7 @@ class Jacobians(Analysis):
             matrices = [jacobian(each.step, each.state, self.tokens) for each in transitions]
             identity = [deviations(each, J, self.tokens) for each, J in zip(transitions, matrices, strict=True)]
         return {
+            "samples": 1,
             "blocks": len(path.blocks),
             "sublayers": [each.name for each in transitions],
             **_spectra(matrices),
@@ -109,7 +110,7 @@ def jacobian(function: Map, state: Sequence[Tensor], tokens: int) -> Tensor:
 
 def deviations(transition: Transition, found: Tensor, tokens: int) -> dict[str, float]:
     """Return the largest difference of each block of a transition from its formula, relative to the largest entry."""
-    if transition.settle is None:
+    if transition.next_post_norm is None:
         return {}
     connection: Any = transition.connection
     X, *others = transition.state
@@ -123,7 +124,7 @@ def deviations(transition: Transition, found: Tensor, tokens: int) -> dict[str, 
     output = transition.sublayer(h)
     written = connection.write(transition.state, output)[0]
     J_h = J(connection.output, [output]) @ J(transition.sublayer, [h]) @ J(transition.normalised, [total])
-    J_X, gate = J(transition.settle, [written]), J(connection.gate, [X])
+    J_X, gate = J(transition.next_post_norm, [written]), J(connection.gate, [X])
     eye, size = torch.eye(len(gate), dtype=gate.dtype, device=gate.device), len(gate)
     expected = {"first to first": J_X @ (a * eye + s * J_h @ gate)}
     if others:

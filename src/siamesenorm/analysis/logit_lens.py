@@ -22,7 +22,8 @@ class LogitLens(Analysis):
     """Loss and predictions of the streams after each block, and of each stream alone (section 5.2 of arXiv 2602.08064).
 
     At depth l the streams after the first l blocks go through the model's own closing and head, as in the logit lens;
-    "loss" and "agreement", the share of the model's most likely classes (tokens) that are the same, have L + 1 values.
+    the later blocks are removed as in `Pruning`. "loss" and "agreement", the share of the model's most likely classes
+    (tokens) that are the same, have L + 1 values.
     A single stream ("streams" by name) goes through its own term of the closing, then through the output norm and the
     head, with the terms of the other streams absent: in SiameseNorm Hybrid-Pre N_out(N^X_f(X)) and N_out(N^Y_f(Y)), in
     Post-Pre N^X(X) and N_f(Y), in Hyper-Connections N_f(H_i). Where the number of streams grows with the depth, only
@@ -44,7 +45,7 @@ class LogitLens(Analysis):
     def measure(self, held_out: HeldOut) -> Results:
         """Return losses and agreements."""
         path = PathParts.of(held_out.model)
-        blocks, closing = list(path.blocks.values()), path.closings[-1]
+        blocks, closing = list(path.blocks), path.closings[-1]
         with _predictions(held_out.model) as final:
             held_out.run()
         names = _streams_at_end(held_out, path)
@@ -52,7 +53,7 @@ class LogitLens(Analysis):
 
         def lens(depth: int, stream: str | None) -> tuple[float, Tensor]:
             way = nullcontext() if stream is None else through(path.topology, closing, stream)
-            with without_blocks(blocks[depth:]), way, _predictions(held_out.model) as found:
+            with without_blocks(path, blocks[depth:]), way, _predictions(held_out.model) as found:
                 return held_out.loss(), torch.cat(found)
 
         wanted, depths = torch.cat(final), range(len(blocks) + 1)

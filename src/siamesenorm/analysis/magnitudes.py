@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from siamesenorm.analysis.held_out import Analysis, HeldOut, PathParts, Results, observed_reads, replaced
-from siamesenorm.analysis.probes import ClosingProbe, Key, Measurements, mean_rms, name_streams, plan_probes
+from siamesenorm.analysis.probes import ClosingProbe, Key, Measurements, name_streams, plan_probes
 from siamesenorm.analysis.stream_terms import (
     closing_gains,
     closing_terms,
@@ -114,7 +114,7 @@ class StreamShare(Analysis):
 
         def observe(name: str, before: Streams, h: torch.Tensor, after: Streams) -> None:
             for stream, term in input_terms(path.topology, path.connections[name], before, after).items():
-                values.add((name, stream), mean_rms(term))
+                values.add_rms((name, stream), term)
 
         with observed_reads(path.connections, observe):
             held_out.run()
@@ -165,7 +165,7 @@ class Fusion(Analysis):
         def close(streams: Streams) -> torch.Tensor:
             terms, finish = closing_terms(path.topology, closing, streams)
             for stream, term in terms.items():
-                values.add((stream,), mean_rms(term))
+                values.add_rms((stream,), term)
             return finish(torch.stack(tuple(terms.values())).sum(0))
 
         with replaced(closing, "forward", close):

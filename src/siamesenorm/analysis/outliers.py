@@ -58,7 +58,7 @@ class Outliers(Analysis):
         def observe(name: str, before: Streams, h: Tensor, after: Streams) -> None:
             for stream, x in name_streams(after, path.topology.name_streams, h).items():
                 for quantity, value in outliers(x, self.above, self.ratio).items():
-                    values.add((name, stream, quantity), value)
+                    values.add((name, stream, quantity), value, len(x))
 
         with observed_reads(path.connections, observe), watch.following(held_out.model):
             held_out.run()
@@ -165,7 +165,7 @@ def attention_to_first(
         scores = q @ k.mT * scale + bias
         allowed = bias
         if attn_mask is not None:
-            mask = attn_mask.expand(len(query), *attn_mask.shape[1:])[sample]
+            mask = attn_mask.expand(*query.shape[:-2], queries, keys)[sample]
             mask = (
                 torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, -math.inf)
                 if mask.dtype == torch.bool

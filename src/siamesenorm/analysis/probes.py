@@ -35,18 +35,24 @@ class Measurements:
 
     def __init__(self) -> None:
         self._values: dict[Key, list[Tensor]] = {}
+        self._weights: dict[Key, list[float]] = {}
 
-    def add(self, key: Key, value: Tensor) -> None:
-        """Add a tensor of one element."""
+    def add(self, key: Key, value: Tensor, weight: float = 1.0) -> None:
+        """Add a tensor of one element; `weight` is the number of tokens, or samples, that it is a mean over."""
         self._values.setdefault(key, []).append(value.detach())
+        self._weights.setdefault(key, []).append(weight)
+
+    def add_rms(self, key: Key, x: Tensor) -> None:
+        """Add the RMS of x [..., dim], averaged over tokens."""
+        self.add(key, mean_rms(x), tokens_of(x))
 
     def add_stream(self, key: Key, x: Tensor) -> None:
         """Add the magnitude of a stream [..., dim]: its RMS, averaged over tokens, and its largest entry."""
-        self.add((*key, "rms"), mean_rms(x))
+        self.add_rms((*key, "rms"), x)
         self.add((*key, "max"), torch.linalg.vector_norm(x, ord=math.inf))
 
     def fetch(self) -> dict[Key, float]:
-        """Return every key's value: the largest of several "max", the mean of several others.
+        """Return every key's value: the largest of several "max", the weighted mean of several others.
 
         All numbers are fetched together, with one synchronisation of their devices.
         """
@@ -56,13 +62,23 @@ class Measurements:
         device = next((value.device for value in values if value.device.type != "cpu"), values[0].device)
         # torch.cat promotes the dtypes: what is in fp64 stays exact, and devices without fp64 need none.
         numbers = iter(torch.cat([whole(value).reshape(1).to(device) for value in values]).tolist())
-        return {key: _together(key, [next(numbers) for _ in several]) for key, several in self._values.items()}
+        return {
+            key: _together(key, [next(numbers) for _ in each], self._weights[key]) for key, each in self._values.items()
+        }
 
 
-def _together(key: Key, values: list[float]) -> float:
+def _together(key: Key, values: list[float], weights: list[float]) -> float:
     if any(map(math.isnan, values)):
         return math.nan
-    return max(values) if key[-1] == "max" else sum(values) / len(values)
+    if key[-1] == "max":
+        return max(values)
+    parts = [weight / weights[0] for weight in weights]  # exactly 1 for equal weights: then this is the plain mean
+    return sum(value * part for value, part in zip(values, parts, strict=True)) / sum(parts)
+
+
+def tokens_of(x: Tensor) -> int:
+    """Return the number of tokens of x [..., dim]."""
+    return x.numel() // max(1, x.shape[-1])
 
 
 def mean_rms(x: Tensor) -> Tensor:
@@ -179,13 +195,13 @@ class ConnectionProbe(Probe):
 
     @torch.no_grad()
     def _measure(self, into: Measurements, name: str, streams: Streams, output: Tensor, written: Streams) -> None:
-        into.add(("sublayers", name, "output"), mean_rms(output))
+        into.add_rms(("sublayers", name, "output"), output)
         # A pending write has changed nothing yet: the next read adds the output.
         changed = name_streams(written, self.names, output) if len(written) <= len(streams) else {}
         for stream, x in name_streams(streams, self.names, output).items():
             into.add_stream(("sublayers", name, "streams", stream), x)
             if stream in changed:
-                into.add(("sublayers", name, "streams", stream, "change"), mean_rms(changed[stream] - x))
+                into.add_rms(("sublayers", name, "streams", stream, "change"), changed[stream] - x)
 
 
 class ClosingProbe(Probe):
@@ -232,9 +248,9 @@ class BlockProbe(Probe):
         before, version = entered
         with torch.no_grad():
             if before._version == version and before.shape == after.shape:
-                added = mean_rms(after - before)
-                into.add(("sublayers", self.name, "output"), added)
-                into.add(("sublayers", self.name, "streams", "residual", "change"), added)
+                added, tokens = mean_rms(after - before), tokens_of(after)
+                into.add(("sublayers", self.name, "output"), added, tokens)
+                into.add(("sublayers", self.name, "streams", "residual", "change"), added, tokens)
             if self.last:
                 into.add_stream(("end", "residual"), after)
 

@@ -76,24 +76,25 @@ def first_inputs(held_out: HeldOut, tokens: int) -> tuple[tuple[Any, ...], dict[
 class Transition:
     """One sublayer's map of the streams, and the state at which it is differentiated.
 
-    `settle` is the post-norm of the next read; None outside the boundary family, whose states are not settled.
+    In the boundary family the first stream of a state is post-normalised, and `next_post_norm` is the norm with which
+    the next read begins; elsewhere it is None.
     """
 
     name: str
     connection: Connection
     sublayer: Map
     state: Streams
-    settle: nn.Module | None
+    next_post_norm: nn.Module | None
 
     def step(self, *streams: Tensor) -> Streams:
         """Return the state after the sublayer."""
-        if self.settle is None:
+        if self.next_post_norm is None:
             return self.connection(streams, self.sublayer)  # type: ignore[no-any-return]
         first, *others = self.connection.write(streams, self.sublayer(self.read(*streams)))
-        return (self.settle(first), *others)
+        return (self.next_post_norm(first), *others)
 
     def read(self, *streams: Tensor) -> Tensor:
-        """Return the sublayer's input of settled streams."""
+        """Return the sublayer's input of streams whose first one is post-normalised."""
         connection: Any = self.connection
         total = connection.gate(streams[0])
         if connection.identity_norm is not None:
@@ -141,17 +142,23 @@ def find_transitions(
     found = []
     connections = list(path.connections.items())
     for index, (name, connection) in enumerate(connections):
-        state, settle = states[connection], None
+        state, next_post_norm = states[connection], None
         if isinstance(connection, BoundaryConnection) and not isinstance(path.topology, SpanNorm):
             following = next((c for n, c in connections[index + 1 :] if stack_of(n) == stack_of(name)), None)
-            settle = (
+            next_post_norm = (
                 following.post_norm
                 if isinstance(following, BoundaryConnection)
                 else path.last_post_norm(stack_of(name))
             )
             state = (connection.post_norm(state[0]), *state[1:])
         found.append(
-            Transition(name=name, connection=connection, sublayer=sublayers[connection], state=state, settle=settle)
+            Transition(
+                name=name,
+                connection=connection,
+                sublayer=sublayers[connection],
+                state=state,
+                next_post_norm=next_post_norm,
+            )
         )
     return found
 

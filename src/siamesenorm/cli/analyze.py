@@ -84,22 +84,18 @@ def run(arguments: Arguments) -> None:
         return
     shown = {label: [each for each in several if each["weights"] == RAW] for label, several in records.items()}
     results: dict[str, RunResult] = {
-        label: read_run(path) for label, path in zip(labels, arguments.models, strict=True) if _is_run(path)
+        label: read_run(path) for label, path in zip(labels, arguments.models, strict=True) if RunDirectory(path).is_run
     }
     report = analysis_report(shown, results, command=shlex.join(["siamesenorm", *sys.argv[1:]]), refused=refused)
     show_report(report, arguments.out or arguments.models[0] / "analysis")
 
 
 def _open(path: Path, arguments: Arguments) -> TrainedRun | TextModel:
-    if _is_run(path):
+    if RunDirectory(path).is_run:
         return TrainedRun(path, device=arguments.device, data=arguments.data)
     if arguments.text is None:
         raise UserError(f"{path} is not the directory of a run: name one, or add --text FILE to analyse a model on it")
     return TextModel.open(path, arguments.text, context=arguments.context, device=arguments.device)
-
-
-def _is_run(path: Path) -> bool:
-    return RunDirectory(path).metrics_file.exists()
 
 
 def _kinds(model: TrainedRun | TextModel) -> int:
@@ -137,7 +133,9 @@ def _labels(paths: Sequence[Path]) -> list[str]:
     """Return a name for each model: its method where those differ, else the name of its directory."""
     if not paths:
         raise UserError("no models given: name the directories of runs")
-    methods = [RunDirectory(path).read_config().label if _is_run(path) else path.resolve().name for path in paths]
+    methods = [
+        RunDirectory(path).read_config().label if RunDirectory(path).is_run else path.resolve().name for path in paths
+    ]
     if len(set(methods)) == len(methods):
         return methods
     names = [path.resolve().name for path in paths]

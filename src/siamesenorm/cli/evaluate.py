@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -28,6 +28,7 @@ from siamesenorm.interop.language_models import open_language_model
 from siamesenorm.models.language import LanguageModel
 from siamesenorm.progress import ProgressDisplay
 from siamesenorm.training.execution import find_device
+from siamesenorm.training.run_directory import RunDirectory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +50,14 @@ class LanguageOptions:
 
     def evaluations(self) -> Iterator[LanguageEvaluation]:
         """Yield what is asked for."""
-        if choice := self.multiple_choice():
-            yield choice
+        if self.choice:
+            yield self.choice
         if self.perplexity or self.text:
             yield Perplexity(files=self.text)
 
-    def multiple_choice(self) -> MultipleChoice | None:
-        """Return the evaluation by tasks, if asked for; raises UserError for tasks that are not there."""
+    @cached_property
+    def choice(self) -> MultipleChoice | None:
+        """The evaluation by tasks, if asked for; raises UserError for tasks that are not there."""
         if self.tasks is None and not self.task_names:
             return None
         return MultipleChoice(tasks=read_tasks(self.tasks, names=self.task_names, split=self.split, limit=self.limit))
@@ -131,7 +133,7 @@ class Arguments:
 
 def run(arguments: Arguments) -> None:
     """Evaluate and print."""
-    choice = arguments.language.multiple_choice() if arguments.against else None
+    choice = arguments.language.choice if arguments.against else None
     if arguments.against and choice is None:
         raise UserError(f"--against {arguments.against} compares both on items: give their files with --tasks")
     model = open_model(arguments, arguments.model)
@@ -152,7 +154,7 @@ def run(arguments: Arguments) -> None:
 
 def open_model(arguments: Arguments, path: str) -> TrainedRun | OtherModel:
     """Return the run in a directory, or any other language model; raises UserError for what cannot be evaluated."""
-    if _is_run(Path(path)):
+    if RunDirectory(Path(path)).is_run:
         trained = TrainedRun(Path(path), device=arguments.device, data=arguments.data)
         _note([f"skipped the damaged checkpoint {damaged}" for damaged in trained.checkpoint.skipped])
         return trained
@@ -192,16 +194,6 @@ def evaluate(model: TrainedRun | OtherModel, chosen: Sequence[Evaluation]) -> li
         if isinstance(model, TrainedRun):
             return model.evaluate(chosen, progress.update)
         return model.evaluate(cast(Sequence[LanguageEvaluation], chosen), progress.update)
-
-
-def _is_run(path: Path) -> bool:
-    """Whether a directory has the configuration of a run, or nothing that says what else it is."""
-    if not path.is_dir():
-        return False
-    try:
-        return "schema" in json.loads((path / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return not (path / "config.json").is_file() and path.parent.name != "checkpoints"
 
 
 def _note(notes: Sequence[str]) -> None:

@@ -17,10 +17,11 @@ Records = Mapping[str, Record]
 BLOCKS = "depth (blocks)"
 
 
-def analysis_figures(records: Records) -> tuple[Figure, ...]:
+def analysis_figures(records: Records, runs: Sequence[str] = ()) -> tuple[Figure, ...]:
     """Return the figures of one analysis of several runs; none where nothing can be drawn.
 
-    Raises UserError for records of different analyses, or of none.
+    `runs` are the labels of all runs of a page, in which each has one hue; those of the records if not given. Raises
+    UserError for records of different analyses, or of none.
     """
     names = sorted({str(record["evaluation"]) for record in records.values()})
     if len(names) != 1:
@@ -28,13 +29,13 @@ def analysis_figures(records: Records) -> tuple[Figure, ...]:
     make = FIGURES.get(names[0])
     if make is None:
         raise UserError(f"{names[0]} has no figure: give records of {', '.join(FIGURES)}")
-    return tuple(make({label: record["results"] for label, record in records.items()}))
+    return tuple(make({label: record["results"] for label, record in records.items()}, runs or list(records)))
 
 
 # --- one function for each analysis
 
 
-def _magnitude(results: Records) -> Iterator[Figure]:
+def _magnitude(results: Records, runs: Sequence[str]) -> Iterator[Figure]:
     lines = tuple(
         Line(name=name, run=run, number=number, x=_depths(found), y=[*rms])
         for run, found in results.items()
@@ -42,13 +43,13 @@ def _magnitude(results: Records) -> Iterator[Figure]:
     )
     panel = Panel(x=BLOCKS, y="RMS of the stream", lines=lines, logarithmic=True)
     yield _figure(
-        "hidden-magnitude", "Magnitude of the streams", [panel], results,
+        "hidden-magnitude", "Magnitude of the streams", [panel], runs,
         "RMS over the width, averaged over the tokens of held-out samples: before each sublayer, after the norms on "
         "the stream, and at the end before the final norms. Logarithmic axis. Numbered streams are averaged.",
     )  # fmt: skip
 
 
-def _share(results: Records) -> Iterator[Figure]:
+def _share(results: Records, runs: Sequence[str]) -> Iterator[Figure]:
     kinds = {"gains": "share by gains", "activations": "share by activations"}
     panels = []
     for kind, label in kinds.items():
@@ -63,13 +64,13 @@ def _share(results: Records) -> Iterator[Figure]:
             panels.append(Panel(x=BLOCKS, y=label, lines=tuple(lines), share=True))
     if panels:
         yield _figure(
-            "stream-share", "Share of the streams in the input", panels, results,
+            "stream-share", "Share of the streams in the input", panels, runs,
             "Share of a stream in the sum that each sublayer reads; of two streams the first is drawn, the other has "
             "the rest. By learned gains: mean |gain| with which it enters. By activations: RMS of what it adds.",
         )  # fmt: skip
 
 
-def _fusion(results: Records) -> Iterator[Figure]:
+def _fusion(results: Records, runs: Sequence[str]) -> Iterator[Figure]:
     rows = {
         f"{run} {name}": {"share": found["shares"][name], "gain": (found["gains"] or {}).get(name)}
         for run, found in results.items()
@@ -84,7 +85,7 @@ def _fusion(results: Records) -> Iterator[Figure]:
     )
 
 
-def _lens(results: Records) -> Iterator[Figure]:
+def _lens(results: Records, runs: Sequence[str]) -> Iterator[Figure]:
     whole: dict[str, list[Line]] = {"loss": [], "agreement": []}
     alone: dict[str, list[Line]] = {"loss": [], "agreement": []}
     for run, found in results.items():
@@ -100,7 +101,7 @@ def _lens(results: Records) -> Iterator[Figure]:
         Panel(x=BLOCKS, y="agreement", lines=tuple(whole["agreement"]), share=True),
     ]
     yield _figure(
-        "logit-lens", "Logit lens", panels, results,
+        "logit-lens", "Logit lens", panels, runs,
         "The streams after so many blocks, through the final norms and the head: held-out loss, and the share of the "
         "model's own most likely predictions.",
     )  # fmt: skip
@@ -110,12 +111,12 @@ def _lens(results: Records) -> Iterator[Figure]:
     ]
     if alone["loss"]:
         yield _figure(
-            "logit-lens-streams", "Logit lens of single streams", panels, results,
+            "logit-lens-streams", "Logit lens of single streams", panels, runs,
             "The same of each stream alone, through its own final norm and the output norm, the others absent.",
         )  # fmt: skip
 
 
-def _pruning(results: Records) -> Iterator[Figure]:
+def _pruning(results: Records, runs: Sequence[str]) -> Iterator[Figure]:
     last: list[Line] = []
     single: list[Line] = []
     for run, found in results.items():
@@ -130,13 +131,13 @@ def _pruning(results: Records) -> Iterator[Figure]:
         Panel(x="block left out", y=f"rise of the loss{unit}", lines=tuple(single), zero=True),
     ]
     yield _figure(
-        "pruning", "Loss without blocks", panels, results,
+        "pruning", "Loss without blocks", panels, runs,
         "Rise of the held-out loss without the last n blocks, and without one. Lines: blocks are removed, the streams "
         "pass by. Dotted: their sublayers write 0, norms on the streams act.",
     )  # fmt: skip
 
 
-def _depth(results: Records) -> Iterator[Figure]:
+def _depth(results: Records, runs: Sequence[str]) -> Iterator[Figure]:
     lines = []
     for run, found in results.items():
         influence = {name: {"influence": values} for name, values in found["influence"].items()}
@@ -145,13 +146,13 @@ def _depth(results: Records) -> Iterator[Figure]:
     blocks = "; ".join(f"{run} {found['effective_blocks']:.1f} of {found['blocks']}" for run, found in results.items())
     yield _figure(
         "effective-depth", "Influence of the blocks",
-        [Panel(x="block", y="1 \N{MINUS SIGN} cosine", lines=tuple(lines), zero=True)], results,
+        [Panel(x="block", y="1 \N{MINUS SIGN} cosine", lines=tuple(lines), zero=True)], runs,
         "Mean of 1 \N{MINUS SIGN} cosine between a stream before and after each block. Effective blocks by the loss: "
         f"{blocks}.",
     )  # fmt: skip
 
 
-def _outliers(results: Records) -> Iterator[Figure]:
+def _outliers(results: Records, runs: Sequence[str]) -> Iterator[Figure]:
     ratios, first = [], []
     for run, found in results.items():
         for number, (name, values) in enumerate(_by_stream(run, found["streams"], "ratio")):
@@ -166,13 +167,13 @@ def _outliers(results: Records) -> Iterator[Figure]:
     if first:
         panels.append(Panel(x="attention layer", y="attention to first token", lines=_distinct(first), zero=True))
     yield _figure(
-        "outliers", "Outliers and attention sinks", panels, results,
+        "outliers", "Outliers and attention sinks", panels, runs,
         "Above: the largest |x| of a sample over the median, for each stream (massive activations reach 1,000). Below: "
         "the mean share of the first token in the attention of later ones; dotted: if attention were uniform.",
     )  # fmt: skip
 
 
-def _quantisation(results: Records) -> Iterator[Figure]:
+def _quantisation(results: Records, runs: Sequence[str]) -> Iterator[Figure]:
     rows = {
         run: {scheme.upper(): each["rise"] for scheme, each in found["schemes"].items()}
         for run, found in results.items()
@@ -189,7 +190,7 @@ def _quantisation(results: Records) -> Iterator[Figure]:
     )
 
 
-def _jacobians(results: Records) -> Iterator[Figure]:
+def _jacobians(results: Records, runs: Sequence[str]) -> Iterator[Figure]:
     def over_depth(values: Callable[[Record], Sequence[float]]) -> tuple[Line, ...]:
         return tuple(
             Line(
@@ -208,14 +209,14 @@ def _jacobians(results: Records) -> Iterator[Figure]:
     checked = [max(found["identity"].values()) for found in results.values() if found["identity"]]
     identity = f" The formula of Eq. 8 holds to {max(checked):.0e}." if checked else ""
     yield _figure(
-        "jacobians", "Singular values of the transitions", panels, results,
+        "jacobians", "Singular values of the transitions", panels, runs,
         "Above: the largest singular value of each sublayer's transition of the streams. Below: root mean square of "
         f"those of all that follow, by which gradients reach the depth. Logarithmic axes.{identity}",
     )  # fmt: skip
 
 
 LASTS, SINGLES = ("last_removed", "last_zeroed"), ("removed", "zeroed")
-FIGURES: dict[str, Callable[[Records], Iterator[Figure]]] = {
+FIGURES: dict[str, Callable[[Records, Sequence[str]], Iterator[Figure]]] = {
     "hidden-magnitude": _magnitude,
     "effective-depth": _depth,
     "fusion": _fusion,
@@ -260,14 +261,14 @@ def _distinct(lines: Sequence[Line]) -> tuple[Line, ...]:
     return tuple({(line.name, tuple(line.y)): line for line in lines}.values())
 
 
-def _figure(name: str, title: str, panels: Sequence[Panel], results: Records, caption: str) -> Figure:
+def _figure(name: str, title: str, panels: Sequence[Panel], runs: Sequence[str], caption: str) -> Figure:
     ends = [f"{line.name} {_text(line.y)}" for panel in panels[:1] for line in panel.lines if not line.dotted]
     return Figure(
         name=name,
         title=title,
         caption=caption,
         alternative="; ".join(ends),
-        draw=lambda theme: draw_panels(panels, list(results), title, theme),
+        draw=lambda theme: draw_panels(panels, runs, title, theme),
     )
 
 

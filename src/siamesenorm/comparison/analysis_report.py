@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from siamesenorm.analysis.analyses import ANALYSES
@@ -10,7 +10,7 @@ from siamesenorm.analysis.stream_terms import mean_of_copies
 from siamesenorm.comparison import formatting
 from siamesenorm.comparison.analysis_figures import FIGURES, analysis_figures
 from siamesenorm.comparison.curve_figures import draw_gradient_norms
-from siamesenorm.comparison.figure_style import Figure, styles_of
+from siamesenorm.comparison.figure_style import DASHES, Figure, MethodStyle, hues_of
 from siamesenorm.comparison.formatting import NOTHING
 from siamesenorm.comparison.report_parts import (
     Code,
@@ -52,14 +52,20 @@ def analysis_report(
             }
         )
     }
-    figures = [figure for name in FIGURES if name in by_analysis for figure in analysis_figures(by_analysis[name])]
-    table = analysis_table(by_analysis, list(records))
+    figures = [
+        figure
+        for name in FIGURES
+        if name in by_analysis
+        for figure in analysis_figures(by_analysis[name], list(records))
+    ]
+    table, subjects = analysis_table(by_analysis, list(records)), subjects_table(records, runs)
     return Report(
         title=f"Analysis of {formatting.listed(list(records))}",
         subject=(f"{formatting.plural(len(records), 'trained model')}, on held-out samples.",),
         sections={
+            subjects.title: subjects,
             table.title: table,
-            "By depth": Gallery((*figures, *gradient_norm_figures(runs))),
+            "By depth": Gallery((*figures, *gradient_norm_figures(runs, list(records)))),
             "Left out": Statements(statements(refused or {})),
             "How to read this": Statements(statements({TITLES[name]: DEFINITIONS[name] for name in by_analysis})),
             "How to repeat it": Code(command),
@@ -68,11 +74,18 @@ def analysis_report(
     )
 
 
-def gradient_norm_figures(runs: Mapping[str, RunResult]) -> tuple[Figure, ...]:
-    """Return the figure of gradient norms over training (Fig. 5 of arXiv 2602.08064); none without curves."""
+def gradient_norm_figures(runs: Mapping[str, RunResult], labels: Sequence[str] = ()) -> tuple[Figure, ...]:
+    """Return the figure of gradient norms over training (Fig. 5 of arXiv 2602.08064); none without curves.
+
+    `labels` are those of all models of the page, in which each has one hue.
+    """
     shown = {label: run for label, run in runs.items() if len(run.gradient_norms.steps) > 1}
     if not shown:
         return ()
+    styles = {
+        label: MethodStyle(hue=hue, dash=DASHES[0], marker="", width=1.6)
+        for label, hue in hues_of(labels or list(runs)).items()
+    }
     return (
         Figure(
             name="gradient-norms",
@@ -82,9 +95,39 @@ def gradient_norm_figures(runs: Mapping[str, RunResult]) -> tuple[Figure, ...]:
             alternative="; ".join(
                 f"{label} ends at {run.gradient_norms.values[-1]:.3g}" for label, run in shown.items()
             ),
-            draw=lambda theme: draw_gradient_norms(shown, styles_of(list(shown)), theme, "Gradient norm over training"),
+            draw=lambda theme: draw_gradient_norms(shown, styles, theme, "Gradient norm over training"),
         ),
     )
+
+
+def subjects_table(records: Mapping[str, Sequence[Record]], runs: Mapping[str, RunResult]) -> Table:
+    """Return a table of what was analysed: run, step, samples that were read, and commit."""
+    columns = (
+        Column("Model", "its label on this page", numeric=False),
+        Column("Run", "the first twelve digits of its identity; none for a model that is no run", numeric=False),
+        Column("Step", "of the weights"),
+        Column("Weights", "raw: as trained; ema: their average", numeric=False),
+        Column("Samples", "held-out samples that were read; the transition Jacobians read one"),
+        Column("Commit", "of the code that trained the run", numeric=False),
+    )
+    rows: list[Row] = []
+    for label, several in records.items():
+        run = runs.get(label)
+        commits = () if run is None else (str(each["commit"]) for each in run.environments if each.get("commit"))
+        texts = (
+            label,
+            NOTHING if run is None else run.identity[:12],
+            _distinct(NOTHING if run is None else f"{each['step']:,}" for each in several),
+            _distinct(each["weights"] for each in several),
+            _distinct(each["results"].get("samples", NOTHING) for each in several if each["evaluation"] != "jacobians"),
+            _distinct(commits),
+        )
+        rows.append(tuple(map(Entry, texts)))
+    return Table("What was analysed", columns, (RowGroup("", tuple(rows)),)).without_empty_columns()
+
+
+def _distinct(values: Iterable[object]) -> str:
+    return ", ".join(dict.fromkeys(map(str, values))) or NOTHING
 
 
 def analysis_table(by_analysis: Mapping[str, Mapping[str, Record]], labels: Sequence[str]) -> Table:
@@ -145,20 +188,21 @@ def _fusion(found: Record) -> Numbers:
 def _lens(found: Record) -> Numbers:
     for name, values in found["streams"].items():
         yield f"agreement of {name} alone", _percent(values["agreement"][-1])
-        yield f"loss of {name} alone", _number(values["loss"][-1], 4)
+        yield f"loss of {name} alone ({found['unit']})", _number(values["loss"][-1], 4)
     if found["divergent"]:
         yield "predictions in which streams differ", _percent(found["divergent"]["share"])
         for name, value in found["divergent"]["agreement"].items():
             yield f"the model then agrees with {name}", _percent(value)
-    yield "loss after half of the blocks", _number(found["loss"][found["blocks"] // 2], 4)
+    yield f"loss after half of the blocks ({found['unit']})", _number(found["loss"][found["blocks"] // 2], 4)
 
 
 def _pruning(found: Record) -> Numbers:
     whole, half = found["loss"], (found["blocks"] + 1) // 2
-    yield "loss", _number(whole, 4)
+    unit = found["unit"]
+    yield f"loss ({unit})", _number(whole, 4)
     for kind in ("removed", "zeroed"):
-        yield f"rise, last block {kind}", formatting.signed(found[kind][-1] - whole, 3)
-        yield f"rise, last half {kind}", formatting.signed(found[f"last_{kind}"][half] - whole, 3)
+        yield f"rise, last block {kind} ({unit})", formatting.signed(found[kind][-1] - whole, 3)
+        yield f"rise, last half {kind} ({unit})", formatting.signed(found[f"last_{kind}"][half] - whole, 3)
 
 
 def _depth(found: Record) -> Numbers:
@@ -170,11 +214,13 @@ def _depth(found: Record) -> Numbers:
 
 
 def _outliers(found: Record) -> Numbers:
-    for name, each in found["streams"].items():
-        ratios = [ratio for ratio in each["ratio"] if ratio is not None]
-        if "_" not in name and ratios:
-            yield f"largest / median, {name}", _number(max(ratios))
-            yield f"massive entries, {name}", _number(max(m for m in each["massive"] if m is not None))
+    for quantity, title in (("ratio", "largest / median"), ("massive", "massive entries")):
+        largest = {
+            name: max((v for v in each[quantity] if v is not None), default=None)
+            for name, each in found["streams"].items()
+        }
+        for name, value in mean_of_copies({n: v for n, v in largest.items() if v is not None}).items():
+            yield f"{title}, {name}", _number(value)
     if found["attention"]:
         yield "attention to the first token, mean", _percent(_mean(found["attention"]["first"]))
         yield "the same, uniform", _percent(_mean(found["attention"]["uniform"]))
@@ -183,7 +229,7 @@ def _outliers(found: Record) -> Numbers:
 
 def _quantisation(found: Record) -> Numbers:
     for scheme, each in found["schemes"].items():
-        yield f"rise, {scheme.upper()}", formatting.signed(each["rise"], 4)
+        yield f"rise, {scheme.upper()} ({found['unit']})", formatting.signed(each["rise"], 4)
 
 
 def _jacobians(found: Record) -> Numbers:
@@ -227,8 +273,9 @@ DEFINITIONS = {
     "through its own final norm and the output norm, with the terms of the other streams absent.",
     "pruning": "Removed: the streams pass by a block unchanged. Zeroed: its sublayers write 0, and norms act.",
     "effective-depth": "Effective blocks: (sum h)² / sum h² of the rises h of the loss when one block is removed. "
-    "Needed blocks: the fewest first blocks with a loss within 5 % of what all gain. Influence: mean 1 - cosine "
-    "between a stream before and after a block (arXiv 2403.03853).",
+    "Needed blocks: the fewest first blocks from which on the loss is within 5 % of what all gain, unless another "
+    "tolerance is in the record. Influence: mean 1 - cosine between a stream before and after a block (arXiv "
+    "2403.03853).",
     "outliers": "Massive (arXiv 2402.17762): above 100 and above 1,000 times the median of a sample, unless other "
     "thresholds are in the record. A head is a sink if the first token has over 30 % of the attention of later ones.",
     "quantisation": "Linear layers of the blocks with symmetric rounding: one scale for each output channel of the "

@@ -117,7 +117,7 @@ def draw_losses(runs: Runs, references: Runs, styles: Styles, theme: Theme, titl
 def draw_gradient_norms(runs: Runs, styles: Styles, theme: Theme, title: str) -> Drawing:
     """Draw gradient norms on a logarithmic axis."""
     drawing, (axes,) = _new_drawing(runs)
-    axes.set_yscale("log")
+    figure_style.scale_logarithmically(axes)
     axes.set_title(title)
     _label_height(axes, "gradient norm")
     labels = []

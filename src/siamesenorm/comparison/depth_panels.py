@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import blended_transform_factory
 
 from siamesenorm.comparison import figure_style
@@ -50,7 +50,7 @@ class Panel:
 
 def draw_panels(panels: Sequence[Panel], runs: Sequence[str], title: str, theme: Theme) -> Drawing:
     """Draw panels one above the other, each with the names of its curves beside it."""
-    hues = _hues(runs)
+    hues = figure_style.hues_of(runs)
     names = [line.name for panel in panels for line in panel.lines]
     height = PANEL * len(panels) + 0.35
     drawing = Drawing(figsize=(figure_style.WIDTH, height))
@@ -78,10 +78,7 @@ def _draw_panel(axes: Axes, panel: Panel, hues: Mapping[str, str], theme: Theme)
             label = CurveLabel(height=float(present[-1]), text=figure_style.shortened(line.name), style=style)
             labels.setdefault(line.name, label)
     if panel.logarithmic:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
-        axes.yaxis.set_minor_locator(NullLocator())
+        figure_style.scale_logarithmically(axes)
     if panel.zero:
         axes.axhline(0, color=theme.muted, linewidth=0.8, zorder=1.5)
     if panel.share:
@@ -91,12 +88,6 @@ def _draw_panel(axes: Axes, panel: Panel, hues: Mapping[str, str], theme: Theme)
     axes.set_ylabel(panel.y)
     axes.yaxis.set_label_coords(0.048, 0.5, blended_transform_factory(axes.figure.transFigure, axes.transAxes))
     figure_style.label_ends(axes, list(labels.values()), theme)
-
-
-def _hues(runs: Sequence[str]) -> dict[str, str]:
-    """Return a hue for each run: `pre` and `siamese` have theirs in every figure, others the next ones."""
-    others = iter([hue for _ in range(1 + len(runs) // len(figure_style.HUES)) for hue in figure_style.HUES])
-    return {run: figure_style.RESERVED_HUES.get(run) or next(others) for run in runs}
 
 
 def _style(line: Line, hues: Mapping[str, str]) -> MethodStyle:

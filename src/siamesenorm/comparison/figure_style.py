@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any, Literal
 
 import matplotlib as mpl
@@ -20,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from scipy.optimize import isotonic_regression
 
 Dash = tuple[float, tuple[float, ...]]
@@ -34,7 +36,7 @@ LETTER_WIDTH = 0.0725
 """Inches of a letter at that size, on average, in DejaVu Sans."""
 LABEL_STOPS = (0.02, 0.09, 0.14, 0.36, 0.41)
 """Inches right of the axes: a leader's start, its bend and its end; the end of the line's sample; the text."""
-LONGEST_NAME = 24
+LONGEST_NAME = 25
 DASHES: tuple[Dash, ...] = ((0, ()), (0, (4, 1.6)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 MARKERS = ("o", "s", "D", "v", "p", "<", "h", ">", "d")
 RESERVED_HUES = {"pre": "ink", "siamese": "green"}
@@ -134,6 +136,12 @@ def styles_of(methods: Sequence[str]) -> dict[str, MethodStyle]:
     return styles
 
 
+def hues_of(runs: Sequence[str]) -> dict[str, str]:
+    """Return a hue for each run of a page: `pre` and `siamese` have theirs in every figure, others the next ones."""
+    others = cycle(HUES)
+    return {run: RESERVED_HUES.get(run) or next(others) for run in runs}
+
+
 def applied(theme: Theme) -> AbstractContextManager[None]:
     """Draw in a theme: text stays text in SVG, and the same data gives the same bytes."""
     settings: dict[str, Any] = {
@@ -166,6 +174,14 @@ def applied(theme: Theme) -> AbstractContextManager[None]:
         "lines.solid_capstyle": "round",
     }
     return mpl.rc_context(settings)  # type: ignore[arg-type]
+
+
+def scale_logarithmically(axes: Axes) -> None:
+    """Make the vertical axis logarithmic, with short numbers at 1, 2 and 5 of each decade."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

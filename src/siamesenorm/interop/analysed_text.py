@@ -79,7 +79,7 @@ class TextModel:
         for analysis in analyses:
             on_progress(len(records), analysis.name)
             with torch.no_grad():
-                results = analysis.measure(self.held_out(analysis.samples))
+                results = analysis.results(self.held_out(analysis.samples))
             records.append(make_record(analysis, results, step=0, weights=RAW))
         return records
 

@@ -23,6 +23,8 @@ from siamesenorm.training.config import RunConfig
 
 REPORTED, HEADLINE = (1, 2, 3), (1, 2, 3, 4, 5)
 """Seeds on which methods are reported whose rate is chosen, and those of the headline pairs."""
+FIRST_FIVE = (0, 1, 2, 3, 4)
+"""Seeds of the headline pairs at a given rate."""
 EXTENSIONS = 2
 """How often a grid of rates is extended by one step where the best rate of a method is at its edge."""
 
@@ -37,7 +39,7 @@ class RunGrid:
         methods: Topologies with norms, as in a sweep.
         rates: Positions in the learning rates of the scale; all if empty.
         chosen: Whether each method's rate is chosen on the first seed, and the method reported on others.
-        headline: Methods that are then reported on five seeds in place of three.
+        headline: Methods that are reported on five seeds in place of three; where rates are given, at the second.
         weighted: Whether the seeds are those whose runs have weights, for what is measured on them.
         shape: Position in the shapes of the scale; the template's own if None.
         length: Factor on the number of steps.
@@ -102,9 +104,11 @@ class RunGrid:
         """Return the runs of a grid whose rates are given, the first seed of all methods first."""
         seeds = self.seeds(workload)
         runs = product(seeds, self.learning_rates(workload), self.methods)
+        more = [seed for seed in self.reported(workload, FIRST_FIVE) if seed not in seeds]
+        high = workload.rates[min(1, len(workload.rates) - 1)]
         return [
             planned_run(template, method, rate, seed, Part.SELECTION if seed == seeds[0] else Part.REPORT)
-            for seed, rate, method in runs
+            for seed, rate, method in (*runs, *product(more, [high], self.headline))
         ]
 
     def expected_runs(self, workload: Workload, template: RunConfig) -> Iterator[Planned]:

@@ -41,6 +41,14 @@ class RunDirectory:
         self.log_file = path / LOG_FILE
         self.checkpoints = path / "checkpoints"
 
+    @property
+    def is_run(self) -> bool:
+        """Whether the directory has the configuration of a run; a file of that name may be of another model."""
+        try:
+            return "schema" in decode_json(self.config_file.read_bytes())
+        except (OSError, ValueError, TypeError):
+            return False
+
     def item_scores_of(self, step: int, weights: str, digest: str) -> Path:
         """Return the directory of what some weights at a step scored on items, a file for each task.
 
