@@ -56,7 +56,7 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not gradient_scaling(dim=64).claims[-1].holds
 
 
-def test_dyt_and_rmsnorm_obey_one_equation_at_constant_norm_alone() -> None:
+def test_dyt_and_rmsnorm_satisfy_one_equation_at_constant_norm_alone() -> None:
     result = dyt_equivalence()
     assert all(claim.holds for claim in result.claims)
     assert result.record["deviations"]["DyT, larger"] == pytest.approx(3.0), "at 0 the derivative is 4 times too large"

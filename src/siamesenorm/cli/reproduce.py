@@ -28,7 +28,7 @@ from siamesenorm.comparison.results import RunResult
 from siamesenorm.errors import UserError
 from siamesenorm.models.language import LanguageModelConfig, language_model_config
 from siamesenorm.norms import NormSpec
-from siamesenorm.recipes.catalogue import list_offers, offers_table
+from siamesenorm.recipes.catalogue import items_table, list_items
 from siamesenorm.recipes.continued import ContinuedPlan
 from siamesenorm.recipes.item import Item, RunGrid
 from siamesenorm.recipes.item_evaluations import build_evaluations, evaluate_item
@@ -129,8 +129,8 @@ def run(arguments: ReproduceArguments | ContinuedArguments) -> None:
             raise UserError(f"--runs {store} is not a directory: give one of runs, such as benchmarks/books/runs")
     if arguments.list or not arguments.item:
         stores = (arguments.out / "runs", *arguments.runs)
-        offers = list(list_offers(items, scale, stores, lambda workload: data_of(arguments, workload)))
-        Console(width=None if sys.stdout.isatty() else 140).print(offers_table(offers, scale))
+        states = list(list_items(items, scale, stores, lambda workload: data_of(arguments, workload)))
+        Console(width=None if sys.stdout.isatty() else 140).print(items_table(states, scale))
         return
     if arguments.costs:
         read_costs(arguments.costs)  # refused before anything is trained

@@ -134,7 +134,7 @@ def definitions(findings: Findings) -> tuple[Statement, ...]:
     floor = f": {run.floor:.3f} {run.unit} here" if run.floor is not None else ", which is not known here"
     sensitivity = (
         f"The mean over all rates of the held-out loss above its best, on seed {seeds}. A diverged run counts as a "
-        "model that has learned nothing; — where no rate survived or a single one was tried."
+        "model that has learned nothing; — where every rate diverged or a single one was tried."
     )
     texts = {
         "Loss": f"In {run.unit}. The loss of a model that has learned nothing (it predicts the frequencies of the data "

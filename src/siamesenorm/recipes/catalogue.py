@@ -26,7 +26,7 @@ NOTES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class ItemState:
     """An item at a scale: its runs, those that have ended, and the hours of the others on one core, or one GPU.
 
     `shared` runs belong to an earlier item, too, and cost nothing here. `available` is False where nothing is trained.
@@ -40,10 +40,10 @@ class Offer:
     hours: float
 
 
-def list_offers(
+def list_items(
     items: Sequence[Item], scale: Scale, stores: Sequence[Path], data_of: Callable[[Workload], Any]
-) -> Iterator[Offer]:
-    """Yield an offer for each item; `data_of` returns the path of the data, or None for those of the committed runs.
+) -> Iterator[ItemState]:
+    """Yield the state of each item; `data_of` returns the path of the data, or None for those of the committed runs.
 
     Where runs will choose a rate, the middle one is assumed; extensions of the rates are not counted.
     """
@@ -56,7 +56,7 @@ def list_offers(
                 runs |= {c.identity[:12]: (c, workload) for _, c in grid.expected_runs(workload, template)}
         ended = {name for name in runs if RunDirectory(find_run(stores, name)).verdict_file.is_file()}
         missing = [each for name, each in runs.items() if name not in seen | ended]
-        yield Offer(
+        yield ItemState(
             item=item,
             available=bool(runs) or not item.grids,
             runs=len(runs),
@@ -67,18 +67,18 @@ def list_offers(
         seen |= runs.keys()
 
 
-def offers_table(offers: Sequence[Offer], scale: Scale) -> Table:
+def items_table(states: Sequence[ItemState], scale: Scale) -> Table:
     """Return the table of items for a terminal, with the sum of what they cost."""
     table = Table(title=f"Items at the scale {scale}", title_justify="left", header_style="bold")
     for title in ("item", "from", "shows", "runs", "ended", "shared", f"left ({DEVICES[scale]})"):
         text = title in ("item", "from", "shows")
         table.add_column(title, justify="left" if text else "right", overflow="fold", no_wrap=title == "item")
-    for each in offers:
+    for each in states:
         cost = _hours(each.hours) if each.available else "not at this scale"
         numbers = map(str, (each.runs, each.ended, each.shared))
         table.add_row(each.item.name, each.item.paper, each.item.title, *numbers, cost)
     table.add_section()
-    table.add_row("all", "", "", "", "", "", _hours(sum(each.hours for each in offers)))
+    table.add_row("all", "", "", "", "", "", _hours(sum(each.hours for each in states)))
     table.caption = (
         "shared: runs that an earlier item has, too; left: estimated hours of one "
         f"{DEVICES[scale]} for what has not ended{NOTES[scale]}"

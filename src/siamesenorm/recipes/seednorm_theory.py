@@ -183,12 +183,12 @@ def dyt_equivalence(dim: int = 64, factor: float = 4.0) -> TheoryResult:
     )
     claims = (
         Claim(
-            text="At constant norm RMSNorm and DyT obey the same differential equation, element by element.",
+            text="At constant norm RMSNorm and DyT satisfy the same differential equation, element by element.",
             holds=max(errors["RMSNorm"], errors["DyT"]) < 1e-12,
             measured=f"deviation {errors['RMSNorm']:.0e} (RMSNorm) and {errors['DyT']:.0e} (DyT) in fp64",
         ),
         Claim(
-            text=f"At {factor:g} times the norm RMSNorm still obeys it, and DyT, whose a is fixed, no longer does.",
+            text=f"At {factor:g} times the norm RMSNorm still satisfies it, and DyT, whose a is fixed, no longer does.",
             holds=errors["RMSNorm, larger"] < 1e-12 < 0.1 < errors["DyT, larger"],
             measured=f"deviation {errors['RMSNorm, larger']:.0e} (RMSNorm) and {errors['DyT, larger']:.2f} (DyT)",
         ),
