@@ -110,3 +110,4 @@ def test_the_command_writes_the_page_and_the_record(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out.startswith("Holds: ")
     page = tmp_path / "dyt-equivalence"
     assert (page / "report.html").exists() and json.loads((page / "dyt-equivalence.json").read_text())["dim"] == 64
+    assert "siamesenorm reproduce dyt-equivalence" in (page / "report.md").read_text()

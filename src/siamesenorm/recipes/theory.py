@@ -11,7 +11,7 @@ from matplotlib.figure import Figure as Drawing
 
 from siamesenorm.comparison import figure_style
 from siamesenorm.comparison.figure_style import CurveLabel, Figure, MethodStyle, Theme
-from siamesenorm.comparison.report_parts import Gallery, Report, Statement, Statements, Table
+from siamesenorm.comparison.report_parts import Code, Gallery, Report, Statement, Statements, Table
 from siamesenorm.files import encode_json
 
 HEIGHT = 3.6
@@ -58,6 +58,7 @@ class TheoryResult:
                 "What came out": Statements(claims, tone="conclusions"),
                 "Figure": Gallery((self.figure,)),
                 self.table.title: self.table,
+                "How to repeat it": Code(f"siamesenorm reproduce {self.name}"),
             },
             records={f"{self.name}.json": f"{encode_json(self.record, indent=1)}\n"},
         )
