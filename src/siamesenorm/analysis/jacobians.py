@@ -35,7 +35,7 @@ class Jacobians(Analysis):
       product of the transitions from k on, by which gradients at the end reach depth k;
     * "streams": the largest singular value of each stream's own diagonal block;
     * "identity" of the boundary family: the largest difference of each block of the transition from its formula,
-      relative to the transition's largest entry. With \(J_h = J_F J_{in}\), \(\Gamma\) the gate, \(J_o\) of what stands
+      relative to the transition's largest entry. With \(J_h = J_F J_{in}\), \(\Gamma\) the gate, \(J_o\) of what acts
       on the output and factors a, s, c of the write: first to first \(J_X (a I + s J_o J_h \Gamma)\), which is
       Post-Norm's \(J_X (I + J_F)\); second to second \(I + c J_o J_h J_Y\), Pre-Norm's \(I + J_F J_Y\); second to first
       \(s J_X J_o J_h J_Y\), first to second \(c J_o J_h \Gamma\).

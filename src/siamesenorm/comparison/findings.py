@@ -227,7 +227,7 @@ class Findings:
     def ranked(self) -> list[Choice]:
         """Return the choices that have a result, lowest held-out loss first, on the seeds that all of them share.
 
-        The selection run stands in where they share none; the first two are in the order of the seeds the two share.
+        The selection run is used where they share none; the first two are in the order of the seeds the two share.
         """
         with_result = [choice for choice in self.choices.values() if choice.losses]
         shared = set.intersection(*(set(choice.losses) for choice in with_result)) if with_result else set()
@@ -359,7 +359,7 @@ def _comparisons(results: ExperimentResults, choices: Mapping[str, Choice]) -> I
 def _sensitivity(results: ExperimentResults, method: str) -> float | None:
     """Return the mean excess loss over the rates of the selection; a diverged run counts as one that learned nothing.
 
-    None where a rate has not been run, where only one was tried, where none survived, and where a run diverged and the
+    None where a rate has not been run, where only one was tried, where all diverged, and where one diverged and the
     loss of a model that has learned nothing is not known.
     """
     selection = [run for run in results.runs if run.part is Part.SELECTION and run.complete]

@@ -151,11 +151,11 @@ def rate_sensitivity(losses: Mapping[float, float], *, floor: float | None) -> f
 
     (Wortsman et al., 2023, arXiv 2309.14322, whose floor is the loss at initialisation: that depends on the model, the
     loss of one that has learned nothing does not). `losses` are the final losses by rate, infinite or NaN for a rate
-    that did not survive: it counts at `floor`. None where only one rate was tried, where none survived (a method that
-    fails everywhere is not insensitive), and where one did not survive and the floor is unknown.
+    at which the run diverged: it counts at `floor`. None where only one rate was tried, where all diverged (a method
+    that fails everywhere is not insensitive), and where one diverged and the floor is unknown.
     """
-    survived = [loss for loss in losses.values() if math.isfinite(loss)]
-    if len(losses) < 2 or not survived or (floor is None and len(survived) < len(losses)):
+    finite = [loss for loss in losses.values() if math.isfinite(loss)]
+    if len(losses) < 2 or not finite or (floor is None and len(finite) < len(losses)):
         return None
     cap = math.inf if floor is None else floor
     counted = [min(loss, cap) if math.isfinite(loss) else cap for loss in losses.values()]

@@ -84,7 +84,7 @@ class PackedRow:
 class LanguageScorer:
     """Scores texts by a model with its tokenizer.
 
-    `encode` returns the token ids of texts, without special tokens; `start` is the token that stands before a text,
+    `encode` returns the token ids of texts, without special tokens; `start` is the token that precedes a text,
     where there is one. `identity` is the digest of everything that the numbers depend on besides the tokens.
     """
 

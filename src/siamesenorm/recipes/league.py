@@ -27,7 +27,7 @@ def league_sections(results: ItemResults) -> dict[str, Block]:
         return {}
     choices = {method: choose_learning_rate(league, method) for method in league.methods}
     ranked = sorted((each for each in choices.values() if each), key=_mean_loss)
-    lost = [method for method, choice in choices.items() if choice is None]
+    absent = [method for method, choice in choices.items() if choice is None]
     band = noise_band(list(pre.losses.values()))
     curve = budget_curve(results)
     rows = [_row(results, league, choice, pre, band, curve) for choice in ranked]
@@ -45,7 +45,8 @@ def league_sections(results: ItemResults) -> dict[str, Block]:
         Column("Effective speedup", "the same, divided by the time of a step"),
     )
     failed = [
-        (Entry(method), *[Entry(NOTHING)] * 5, _why_lost(league, method), *[Entry(NOTHING)] * 4) for method in lost
+        (Entry(method), *[Entry(NOTHING)] * 5, _missing_choice(league, method), *[Entry(NOTHING)] * 4)
+        for method in absent
     ]
     table = Table("The league", columns, (RowGroup("", (*rows, *failed)),)).without_empty_columns()
     return {
@@ -54,7 +55,7 @@ def league_sections(results: ItemResults) -> dict[str, Block]:
     }
 
 
-def _why_lost(league: ExperimentResults, method: str) -> Entry:
+def _missing_choice(league: ExperimentResults, method: str) -> Entry:
     complete = [run for run in league.runs_of(method) if run.complete]
     return Entry(pill=Pill(DIVERGED, "diverged at every rate") if complete else Pill(UNFINISHED, "no finished run"))
 

@@ -51,7 +51,7 @@ class Workload:
         weighted: Seeds whose runs have weights to evaluate: committed runs have none.
         shapes: Changes for models of about equal size and growing depth.
         data: The option that names the data; empty where the data is built in.
-        digest: Digest of the data of the committed runs, which stands in where no data is given.
+        digest: Digest of the data of the committed runs, which is used where no data is given.
         vocabulary: Entries of the vocabulary of that data.
         speed: Operations a second, measured or assumed, on which the estimated time is based.
     """
@@ -68,7 +68,7 @@ class Workload:
     speed: float = GPU_SPEED
 
     def template(self, data: Any = None, execution: Execution | None = None) -> RunConfig:
-        """Return the run of which the others are made; without data the digest of the committed runs stands in."""
+        """Return the run of which the others are made; without data, with the digest of the committed runs."""
         run = changed(self.build(data if data is not None else self.data), self.changes)
         if data is None and self.data:
             run = changed(run, {"task.digest": self.digest})
