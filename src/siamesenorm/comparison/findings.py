@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from typing import Self
 
 from siamesenorm.comparison import formatting
 from siamesenorm.comparison.experiment_plan import ComparisonKind, Part, PlannedComparison
@@ -147,6 +148,12 @@ class NoiseBand:
     low: float
     high: float
 
+    @classmethod
+    def of(cls, choice: Choice) -> Self | None:
+        """Return the band of a baseline at its chosen rate; None for fewer than two seeds."""
+        band = noise_band(list(choice.losses.values()))
+        return None if band is None else cls(baseline=choice.method, low=band[0], high=band[1])
+
     def place(self, loss: float) -> AgainstNoise:
         """Return where a loss is against the band."""
         if loss < self.low:
@@ -246,8 +253,8 @@ class Findings:
         planned = self.results.plan.comparisons
         for method in dict.fromkeys(each.baseline for each in planned if each.kind is not ComparisonKind.CONTROL):
             choice = self.choices.get(method)
-            if choice is not None and (band := noise_band(list(choice.losses.values()))):
-                return NoiseBand(baseline=method, low=band[0], high=band[1])
+            if choice is not None and (band := NoiseBand.of(choice)):
+                return band
         return None
 
     @property

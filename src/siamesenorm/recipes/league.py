@@ -6,12 +6,12 @@ import statistics
 
 from siamesenorm.comparison import formatting
 from siamesenorm.comparison.comparison_tables import METHOD, estimate_text, verdict_entry
-from siamesenorm.comparison.findings import Choice, choose_learning_rate
+from siamesenorm.comparison.findings import Choice, NoiseBand, choose_learning_rate
 from siamesenorm.comparison.formatting import NOTHING
 from siamesenorm.comparison.report_parts import LOWER, Block, Column, Entry, Pill, Row, RowGroup, Statements, Table
 from siamesenorm.comparison.report_parts import statements as named_statements
 from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, UNFINISHED, ExperimentResults, RunResult
-from siamesenorm.comparison.statistics import Bound, effective_speedup, noise_band
+from siamesenorm.comparison.statistics import Bound, effective_speedup
 from siamesenorm.recipes.item_results import ItemResults
 
 LEAGUE, BASELINE = "league", "pre"
@@ -28,7 +28,7 @@ def league_sections(results: ItemResults) -> dict[str, Block]:
     choices = {method: choose_learning_rate(league, method) for method in league.methods}
     ranked = sorted((each for each in choices.values() if each), key=_mean_loss)
     absent = [method for method, choice in choices.items() if choice is None]
-    band = noise_band(list(pre.losses.values()))
+    band = NoiseBand.of(pre)
     curve = budget_curve(results)
     rows = [_row(results, league, choice, pre, band, curve) for choice in ranked]
     columns = (
@@ -91,7 +91,7 @@ def _row(
     league: ExperimentResults,
     choice: Choice,
     pre: Choice,
-    band: tuple[float, float] | None,
+    band: NoiseBand | None,
     curve: dict[float, float],
 ) -> Row:
     loss, cost = _mean_loss(choice), step_cost(results, choice, pre)
@@ -100,7 +100,7 @@ def _row(
         if len(curve) > 2 and pre.selection.steps
         else None
     )
-    place = NOTHING if band is None else "below" if loss < band[0] else "above" if loss > band[1] else "inside"
+    place = NOTHING if band is None else band.place(loss).removesuffix(" noise")
     first = [run for run in league.runs_of(choice.method) if run.part == "selection" and run.complete]
     stable = [run for run in first if run.word not in (DIVERGED, NOT_LEARNED)]
     more = (choice.selection.parameters or 0) / (pre.selection.parameters or 1) - 1
@@ -124,8 +124,8 @@ def _mean_loss(choice: Choice) -> float:
     return statistics.fmean(choice.losses.values()) if choice.losses else choice.selection.score
 
 
-def _definitions(results: ItemResults, band: tuple[float, float] | None, curve: dict[float, float]) -> dict[str, str]:
-    between = f"between {band[0]:.4f} and {band[1]:.4f} here" if band else "not known before two seeds have ended"
+def _definitions(results: ItemResults, band: NoiseBand | None, curve: dict[float, float]) -> dict[str, str]:
+    between = f"between {band.low:.4f} and {band.high:.4f} here" if band else "not known before two seeds have ended"
     points = ", ".join(f"{steps:g} steps {loss:.4f}" for steps, loss in curve.items())
     rate = ", ".join(dict.fromkeys(formatting.rate(run.learning_rate) for run in budget_runs(results)))
     return {
