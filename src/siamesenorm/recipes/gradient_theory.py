@@ -47,6 +47,9 @@ def gradient_at_init(methods: Sequence[str] = GRADIENT_METHODS, depths: Sequence
     deepest, last = max(depths), {key: values[-1] for key, values in norms.items()}
     falls = {method: slope(depths, [last[method, depth] for depth in depths]) for method in methods}
     ratios = {method: norms[method, deepest][-1] / norms[method, deepest][0] for method in methods}
+    rows = [
+        (method, norms[method, deepest][0], last[method, deepest], ratios[method], falls[method]) for method in methods
+    ]
     table = Table(
         "Gradient norm of the first matrix of the MLP at initialisation",
         (
@@ -56,13 +59,8 @@ def gradient_at_init(methods: Sequence[str] = GRADIENT_METHODS, depths: Sequence
             Column("Last / first", "how much larger the gradient is near the loss"),
             Column("Exponent in depth", "p in (last block's gradient) = c depth^p"),
         ),
-        (RowGroup("", tuple(
-            (Entry(method), *(Entry(significant(value, 3)) for value in (
-                norms[method, deepest][0], norms[method, deepest][-1], ratios[method], falls[method],
-            )))
-            for method in methods
-        )),),
-    )  # fmt: skip
+        _rows(rows),
+    )
     styles = styles_of(methods)
     lines = [TheoryLine(name=m, x=range(1, deepest + 1), y=norms[m, deepest], style=styles[m]) for m in methods]
     figure = Figure(
@@ -88,17 +86,14 @@ def gradient_at_init(methods: Sequence[str] = GRADIENT_METHODS, depths: Sequence
             measured=f"last over first block {ratios['post']:.2f} (Post-Norm) and {ratios['pre']:.2f} (Pre-Norm)",
         ),
     )
-    record = {
-        "shape": SHAPE, "seeds": list(SEEDS), "exponents": falls,
-        "norms": {method: {str(depth): norms[method, depth] for depth in depths} for method in methods},
-    }  # fmt: skip
+    by_method = {method: {str(depth): norms[method, depth] for depth in depths} for method in methods}
     return TheoryResult(
         name="gradient-at-init",
         title="Gradient norm by layer at initialisation",
         paper="2002.04745",
         setting=f"Language models of width {SHAPE['dim']} with {', '.join(map(str, depths))} blocks at Xavier "
         "initialisation, a batch of text as bytes, three seeds.",
-        record=record,
+        record={"shape": SHAPE, "seeds": list(SEEDS), "exponents": falls, "norms": by_method},
         table=table,
         figure=figure,
         claims=claims,
@@ -127,12 +122,8 @@ def gradient_spikes(
             Column("Spikes", f"steps after {SPIKES_AFTER} above {SPIKE_SIZE:g} times that median"),
             Column("Loss at the end", "mean over ten steps (nats/token)"),
         ),
-        (RowGroup("", tuple(
-            (Entry(m), Entry(significant(curves[m][0][0], 3)), Entry(significant(peaks[m], 3)),
-             Entry(significant(late[m], 3)), Entry(str(spikes[m])), Entry(f"{losses[m]:.3f}"))
-            for m in methods
-        )),),
-    )  # fmt: skip
+        _rows([(m, curves[m][0][0], peaks[m], late[m], str(spikes[m]), f"{losses[m]:.3f}") for m in methods]),
+    )
     styles = styles_of(methods)
     lines = [TheoryLine(name=m, x=range(1, len(curves[m][0]) + 1), y=curves[m][0], style=styles[m]) for m in methods]
     figure = Figure(
@@ -207,6 +198,12 @@ def _training_norms(topology: str, steps: int, rate: float) -> tuple[list[float]
         losses.append(float(loss.detach()))
         optimizer.step()
     return norms, losses
+
+
+def _rows(rows: Sequence[Sequence[str | float]]) -> tuple[RowGroup]:
+    """Return the rows of a table, numbers with three digits."""
+    texts = [[each if isinstance(each, str) else significant(each, 3) for each in row] for row in rows]
+    return (RowGroup("", tuple(tuple(map(Entry, row)) for row in texts)),)
 
 
 @cache

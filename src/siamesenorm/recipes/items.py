@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from siamesenorm.comparison.report_parts import Report
 from siamesenorm.comparison.sweep_grid import CONTROL
 from siamesenorm.errors import unknown
+from siamesenorm.recipes.gradient_theory import gradient_at_init, gradient_spikes
 from siamesenorm.recipes.item import Item, RunGrid
 from siamesenorm.recipes.overhead import overhead_report
-from siamesenorm.recipes.theory_experiments import THEORY
+from siamesenorm.recipes.seednorm_theory import (
+    dynamic_variance,
+    dyt_equivalence,
+    gradient_scaling,
+    unbounded_activation,
+)
+from siamesenorm.recipes.theory import TheoryResult
 from siamesenorm.topologies import available_topologies
 
 POST_PRE_CODE = "siamese-post-pre:post_norm=lazy,readout=code"
@@ -31,20 +39,21 @@ HEADS = tuple(f"pre + seednorm:heads={heads}" for heads in (1, 8, 16, 32))
 LEAGUE = (*available_topologies(), CONTROL, "pre + seednorm", "siamese + seednorm")
 LEAGUE_DEEPER = ("pre", "post", "deepnorm", "dhc-2", "siamese-post-pre", "siamese")
 
-XIONG, SEEDNORM_THEORY = "Xiong et al. (arXiv 2002.04745)", "SeeDNorm, theory"
-THEORY_TITLES = {
-    "gradient-at-init": (XIONG, "gradient norms by layer before training, Pre-Norm and Post-Norm"),
-    "gradient-spikes": (XIONG, "spikes of the gradient norm in the first steps"),
-    "dynamic-variance": (SEEDNORM_THEORY, "variance of the dynamic dot product by width and heads"),
-    "gradient-scaling": (SEEDNORM_THEORY, "gradients at inputs k x"),
-    "dyt-equivalence": (SEEDNORM_THEORY, "DyT and RMSNorm at a constant norm"),
-    "unbounded-activation": (SEEDNORM_THEORY, "unbounded activations"),
+XIONG, SALAZAR = "Xiong et al. (arXiv 2002.04745)", "Salazar and Nguyen (arXiv 1910.05895)"
+SEEDNORM_THEORY = "SeeDNorm, theory"
+THEORY: dict[str, tuple[Callable[[], TheoryResult], str, str]] = {
+    "gradient-at-init": (gradient_at_init, XIONG, "gradient norms by layer before training, Pre-Norm and Post-Norm"),
+    "gradient-spikes": (gradient_spikes, SALAZAR, "spikes of the gradient norm in the first steps"),
+    "dynamic-variance": (dynamic_variance, SEEDNORM_THEORY, "variance of the dynamic dot product by width and heads"),
+    "gradient-scaling": (gradient_scaling, SEEDNORM_THEORY, "gradients at inputs k x"),
+    "dyt-equivalence": (dyt_equivalence, SEEDNORM_THEORY, "DyT and RMSNorm at a constant norm"),
+    "unbounded-activation": (unbounded_activation, SEEDNORM_THEORY, "unbounded activations"),
 }
-"""Paper and title of the experiments on theory, by the names of `THEORY`."""
+"""Experiments on theory by name: each a matter of seconds, its paper, and its title."""
 
 
-def _theory_page(name: str) -> Report:
-    return THEORY[name]().report()
+def _theory_page(measure: Callable[[], TheoryResult]) -> Report:
+    return measure().report()
 
 
 ITEMS: dict[str, Item] = {
@@ -270,9 +279,9 @@ ITEMS: dict[str, Item] = {
                 paper=paper,
                 title=title,
                 published="A measurement of seconds, without a trained run.",
-                experiment=partial(_theory_page, name),
+                experiment=partial(_theory_page, measure),
             )
-            for name, (paper, title) in THEORY_TITLES.items()
+            for name, (measure, paper, title) in THEORY.items()
         ),
         Item(
             name="league",

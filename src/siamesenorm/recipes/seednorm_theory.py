@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
@@ -105,32 +104,7 @@ def gradient_scaling(scales: Sequence[float] = SCALES, dim: int = 256) -> Theory
         ),
         [[name, *(f"{v:.3g}" for v in values[::2]), f"{tail[name]:.3f}"] for name, values in curves.items()],
     )
-    claims = (
-        Claim(
-            text="RMSNorm's gradient at k x is 1/k of that at x, and so is SeeDNorm's while β = 0.",
-            holds=all(abs(k * v - 1) < 1e-9 for n in list(norms)[:2] for k, v in zip(scales, curves[n], strict=True)),
-            measured="k times the gradient differs by at most "
-            f"{max(abs(k * v - 1) for n in list(norms)[:2] for k, v in zip(scales, curves[n], strict=True)):.0e}",
-        ),
-        Claim(
-            text="With β not 0 SeeDNorm's gradient falls as 1/k for large k, where tanh is saturated.",
-            holds=abs(tail["SeeDNorm"] + 1) < 0.05,
-            measured=f"exponent {tail['SeeDNorm']:.3f} from k = {scales[-4]:g} to {scales[-1]:g}; at k = 2 it is "
-            f"{2 * curves['SeeDNorm'][1]:.2f} times what 1/k gives",
-        ),
-        Claim(
-            text="DyT's gradient does not adapt to the norm of x: it vanishes where tanh is saturated, and stays as it "
-            "is where x is near 0.",
-            holds=vanished > 0.8 and tail["DyT"] > -0.7,
-            measured=f"exponent {tail['DyT']:.2f} in place of −1; at k = {scales[5]:g} the derivative of "
-            f"{vanished:.0%} of the elements is below 1 % of the largest",
-        ),
-        Claim(
-            text="The gradient of SeeDNorm is that of its formula.",
-            holds=max(errors.values()) < 1e-12,
-            measured=f"relative difference {max(errors.values()):.0e}",
-        ),
-    )
+    claims = _scaling_claims(scales, curves, tail, vanished, max(errors.values()))
     return _result(
         name="gradient-scaling",
         title="Gradients at k x",
@@ -147,6 +121,43 @@ def gradient_scaling(scales: Sequence[float] = SCALES, dim: int = 256) -> Theory
         x=scales,
         labels=("factor k on the input", "gradient, relative"),
         claims=claims,
+    )
+
+
+def _scaling_claims(
+    scales: Sequence[float],
+    curves: Mapping[str, Sequence[float]],
+    tail: Mapping[str, float],
+    vanished: float,
+    error: float,
+) -> tuple[Claim, ...]:
+    """Return the claims on gradients at k x; the first two curves are of norms that are invariant to k."""
+    exact = list(curves)[:2]
+    return (
+        Claim(
+            text="RMSNorm's gradient at k x is 1/k of that at x, and so is SeeDNorm's while β = 0.",
+            holds=all(abs(k * v - 1) < 1e-9 for n in exact for k, v in zip(scales, curves[n], strict=True)),
+            measured="k times the gradient differs by at most "
+            f"{max(abs(k * v - 1) for n in exact for k, v in zip(scales, curves[n], strict=True)):.0e}",
+        ),
+        Claim(
+            text="With β not 0 SeeDNorm's gradient falls as 1/k for large k, where tanh is saturated.",
+            holds=abs(tail["SeeDNorm"] + 1) < 0.05,
+            measured=f"exponent {tail['SeeDNorm']:.3f} from k = {scales[-4]:g} to {scales[-1]:g}; at k = 2 it is "
+            f"{2 * curves['SeeDNorm'][1]:.2f} times what 1/k gives",
+        ),
+        Claim(
+            text="DyT's gradient does not adapt to the norm of x: it vanishes where tanh is saturated, and stays as it "
+            "is where x is near 0.",
+            holds=vanished > 0.8 and tail["DyT"] > -0.7,
+            measured=f"exponent {tail['DyT']:.2f} in place of −1; at k = {scales[5]:g} the derivative of "
+            f"{vanished:.0%} of the elements is below 1 % of the largest",
+        ),
+        Claim(
+            text="The gradient of SeeDNorm is that of its formula.",
+            holds=error < 1e-12,
+            measured=f"relative difference {error:.0e}",
+        ),
     )
 
 
@@ -193,31 +204,21 @@ def dyt_equivalence(dim: int = 64, factor: float = 4.0) -> TheoryResult:
             measured=f"deviation {errors['RMSNorm, larger']:.0e} (RMSNorm) and {errors['DyT, larger']:.2f} (DyT)",
         ),
     )
-    curves = {name: pair[1] for name, pair in found.items() if name != "RMSNorm, larger"}
-    styles = plain_styles(list(curves))
-    lines = [
-        TheoryLine(name=name, x=[v / math.sqrt(dim) for v in found[name][0]], y=y, style=styles[name])
-        for name, y in curves.items()
-    ]
-    result = _result(
+    shown = [name for name in found if name != "RMSNorm, larger"]
+    return _result(
         name="dyt-equivalence",
         title="DyT and RMSNorm at constant norm",
         setting=f"Rows of width {dim} and RMS r, one element of which takes sizes up to 95 % of the norm; derivatives "
         f"of the modules by autograd, fp64. Larger: the same rows times {factor:g}.",
         record={"dim": dim, "factor": factor, "deviations": errors, "curves": {n: list(p) for n, p in found.items()}},
         table=table,
-        curves=curves,
-        x=[],
-        labels=("", ""),
+        curves={name: found[name][1] for name in shown},
+        x={name: [value / math.sqrt(dim) for value in found[name][0]] for name in shown},
+        labels=("N(x) / √D", "r dN/dx"),
+        scale="linear",
+        heading="Element-wise derivative",
         claims=claims,
     )
-    figure = dataclasses.replace(
-        result.figure,
-        draw=lambda theme: draw_lines(
-            lines, theme, title="Element-wise derivative", x_label="N(x) / √D", y_label="r dN/dx", y_scale="linear"
-        ),
-    )
-    return dataclasses.replace(result, figure=figure)
 
 
 def unbounded_activation(
@@ -228,18 +229,9 @@ def unbounded_activation(
     The RMS of N(k x), for 32 rows along beta, normal elements of beta of standard deviation 0.05, alpha = gamma = 1,
     fp64; then x <- x + N(x), `depth` times, from a row of RMS 1 along beta: a Pre-Norm stack of identities.
     """
-    curves, stacks = {}, {}
-    for name in activations:
-        norm = _seednorm(dim, 0.05, activation=name).double()
-        assert norm.beta is not None
-        along = norm.beta.detach() / norm.beta.detach().square().mean().sqrt()
-        rows = along + 0.5 * _normal((32, dim), 2)
-        with torch.no_grad():
-            curves[name] = [float(norm(k * rows).square().mean().sqrt()) for k in scales]
-            x = along
-            for _ in range(depth):
-                x = x + norm(x)
-            stacks[name] = float(x.square().mean().sqrt())
+    measured = {name: _outputs(name, scales, dim, depth) for name in activations}
+    curves = {name: outputs for name, (outputs, _) in measured.items()}
+    stacks = {name: end for name, (_, end) in measured.items()}
     slopes = {name: slope(scales[-4:], values[-4:]) for name, values in curves.items()}
     table = _table(
         "RMS of the output of SeeDNorm",
@@ -248,7 +240,7 @@ def unbounded_activation(
             *(Column(f"k = {k:g}", "of the input k x") for k in scales[::2]),
             Column("Exponent", "in k"),
             Column(f"After {depth} additions", "RMS of x ← x + N(x), from 1"),
-        ),  # fmt: skip
+        ),
         [
             [name, *(significant(v, 3) for v in curves[name][::2]), f"{slopes[name]:.2f}", f"{stacks[name]:.3g}"]
             for name in activations
@@ -285,6 +277,20 @@ def unbounded_activation(
 
 
 # --- parts
+
+
+@torch.no_grad()
+def _outputs(activation: str, scales: Sequence[float], dim: int, depth: int) -> tuple[list[float], float]:
+    """Return the RMS of the output at k x, and that of a row along beta after `depth` additions of the output."""
+    norm = _seednorm(dim, 0.05, activation=activation).double()
+    assert norm.beta is not None
+    along = norm.beta / norm.beta.square().mean().sqrt()
+    rows = along + 0.5 * _normal((32, dim), 2)
+    outputs = [float(norm(k * rows).square().mean().sqrt()) for k in scales]
+    x = along
+    for _ in range(depth):
+        x = x + norm(x)
+    return outputs, float(x.square().mean().sqrt())
 
 
 def _normal(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -361,19 +367,32 @@ def _result(
     record: Mapping[str, object],
     table: Table,
     curves: Mapping[str, Sequence[float]],
-    x: Sequence[float],
+    x: Sequence[float] | Mapping[str, Sequence[float]],
     labels: tuple[str, str],
     claims: tuple[Claim, ...],
+    scale: str = "log",
+    heading: str = "",
 ) -> TheoryResult:
-    """Return the result with a figure of the curves over x, both axes logarithmic."""
+    """Return the result with a figure of the curves over x, one for all or each its own, both axes of one scale."""
     styles = plain_styles(list(curves))
-    lines = [TheoryLine(name=each, x=x, y=values, style=styles[each]) for each, values in curves.items()]
+    lines = [
+        TheoryLine(name=each, x=x[each] if isinstance(x, Mapping) else x, y=values, style=styles[each])
+        for each, values in curves.items()
+    ]
     figure = Figure(
         name=name,
         title=title,
         caption=setting,
         alternative="; ".join(f"{each}: {values[0]:.3g} to {values[-1]:.3g}" for each, values in curves.items()),
-        draw=lambda theme: draw_lines(lines, theme, title=title, x_label=labels[0], y_label=labels[1], x_scale="log"),
+        draw=lambda theme: draw_lines(
+            lines,
+            theme,
+            title=heading or title,
+            x_label=labels[0],
+            y_label=labels[1],
+            x_scale=scale,
+            y_scale=scale,
+        ),
     )
     return TheoryResult(
         name=name, title=title, paper=PAPER, setting=setting, record=record, table=table, figure=figure, claims=claims

@@ -94,10 +94,16 @@ def draw_lines(
     axes.set_yscale(y_scale)
     for line in lines:
         axes.plot(
-            line.x, line.y, color=line.style.color(theme), linewidth=line.style.width, linestyle=line.style.dash,
-            marker=line.style.marker if markers else "", markersize=4.5, markeredgecolor=theme.surface,
+            line.x,
+            line.y,
+            color=line.style.color(theme),
+            linewidth=line.style.width,
+            linestyle=line.style.dash,
+            marker=line.style.marker if markers else "",
+            markersize=4.5,
+            markeredgecolor=theme.surface,
             markeredgewidth=0.6,
-        )  # fmt: skip
+        )
     axes.set_title(title, x=-0.2)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
