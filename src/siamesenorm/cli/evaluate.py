@@ -15,11 +15,10 @@ import tyro
 from siamesenorm.cli.evaluation_tables import show
 from siamesenorm.errors import UserError
 from siamesenorm.evaluation.causal_models import LibraryCausalModel, NativeCausalModel, model_digest
-from siamesenorm.evaluation.choice_items import read_tasks
 from siamesenorm.evaluation.evaluation import Evaluation, Record, TaskMetrics, TrainedRun, keep_records
 from siamesenorm.evaluation.images import FrechetEvaluation, LinearProbe, NearestNeighbours, choose_features
 from siamesenorm.evaluation.language import LanguageEvaluation, OtherModel
-from siamesenorm.evaluation.multiple_choice import MultipleChoice
+from siamesenorm.evaluation.multiple_choice import MultipleChoice, TaskSelection
 from siamesenorm.evaluation.paired_tests import paired_record
 from siamesenorm.evaluation.perplexity import Perplexity, require_texts
 from siamesenorm.evaluation.scorer import LanguageScorer
@@ -32,17 +31,9 @@ from siamesenorm.training.run_directory import RunDirectory
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageOptions:
+class LanguageOptions(TaskSelection):
     """What language models are evaluated by."""
 
-    tasks: str | None = None
-    """Multiple-choice tasks: directory of files TASK_SPLIT.jsonl, or hf for the datasets of the Hub."""
-    task_names: tuple[str, ...] = ()
-    """Names of the tasks; all that there are if not given. generated_arithmetic needs no --tasks."""
-    split: str = "validation"
-    """Split of the items of tasks."""
-    limit: int = 0
-    """First items of each task; 0 is all."""
     perplexity: bool = False
     """Perplexity of a run's training and of its held-out data."""
     text: tuple[Path, ...] = ()
@@ -60,7 +51,7 @@ class LanguageOptions:
         """The evaluation by tasks, if asked for; raises UserError for tasks that are not there."""
         if self.tasks is None and not self.task_names:
             return None
-        return MultipleChoice(tasks=read_tasks(self.tasks, names=self.task_names, split=self.split, limit=self.limit))
+        return self.read()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,16 +8,15 @@ from typing import Any
 import torch
 
 from siamesenorm.errors import UserError
-from siamesenorm.evaluation.choice_items import read_tasks
 from siamesenorm.evaluation.evaluation import AVERAGE, RAW, Subject, make_record
-from siamesenorm.evaluation.multiple_choice import MultipleChoice
+from siamesenorm.evaluation.multiple_choice import MultipleChoice, TaskSelection
 from siamesenorm.tasks.language import LanguageTaskConfig
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.loop import Instrument, TrainingLoop
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationOptions:
+class EvaluationOptions(TaskSelection):
     """Which tasks to score during training; no part of the identity, for the run is the same without it.
 
     Scoring reads the weights alone: no random numbers, no gradients, and compiled blocks run eagerly meanwhile.
@@ -25,14 +24,6 @@ class EvaluationOptions:
 
     every: int = 0
     """Score the tasks every so many steps and at the last; 0 for never."""
-    tasks: str | None = None
-    """Directory of files TASK_SPLIT.jsonl, or hf for the datasets of the Hub."""
-    task_names: tuple[str, ...] = ()
-    """Names of the tasks; all that there are if not given."""
-    split: str = "validation"
-    """Split of the items."""
-    limit: int = 0
-    """First items of each task; 0 is all."""
 
     def __post_init__(self) -> None:
         """Raise UserError for a negative interval, and for tasks without one."""
@@ -47,8 +38,7 @@ class EvaluationOptions:
             return ()
         if not isinstance(config.task, LanguageTaskConfig):
             raise UserError(f"evaluation.every scores texts: leave it out of a run of the task {config.task.tag}")
-        items = read_tasks(self.tasks, names=self.task_names, split=self.split, limit=self.limit)
-        return (EvaluationInstrument(MultipleChoice(tasks=items), self.every),)
+        return (EvaluationInstrument(self.read(), self.every),)
 
 
 class EvaluationInstrument(Instrument):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from siamesenorm.errors import UserError
-from siamesenorm.evaluation.choice_items import TaskItems
+from siamesenorm.evaluation.choice_items import TaskItems, read_tasks
 from siamesenorm.evaluation.choice_tasks import ChoiceItem, ChoiceTask
 from siamesenorm.evaluation.evaluation import ItemDirectory, Subject
 from siamesenorm.evaluation.language import require_language, scorer_of
@@ -150,6 +150,24 @@ class MultipleChoice:
             [(each[each["primary"]], each[f"{each['primary']}_stderr"]) for each in results.values()]
         )
         return {**results, MEAN: mean, MEAN_STDERR: error}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSelection:
+    """Which multiple-choice tasks are scored, and how many items of each."""
+
+    tasks: str | None = None
+    """Multiple-choice tasks: directory of files TASK_SPLIT.jsonl, or hf for the datasets of the Hub."""
+    task_names: tuple[str, ...] = ()
+    """Names of the tasks; all that there are if not given. generated_arithmetic needs no directory."""
+    split: str = "validation"
+    """Split of the items of tasks."""
+    limit: int = 0
+    """First items of each task; 0 is all."""
+
+    def read(self) -> MultipleChoice:
+        """Return the evaluation by these tasks; raises UserError for tasks that are not there."""
+        return MultipleChoice(tasks=read_tasks(self.tasks, names=self.task_names, split=self.split, limit=self.limit))
 
 
 def mean_of_tasks(values: Sequence[tuple[float, float | None]]) -> tuple[float, float | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -69,16 +69,7 @@ def rewire(
     if preserve:
         found = wiring.init_as_pre_norm(path, stack, old)
         remedy = "make them alike with swap_norms first" if norm is None else "leave norm out"
-        for name, one in ((name, one) for name, each in found.items() for one in each):
-            if not one.kind.only_eps_or_rounding:
-                what = f"norm {operator} cannot keep the function of the host's norms ({name}: {one.detail})"
-                raise UserError(f"{what}: {remedy}, or {FROM_SCRATCH}")
-        differences = tuple(dict.fromkeys(chain.from_iterable(found.values())))
-        if differences and not stack.final_norm:
-            raise UserError(
-                f"{topology_name(resolved)} on {stack.name}, which no norm of every token follows: the sum of its "
-                f"streams has another scale; use attnres, which keeps it, or {FROM_SCRATCH}"
-            )
+        differences = _small_differences(found, stack, topology_name(resolved), operator, remedy)
         if not differences:
             confirm(model, stack, resolved, operator, inputs)
     elif resolved.attention_norm == "qkv-head":
@@ -98,6 +89,23 @@ def rewire(
     record_step(model, step)
     fates = (*before, *_fates_of_new_norms(model, known.values(), preserve=preserve))
     return RewireReport(topology=resolved, blocks=stack.name, norms=fates, differences=differences)
+
+
+def _small_differences(
+    found: Mapping[str, Sequence[Inexact]], stack: BlockStack, topology: str, operator: NormSpec, remedy: str
+) -> tuple[Inexact, ...]:
+    """Return by what the new parts differ from the host's; raises UserError where that is more than an eps."""
+    for name, one in ((name, one) for name, each in found.items() for one in each):
+        if not one.kind.only_eps_or_rounding:
+            what = f"norm {operator} cannot keep the function of the host's norms ({name}: {one.detail})"
+            raise UserError(f"{what}: {remedy}, or {FROM_SCRATCH}")
+    differences = tuple(dict.fromkeys(chain.from_iterable(found.values())))
+    if differences and not stack.final_norm:
+        raise UserError(
+            f"{topology} on {stack.name}, which no norm of every token follows: the sum of its "
+            f"streams has another scale; use attnres, which keeps it, or {FROM_SCRATCH}"
+        )
+    return differences
 
 
 def _resolve(topology: Topology, stack: BlockStack, *, preserve: bool) -> Topology:
