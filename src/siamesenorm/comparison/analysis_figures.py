@@ -58,8 +58,7 @@ def _share(results: Records, runs: Sequence[str]) -> Iterator[Figure]:
             shown = [(name, values) for name, values in found[kind].items() if any(v is not None for v in values)]
             # Of two shares the second is what is left of 1.
             for number, (name, values) in enumerate(shown[:1] if len(shown) == 2 else shown):
-                steps = [found["blocks"] * k / len(values) for k in range(len(values))]
-                lines.append(Line(name=f"{run} {name}", run=run, number=number, x=steps, y=values))
+                lines.append(Line(name=f"{run} {name}", run=run, number=number, x=_places(found, values), y=values))
         if lines:
             panels.append(Panel(x=BLOCKS, y=label, lines=tuple(lines), share=True))
     if panels:
@@ -156,8 +155,7 @@ def _outliers(results: Records, runs: Sequence[str]) -> Iterator[Figure]:
     ratios, first = [], []
     for run, found in results.items():
         for number, (name, values) in enumerate(_by_stream(run, found["streams"], "ratio")):
-            steps = [found["blocks"] * k / len(values) for k in range(len(values))]
-            ratios.append(Line(name=name, run=run, number=number, x=steps, y=values))
+            ratios.append(Line(name=name, run=run, number=number, x=_places(found, values), y=values))
         attention = found["attention"]
         if attention:
             places = range(1, len(attention["first"]) + 1)
@@ -193,13 +191,7 @@ def _quantisation(results: Records, runs: Sequence[str]) -> Iterator[Figure]:
 def _jacobians(results: Records, runs: Sequence[str]) -> Iterator[Figure]:
     def over_depth(values: Callable[[Record], Sequence[float]]) -> tuple[Line, ...]:
         return tuple(
-            Line(
-                name=run,
-                run=run,
-                x=[found["blocks"] * k / len(values(found)) for k in range(len(values(found)))],
-                y=values(found),
-            )
-            for run, found in results.items()
+            Line(name=run, run=run, x=_places(found, values(found)), y=values(found)) for run, found in results.items()
         )
 
     panels = [
@@ -235,8 +227,12 @@ FIGURES: dict[str, Callable[[Records, Sequence[str]], Iterator[Figure]]] = {
 
 def _depths(found: Record) -> list[float]:
     """Return the depth in blocks before each sublayer, and that of the end."""
-    count = len(found["sublayers"])
-    return [found["blocks"] * k / count for k in range(count + 1)]
+    return [*_places(found, found["sublayers"]), found["blocks"]]
+
+
+def _places(found: Record, values: Sequence[object]) -> list[float]:
+    """Return the depth in blocks before each of the values, one for each sublayer."""
+    return [found["blocks"] * k / len(values) for k in range(len(values))]
 
 
 def _by_stream(run: str, streams: Record, quantity: str) -> list[tuple[str, list[float | None]]]:
