@@ -23,7 +23,8 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 from siamesenorm import LanguageModel, build_language_model
-from siamesenorm.training.execution import checkpoint_blocks, compile_blocks, shard
+from siamesenorm.training.execution import checkpoint_blocks, compile_blocks
+from siamesenorm.training.parallel import shard
 
 STEPS, BATCH, TOKENS, VOCABULARY = 10, 4, 16, 31
 DEPTH = 3

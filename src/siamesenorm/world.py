@@ -124,6 +124,20 @@ def whole(x: Tensor) -> Tensor:
     return complete
 
 
+def local(x: Tensor) -> Tensor:
+    """Return this process's part of a sharded tensor (DTensor), and any other as it is; gradients pass."""
+    part: Tensor = x.to_local() if hasattr(x, "to_local") else x
+    return part
+
+
+def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return the tensors in one list for each mesh: torch's operations on lists refuse DTensors of several."""
+    meshes: dict[Any, list[Tensor]] = {}
+    for each in tensors:
+        meshes.setdefault(getattr(each, "device_mesh", None), []).append(each)
+    return list(meshes.values())
+
+
 def shard_like(tensor: Tensor, like: Tensor | None) -> Tensor:
     """Return this process's part of a whole tensor that every process has, if `like` is sharded; else the tensor."""
     if dist.is_available() and dist.is_initialized():

@@ -19,7 +19,7 @@ from siamesenorm.errors import UserError
 from siamesenorm.models.block import TransformerOutput, mean_losses
 from siamesenorm.models.initialisation import build_embedding, build_initialised, initialise
 from siamesenorm.models.transformer import TransformerConfig, config_of_size, require_positive
-from siamesenorm.norms import NormSpec, norm_options
+from siamesenorm.norms import NormSpec, assign, norm_options
 from siamesenorm.sublayers.sublayer import Losses, Projection
 from siamesenorm.topologies import Kernels, ResidualSpec, Streams, Topology
 
@@ -260,8 +260,8 @@ def set_positions(position: nn.Embedding, config: ImageEncoderConfig) -> None:
     if config.positions == "learned":
         return
     table = sine_cosine_positions(config.image_size // config.patch_size, config.dim)
-    position.weight.zero_()
-    position.weight[-config.patches :] = table.to(position.weight)
+    before = table.new_zeros(position.num_embeddings - config.patches, config.dim)
+    assign(position.weight, torch.cat((before, table)))
 
 
 def sine_cosine_positions(side: int, dim: int) -> Tensor:

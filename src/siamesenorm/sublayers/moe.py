@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -13,9 +14,12 @@ from torch.nn import functional as F
 from siamesenorm.errors import UserError
 from siamesenorm.kernels.grouped import grouped_linear
 from siamesenorm.sublayers.sublayer import NO_CONTEXT, Context, Losses, Projection, ProjectionRole, to_autocast
+from siamesenorm.world import local
 
 STATISTICS = ("largest_expert_load", "expert_load_entropy", "dropped_tokens")
 """Scalars of a mixture that are recorded and are no losses."""
+Experts = Callable[[Tensor, Tensor], Tensor]
+"""From rows [rows, dim] that are sorted by expert, and their ends (int32), to the outputs of their experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,7 @@ class ExpertProjection(nn.Module):
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Return [rows, out_features] of rows sorted by expert, whose ends are `offsets`; see `grouped_linear`."""
-        output: Tensor = grouped_linear(x, self.weight.to(x.dtype), offsets)
+        output: Tensor = grouped_linear(x, local(self.weight).to(x.dtype), offsets)
         return output
 
 
@@ -68,7 +72,12 @@ class MixtureOfExperts(nn.Module):
       "router_z_loss": the mean of \((\log \sum_e \exp z_e)^2\) (arXiv 2202.08906). A task weighs them.
     * statistics without a gradient: "largest_expert_load", \(E \max_e f_e\), 1 where the load is even;
       "expert_load_entropy" in parts of \(\ln E\); "dropped_tokens", the share of the choices that no expert computed.
+
+    `exchange(experts, rows, offsets)` may compute the experts' outputs where they are divided over processes.
     """
+
+    couples_samples = True
+    """Its losses are no means over samples: they depend on which samples are read together."""
 
     def __init__(self, shape: MixtureShape) -> None:
         super().__init__()
@@ -77,6 +86,7 @@ class MixtureOfExperts(nn.Module):
         self.up = ExpertProjection(shape, shape.dim, shape.hidden, role="mlp_up")
         self.gate = ExpertProjection(shape, shape.dim, shape.hidden, role="mlp_gate")
         self.output = ExpertProjection(shape, shape.hidden, shape.dim, role="mlp_output")
+        self.exchange: Callable[[Experts, Tensor, Tensor], Tensor] | None = None
 
     def forward(self, h: Tensor, context: Context = NO_CONTEXT) -> tuple[Tensor, Losses]:
         """Return the output [..., dim] for h [..., dim], and losses and statistics by name."""
@@ -104,10 +114,15 @@ class MixtureOfExperts(nn.Module):
         # differs between runs.
         copies = tokens.unsqueeze(1).expand(-1, self.shape.active, -1).flatten(0, 1)
         rows = copies.index_select(0, order)
-        hidden = F.silu(self.gate(rows, offsets)) * self.up(rows, offsets)
-        outputs: Tensor = self.output(hidden, offsets).index_select(0, order.argsort())
-        outputs = outputs.view(len(tokens), self.shape.active, -1)
+        outputs = self.exchange(self._outputs, rows, offsets) if self.exchange else self._outputs(rows, offsets)
+        outputs = outputs.index_select(0, order.argsort()).view(len(tokens), self.shape.active, -1)
         return (outputs * weights.unsqueeze(-1).to(outputs.dtype)).sum(dim=1)
+
+    def _outputs(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        """Return the outputs of the experts of this process."""
+        hidden = F.silu(self.gate(rows, offsets)) * self.up(rows, offsets)
+        outputs: Tensor = self.output(hidden, offsets)
+        return outputs
 
 
 def _scalars(logits: Tensor, probabilities: Tensor, offsets: Tensor, rows: int) -> Losses:

@@ -54,6 +54,10 @@ class Execution:
     """Compile the blocks; auto does on a CPU with a C++ compiler, for runs so long that it pays."""
     parallel: Parallelism = "replicate"
     """What each process of torchrun holds: the whole model (DDP), or a shard of every block (FSDP2)."""
+    shards: int = 0
+    """Processes that share one sharded model; 0 is all of them, fewer make replicas of it (HSDP)."""
+    expert_shards: int = 1
+    """Processes of a sharded model that divide the experts of each mixture and exchange tokens."""
     checkpoint_every: int = 100
     """Steps between checkpoints; one is written at the last step too."""
     keep_checkpoints: int = 2
@@ -65,12 +69,15 @@ class Execution:
 
     def __post_init__(self) -> None:
         """Refuse numbers below their least and choices that do not exist."""
-        for name, least in (("threads", 0), ("checkpoint_every", 1), ("keep_checkpoints", 1)):
+        leasts = {"threads": 0, "shards": 0, "expert_shards": 1, "checkpoint_every": 1, "keep_checkpoints": 1}
+        for name, least in leasts.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}: choose at least {least}")
         for name, kind in (("kernels", Kernels), ("compile", Compile), ("parallel", Parallelism)):
             if getattr(self, name) not in get_args(kind):
                 raise unknown(name, str(getattr(self, name)), get_args(kind))
+        if self.expert_shards > 1 and (self.parallel != "shard" or self.compile == "on"):
+            raise UserError(f"expert_shards is {self.expert_shards}: it needs parallel shard, and compile off or auto")
         for tracker in self.trackers:
             if tracker not in get_args(Tracker):
                 raise unknown("tracker", tracker, get_args(Tracker))

@@ -1,4 +1,4 @@
-"""How a run is executed, and on what: device, kernels, compilation, recomputation and sharding of blocks, versions."""
+"""How a run is executed, and on what: device, kernels, compilation and recomputation of blocks, versions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,12 +23,8 @@ from siamesenorm.kernels.launch import HAS_TRITON
 from siamesenorm.norms import Norm
 from siamesenorm.topologies import Kernels
 from siamesenorm.topologies.boundary_family import BoundaryConnection
-from siamesenorm.world import Parallelism, World
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
     from siamesenorm.training.config import Execution
 
 COMPILING_PAYS = 2e14
@@ -61,7 +56,7 @@ def choose(execution: Execution, operations: float, started_with: Mapping[str, A
         kernels = earlier.get("kernels", "auto" if HAS_TRITON and execution.device.startswith("cuda") else "plain")
     if execution.compile == "auto":
         pays = on_cpu and operations >= COMPILING_PAYS and compiler_for_cpu() is not None
-        compiled = earlier.get("compiled", pays)
+        compiled = execution.expert_shards == 1 and earlier.get("compiled", pays)
     if compiled:
         require_compiler(execution.device)
     return Choices(kernels=kernels, compiled=compiled)
@@ -90,9 +85,9 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def require_memory(model: nn.Module, device: torch.device) -> None:
-    """Raise UserError unless the parameters with their optimizer state fit into the memory of the device."""
-    needed = BYTES_PER_PARAMETER * sum(parameter.numel() for parameter in model.parameters())
+def require_memory(model: nn.Module, device: torch.device, shards: int = 1) -> None:
+    """Raise UserError unless a shard of the parameters and their optimizer state fits into the memory of the device."""
+    needed = BYTES_PER_PARAMETER * sum(parameter.numel() for parameter in model.parameters()) / shards
     if device.type == "cuda":
         available = torch.cuda.mem_get_info(device)[1]
     elif hasattr(os, "sysconf"):
@@ -115,7 +110,7 @@ def require_memory(model: nn.Module, device: torch.device) -> None:
 
 def checkpoint_blocks(model: nn.Module) -> None:
     """Keep only the streams between blocks for the backward pass, which computes each block again."""
-    for block in _blocks(model):
+    for block in blocks_of(model):
         block.forward = _recomputed(block.forward)
 
 
@@ -133,54 +128,13 @@ def compile_blocks(model: nn.Module, *, backend: str | Callable[..., Any] = "ind
     A compiled model equals a compiled model bit for bit, not an eager one: resume a run as it was started. Blocks whose
     streams grow have a graph for each number of streams; torch's limit of graphs is raised to the number of blocks.
     """
-    blocks, limits = list(_blocks(model)), torch._dynamo.config
+    blocks, limits = list(blocks_of(model)), torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, len(blocks) + 1)
     for block in blocks:
         block.compile(fullgraph=True, dynamic=False, backend=backend)
 
 
-def shard(
-    model: nn.Module, mesh: DeviceMesh | None = None, *, mixed_precision: MixedPrecisionPolicy | None = None
-) -> None:
-    """Shard parameters, gradients and optimizer state over the processes of `mesh`, block by block (FSDP2).
-
-    A mesh of two dimensions replicates over the first and shards over the second. Give `mixed_precision`
-    `cast_forward_inputs=False`, or FSDP casts the streams too, and overrules the model's `residual_dtype`. Make the
-    optimizer afterwards. Weights are drawn before, by name: they do not depend on the number of processes.
-    """
-    # Imported here: the import costs a second, which every command would pay.
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    shard_module = partial(fully_shard, mesh=mesh, mp_policy=mixed_precision or MixedPrecisionPolicy())
-    for block in _blocks(model):
-        shard_module(block)
-    shard_module(model)
-
-
-def parallelise(model: nn.Module, world: World, parallel: Parallelism) -> nn.Module:
-    """Return the module whose backward pass averages gradients over processes: the model itself, or one around it.
-
-    "replicate" keeps the whole model in each process, "shard" a part of every block, in place.
-    """
-    if world.size == 1:
-        return model
-    if parallel == "replicate":
-        return nn.parallel.DistributedDataParallel(model)
-    from torch.distributed.device_mesh import init_device_mesh
-
-    shard(model, init_device_mesh(world.device.type, (world.size,)))
-    return model
-
-
-def synchronise_gradients(model: nn.Module, wanted: bool) -> None:
-    """Set whether the next backward pass averages gradients over processes: the last of an accumulation does."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model.require_backward_grad_sync = wanted
-    elif hasattr(model, "set_requires_gradient_sync"):  # FSDPModule, whose import costs a second
-        model.set_requires_gradient_sync(wanted)  # type: ignore[operator]
-
-
-def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the blocks of every stack: the children of each module that is named `blocks`."""
     for name, module in tuple(model.named_modules()):
         if name.rpartition(".")[2] == "blocks":

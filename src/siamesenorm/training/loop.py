@@ -31,7 +31,14 @@ from siamesenorm.training.checkpoint import (
     save_checkpoint,
 )
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.optimizer import build_optimizers, optimizer_tensors, restore_optimizers, set_learning_rate
+from siamesenorm.training.optimizer import (
+    build_optimizers,
+    clip_gradients,
+    optimizer_tensors,
+    restore_optimizers,
+    set_learning_rate,
+)
+from siamesenorm.training.parallel import parallelise, require_layout, synchronise_gradients
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.run_record import MetricsLog, read_metrics
 from siamesenorm.training.verdict import StabilityMonitor, Verdict
@@ -104,32 +111,31 @@ class TrainingLoop:
             torch.set_num_threads(config.execution.threads)
         self.config, self.run_directory, self.world = config, run, world
         self.instruments = instruments if world.is_first else ()
-        if world.size > 1 and config.execution.parallel == "shard" and any(i.reads_parameters for i in instruments):
+        sharded = world.size > 1 and config.execution.parallel == "shard"
+        if sharded and any(i.reads_parameters for i in instruments):
             watching = "monitor.every and evaluation.every"
             raise UserError(f"parallel is shard: {watching} need whole parameters: use replicate, or leave them out")
         self.share = world.share_of(config.batch)
         self.at_once = min(config.samples_at_once, self.share)
-        if self.share % self.at_once:
-            raise UserError(
-                f"micro_batch is {self.at_once}: choose a divisor of {self.share}, each process's share of the batch"
-            )
         if not run.checkpoints.exists():
             require_start(config)
         self.device = world.device
         torch.manual_seed(config.seed + world.rank)
         self.task = config.task.build(config.seed)
         blueprint = self.task.build_model(torch.device("meta"))
-        execution.require_memory(blueprint, self.device)
+        self._require_share(blueprint)
+        execution.require_memory(blueprint, self.device, (config.execution.shards or world.size) if sharded else 1)
         self.description = self.task.describe(blueprint)
         operations = self.description["flops_per_sample"] * config.batch * config.steps
         earlier = next(iter(run.read_environments()), None) if run.checkpoints.exists() else None
         self.choices = execution.choose(config.execution, operations, earlier)
-        self.model: nn.Module = self.task.build_model(self.device, self.choices.kernels)
+        device = torch.device("meta") if sharded else self.device
+        self.model: nn.Module = self.task.build_model(device, self.choices.kernels)
         if config.checkpoint_activations:
             execution.checkpoint_blocks(self.model)
         if self.choices.compiled:
             execution.compile_blocks(self.model)
-        self.replica = execution.parallelise(self.model, world, config.execution.parallel)
+        self.replica = parallelise(self.model, config.execution, world, config.seed)
         self.optimizers = build_optimizers(self.model, config.optimizer, self.task.rate_factors(self.model))
         self.average = WeightAverage(self.model, config.ema) if config.ema else None
         self.schedule = config.optimizer.schedule(config.steps)
@@ -140,6 +146,21 @@ class TrainingLoop:
             scale=self.task.scale,
             thresholds=config.thresholds,
         )
+
+    def _require_share(self, model: nn.Module) -> None:
+        """Raise UserError unless the processes can share model and batch, and compute what one process would."""
+        config, size = self.config, self.world.size
+        require_layout(model, config.execution, self.world)
+        if self.share % self.at_once:
+            raise UserError(
+                f"micro_batch is {self.at_once}: choose a divisor of {self.share}, each process's share of the batch"
+            )
+        coupled = any(getattr(module, "couples_samples", False) for module in model.modules())
+        if coupled and self.at_once != config.samples_at_once:
+            raise UserError(
+                f"micro_batch is {config.micro_batch or config.batch}: the losses of experts are those of samples that "
+                f"are read together, and {size} processes read {self.share} each: choose a divisor of {self.share}"
+            )
 
     def run(self) -> Verdict:
         """Train to the end, or to an early one, and write the verdict."""
@@ -204,9 +225,9 @@ class TrainingLoop:
         rate = config.optimizer.learning_rate * self.schedule.factor(step)
         set_learning_rate(self.optimizers, rate)
         seen = config.warm_start.position if config.warm_start else 0
-        loss, auxiliary = self._accumulate(seen + (step - 1) * config.batch)
+        losses = self._accumulate(seen + (step - 1) * config.batch)
         limit = config.optimizer.clip or math.inf
-        norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+        norm = clip_gradients(self.model, limit)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -216,30 +237,28 @@ class TrainingLoop:
             "kind": "train",
             "step": step,
             "samples": step * config.batch,
-            "loss": float(loss),
-            **{name: float(value) for name, value in auxiliary.items()},
+            **{name: float(value) for name, value in losses.items()},
             "learning_rate": rate,
             "gradient_norm": float(norm),
         }
         self.monitor.observe(record["loss"], record["gradient_norm"])
         self.record({**record, "step_seconds": time.perf_counter() - begin})
 
-    def _accumulate(self, position: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the mean losses of a batch, main and auxiliary, with the gradient in the parameters."""
+    def _accumulate(self, position: int) -> dict[str, Tensor]:
+        """Return the mean losses of a batch, main ("loss") and auxiliary, with the gradient in the parameters."""
         parts = self.share // self.at_once
-        total = torch.zeros((), device=self.device)
-        auxiliary: dict[str, Tensor] = {}
+        sums: dict[str, Tensor] = {"loss": torch.zeros((), device=self.device)}
         for part in range(parts):
-            execution.synchronise_gradients(self.replica, part == parts - 1)
+            synchronise_gradients(self.replica, part == parts - 1)
             start = position + self.world.rank * self.share + part * self.at_once
             with self._precision():
                 losses = self.task.loss(self.replica, start, self.at_once)
                 objective = losses.objective / parts
             objective.backward()  # type: ignore[no-untyped-call]
-            total += losses.mean.detach() / parts
-            for name, (value, _) in losses.auxiliary.items():
-                auxiliary[name] = auxiliary.get(name, 0) + value.detach() / parts
-        return self.world.mean(total), {name: self.world.mean(value) for name, value in auxiliary.items()}
+            found = {"loss": losses.mean, **{name: value for name, (value, _) in losses.auxiliary.items()}}
+            for name, value in found.items():
+                sums[name] = sums.get(name, 0) + value.detach() / parts
+        return dict(zip(sums, self.world.mean(torch.stack(list(sums.values()))).unbind(), strict=True))
 
     @torch.no_grad()
     def _validate(self, step: int) -> None:

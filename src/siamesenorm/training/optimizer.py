@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from siamesenorm.errors import UserError, unknown
 from siamesenorm.norms import declared_parameters
 from siamesenorm.sublayers.sublayer import Projection
-from siamesenorm.world import shard_like
+from siamesenorm.world import by_mesh, shard_like, whole
 
 Shape = Literal["cosine", "linear", "wsd", "constant"]
 Decay = Literal["declared", "all-but-embeddings"]
@@ -214,8 +214,9 @@ def _groups(
     decisions: Mapping[str, bool],
     factors: Mapping[str, float],
 ) -> list[dict[str, Any]]:
-    """Return a group for each weight decay and learning rate, in the order of the names."""
+    """Return a group for each weight decay, learning rate and mesh, in the order of the names."""
     named = dict(model.named_parameters())
+    names_of = {parameter: name for name, parameter in named.items()}
     groups: list[dict[str, Any]] = [
         {
             "params": [(n, named[n]) for n in names if (decisions[n], factors.get(n, 1.0)) == (decayed, factor)],
@@ -225,7 +226,21 @@ def _groups(
         for factor in dict.fromkeys(factors.get(name, 1.0) for name in decisions)
         for decayed in (True, False)
     ]
-    return [group for group in groups if group["params"]]
+    return [
+        {**group, "params": [(names_of[each], each) for each in part]}
+        for group in groups
+        for part in by_mesh(parameter for _, parameter in group["params"])
+    ]
+
+
+def clip_gradients(model: nn.Module, limit: float) -> Tensor:
+    """Scale the gradients so that their norm is at most `limit`, and return their norm before, in one piece."""
+    meshes = by_mesh(parameter for parameter in model.parameters() if parameter.grad is not None)
+    norms = [whole(nn.utils.get_total_norm([each.grad for each in part if each.grad is not None])) for part in meshes]
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+    for part in meshes:
+        nn.utils.clip_grads_with_norm_(part, limit, norm)
+    return norm
 
 
 def set_learning_rate(optimizers: Iterable[torch.optim.Optimizer], rate: float) -> None:

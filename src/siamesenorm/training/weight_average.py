@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from siamesenorm.world import shard_like
+from siamesenorm.world import by_mesh, shard_like
 
 
 class WeightAverage:
@@ -25,7 +25,10 @@ class WeightAverage:
     @torch.no_grad()
     def update(self) -> None:
         """Add the present weights."""
-        torch._foreach_lerp_(list(self.averages.values()), list(self.parameters.values()), 1 - self.decay)
+        for averages, parameters in zip(
+            by_mesh(self.averages.values()), by_mesh(self.parameters.values()), strict=True
+        ):
+            torch._foreach_lerp_(averages, parameters, 1 - self.decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
