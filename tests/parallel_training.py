@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -26,6 +27,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel  # noqa: F401 - once, before forking
 
+import sharded_training
 from siamesenorm.cli import main as command
 from siamesenorm.models.diffusion import DiffusionTransformerConfig
 from siamesenorm.models.masked_autoencoder import MaskedAutoencoderConfig
@@ -45,8 +47,10 @@ EXACT = ("siamese, moe",)
 """In fp64: rounding may choose another expert."""
 RANDOM = ("siamese, dropout",)
 """Processes drop other elements than one does."""
+ROUNDED = ("siamese, rounded",)
+"""Sums in another order turn roundings to bf16: losses differ by more."""
 OTHERS = ("siamese, accumulated", "digits siamese", "mae siamese", "dit siamese")
-CASES = (*LANGUAGE, *EXACT, *RANDOM, *OTHERS)
+CASES = (*LANGUAGE, *EXACT, *RANDOM, *ROUNDED, *OTHERS)
 LAYOUTS = {"replicate": {}, "shard": {}, "hybrid": {"shards": 2}, "experts": {"expert_shards": 2}}
 TINY_IMAGES = {"depth": 2, "dim": 16, "heads": 2, "hidden": 32, "image_size": 8, "patch_size": 4, "channels": 1}
 
@@ -78,20 +82,20 @@ PAIRED = [
     Run("siamese, moe", "replicate", 2),
     Run("siamese, dropout", "replicate", 2),
     Run("siamese, accumulated", "shard", 2),
+    Run("siamese, rounded", "shard", 2),
     Run("digits siamese", "shard", 2),
     Run("mae siamese", "replicate", 2),
     Run("dit siamese", "replicate", 2),
-    Run("siamese", "shard", 4),
-    Run("dhc-2", "hybrid", 4),
-    Run("attnres", "replicate", 4),
+    Run("siamese", "hybrid", 4),
+    Run("dhc-2", "replicate", 4),
     Run("siamese, moe", "experts", 4),
 ]
 """What is trained where not everything is: every case, every layout, and every world size."""
 RESUMED = [run for run in TOGETHER if run.size == 2 and (run.layout == "shard" or run.case in RANDOM)]
-RESUMED_OF_PAIRS = [run for run in PAIRED if run in RESUMED and ", " in run.case]
+RESUMED_OF_PAIRS = [run for run in PAIRED if run in RESUMED and ", " in run.case and run.case not in ROUNDED]
 CONTINUED = [
-    (Run("pre", "shard", 2), Run("pre", "hybrid", 4)),
-    (Run("dhc-2", "hybrid", 4), Run("dhc-2", "replicate", 1)),
+    (Run("pre", "shard", 2), Run("pre", "shard", 4)),
+    (Run("siamese", "hybrid", 4), Run("siamese", "replicate", 1)),
 ]
 """Who begins a run, and who ends it."""
 
@@ -110,15 +114,16 @@ def configuration(run: Run, data: Path) -> RunConfig:
             optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=4),
             execution=execution,
             steps=STEPS,
-            batch=32,
+            batch=64,
             validation_every=10,
         ).resolved()
     topology, _, what = run.case.partition(", ")
     model = {"topology": topology, "dropout": 0.2 if what == "dropout" else 0.0}
     if what == "moe":
         model |= {"experts": 4, "residual_dtype": "float64", "compute_dtype": "float64"}
+    rounded = {"precision": "bfloat16", "bf16_parameters": True} if what == "rounded" else {}
     accumulates = what in ("accumulated", "moe")
-    config = tiny_run(data, model=model, steps=STEPS, batch=8, micro_batch=2 if accumulates else 0)
+    config = tiny_run(data, model=model, steps=STEPS, batch=8, micro_batch=2 if accumulates else 0, **rounded)
     return dataclasses.replace(config, execution=execution)
 
 
@@ -130,7 +135,7 @@ def image_task(kind: str, topology: str) -> ClassificationTaskConfig | Autoencod
     if kind == "mae":
         decoder = {"decoder_depth": 1, "decoder_dim": 16, "decoder_heads": 2, "decoder_hidden": 32}
         return AutoencodingTaskConfig(model=MaskedAutoencoderConfig(**shape, **decoder, mask_ratio=0.5))
-    return DiffusionTaskConfig(model=DiffusionTransformerConfig(**shape, classes=10), validation_images=32)
+    return DiffusionTaskConfig(model=DiffusionTransformerConfig(**shape, classes=10), validation_images=8)
 
 
 def train_run(run: Run, data: Path, directory: Path) -> None:
@@ -188,6 +193,10 @@ def join_and_train(rank: int, size: int, data: Path, out: Path, *, everything: b
     if size > 1:
         dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous-{size}", rank=rank, world_size=size)
     train_all(size, data, out, everything=everything)
+    if size == 2:
+        seen = {name: sharded_training.train_together(case) for name, case in sharded_training.CASES.items()}
+        if rank == 0:
+            (out / "sharded.json").write_text(json.dumps(seen))
 
 
 def fork_world(size: int, work: Callable[[int], None]) -> None:

@@ -1,15 +1,11 @@
 """A few optimizer steps of a tiny language model, in one process or as one of several that share it by FSDP2.
 
-`test_clients` imports it for the losses of one process, and runs it as a script, once a rank, for those of several:
-RANK WORLD RENDEZVOUS_FILE RESULT_FILE.
+`test_parallel` takes the losses of one process, and `parallel_training` those of several.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -136,19 +132,3 @@ def _train(model: nn.Module) -> list[float]:
         dist.all_reduce(mean)
         losses.append(mean.item() / world)
     return losses
-
-
-def main(rank: int, world: int, rendezvous: Path, result: Path) -> None:
-    """Train every case as one of `world` processes; rank 0 writes what it saw."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
-    try:
-        seen = {name: train_together(case) for name, case in CASES.items()}
-    finally:
-        dist.destroy_process_group()
-    if rank == 0:
-        result.write_text(json.dumps(seen))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))

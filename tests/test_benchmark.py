@@ -381,6 +381,10 @@ def test_steps_are_compared_with_pre_norm() -> None:
     assert reference["step_to_pre"] == {"median": 1.0, "low": 1.0, "high": 1.0}
     assert siamese["kept_to_pre"] > 1
     assert siamese["parameters_to_pre"] > 1
+    products = 8 * (4 * 16 * 16 + 3 * 16 * 16 + 16 * 32) + 2 * 8 * 8 * 16
+    assert reference["flops"] == siamese["flops"] == 3 * 2 * products
+    assert 0 < reference["utilisation"] < 1 and "TFLOP/s: product of" in reference["peak"]
+    assert reference["peak_bytes"] > reference["kept_bytes"]
     assert "step_to_best_pre" not in siamese
 
 

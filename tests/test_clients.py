@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sharded_training import CASES, STEPS, train_alone
 from siamesenorm import (
     LanguageModel,
     ResidualSpec,
@@ -64,47 +59,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-# --- client 1: FSDP2 by block on two processes, beside compilation and activation checkpointing
-
-
-def run_two_processes(directory: Path) -> dict[str, Any]:
-    """Return what rank 0 of two gloo processes saw in every case."""
-    script = Path(__file__).with_name("sharded_training.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), "2", directory / "rendezvous", directory / "result.json"],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [rank.communicate(timeout=600)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
-    return json.loads((directory / "result.json").read_text())
-
-
-def test_sharded_by_block_on_two_processes(tmp_path: Path) -> None:
-    """One test for all cases: the two processes start once."""
-    seen = run_two_processes(tmp_path)
-    assert seen.keys() == CASES.keys()
-    for name, case in CASES.items():
-        together = seen[name]
-        assert together["stream_dtypes"] == [f"torch.{case.residual_dtype}"], name
-        assert together["graphs"] == (1 if case.compiled else 0), f"{name}: blocks of one kind share a graph"
-        assert together["same_names"] and together["blocks_shared"] and together["parameters_sharded"], name
-
-        alone = torch.tensor(train_alone(case), dtype=torch.float64)
-        error = (torch.tensor(together["losses"], dtype=torch.float64) - alone).abs() / alone
-        # Law 6 for fp32. Where bf16 rounds streams or parameters, sums of gradients in another order turn some
-        # roundings: the losses part by up to 7e-4 once weights are updated (measured; by 2e-2 if the processes did
-        # not share their gradients).
-        in_fp32 = case.residual_dtype == "float32" and not case.parameters_in_bf16
-        assert len(error) == STEPS and error[0] < 1e-6, name
-        assert error.max() < (1e-6 if in_fp32 else 2e-3), name
+# --- client 1: FSDP2 by block, whose training is in test_parallel.py
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

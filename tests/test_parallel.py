@@ -7,6 +7,7 @@ in all.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+import sharded_training
 from parallel_training import (
     ALONE,
     CONTINUED,
@@ -26,6 +28,7 @@ from parallel_training import (
     RANDOM,
     RESUMED,
     RESUMED_OF_PAIRS,
+    ROUNDED,
     STEPS,
     TOGETHER,
     Run,
@@ -93,7 +96,8 @@ def assert_same_losses(directory: Path, other: Path, tolerance: float = 1e-6) ->
 
 @over_runs(PAIRED, [run for run in TOGETHER if run.case not in RANDOM])
 def test_processes_train_as_one(run: Run, out: Path) -> None:
-    assert_same_losses(out / run.name, out / alone(run), 1e-12 if run.case in EXACT else 1e-6)
+    tolerance = 1e-12 if run.case in EXACT else 2e-3 if run.case in ROUNDED else 1e-6
+    assert_same_losses(out / run.name, out / alone(run), tolerance)
     expected = numbers(out / alone(run))
     assert expected[STEPS - 1][0] < 0.95 * expected[0][0], "a run that learns"
 
@@ -138,6 +142,25 @@ def test_a_checkpoint_is_that_of_one_process(run: Run, out: Path) -> None:
         assert stored.tensors[kind].keys() == single.tensors[kind].keys()
         for name, tensor in single.tensors[kind].items():
             torch.testing.assert_close(stored.tensors[kind][name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_sharded_by_block_beside_compilation_and_checkpointing(out: Path) -> None:
+    seen = json.loads((out / "sharded.json").read_text())
+    assert seen.keys() == sharded_training.CASES.keys()
+    for name, case in sharded_training.CASES.items():
+        together = seen[name]
+        assert together["stream_dtypes"] == [f"torch.{case.residual_dtype}"], name
+        assert together["graphs"] == (1 if case.compiled else 0), f"{name}: blocks of one kind share a graph"
+        assert together["same_names"] and together["blocks_shared"] and together["parameters_sharded"], name
+
+        alone = torch.tensor(sharded_training.train_alone(case), dtype=torch.float64)
+        error = (torch.tensor(together["losses"], dtype=torch.float64) - alone).abs() / alone
+        # Law 6 for fp32. Where bf16 rounds streams or parameters, sums of gradients in another order turn some
+        # roundings: the losses part by up to 7e-4 once weights are updated (measured; by 2e-2 if the processes did
+        # not share their gradients).
+        in_fp32 = case.residual_dtype == "float32" and not case.parameters_in_bf16
+        assert len(error) == sharded_training.STEPS and error[0] < 1e-6, name
+        assert error.max() < (1e-6 if in_fp32 else 2e-3), name
 
 
 def test_the_command_line_prints_once(out: Path) -> None:

@@ -33,21 +33,25 @@ class World:
 
     @classmethod
     @contextmanager
-    def joined(cls, device: torch.device) -> Iterator[World]:
+    def joined(cls, device: torch.device, *, even_alone: bool = False) -> Iterator[World]:
         """Join the processes that torchrun started, until the context ends; one process without torchrun.
+
+        One process has a process group only if it needs one `even_alone`.
 
         A process group that exists is used, and left. A device "cuda" becomes that of the process's number on its
         machine.
         """
-        if not (dist.is_torchelastic_launched() or dist.is_initialized()):
+        launched = dist.is_torchelastic_launched()
+        if not (launched or even_alone or dist.is_initialized()):
             yield cls(device=device)
             return
-        if device.type == "cuda" and device.index is None:
+        if launched and device.type == "cuda" and device.index is None:
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
         joins = not dist.is_initialized()
         if joins:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            one: dict[str, Any] = {} if launched else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **one)
         try:
             yield cls(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
         finally:

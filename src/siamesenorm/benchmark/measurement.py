@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import accumulate
 from typing import Any, TypeVar, cast
 
 import torch
@@ -33,6 +34,8 @@ Passes = dict[str, Action]
 """The "forward" and the "backward" pass."""
 COPIED_BYTES = 1 << 28
 MINIMUM_ROUNDS = 3
+PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+"""Dense bf16 products a second in NVIDIA's data sheets, by a part of the device's name; the first that fits counts."""
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 """Largest distance of a row from the formula's as a share of its length: a few roundings, far below any mistake."""
 
@@ -220,6 +223,22 @@ def describe_passes(timings: Timings, name: str, traffic: Mapping[str, float]) -
     return row
 
 
+def peak_rate(device: torch.device, precision: str) -> tuple[float, str]:
+    """Return the operations a second against which utilisation is stated, and what they are.
+
+    On known GPUs in bf16 they are those of the data sheet; elsewhere those of the product of two square matrices, the
+    fastest of ten.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    for part, peak in PEAKS.items() if precision == "bfloat16" else ():
+        if part in name:
+            return peak, f"{peak / 1e12:.0f} TFLOP/s: data sheet of {part}, dense bf16"
+    size = 8192 if device.type == "cuda" else 1024
+    matrix = torch.randn(size, size, device=device, dtype=getattr(torch, precision))
+    peak = 2 * size**3 / min(seconds_of(lambda: matrix @ matrix, device) for _ in range(10))
+    return peak, f"{peak / 1e12:.3g} TFLOP/s: product of {size} x {size} matrices in {precision}"
+
+
 def resolve_device(name: str) -> torch.device:
     """Return the device of a name, "auto" being CUDA if available; raises UserError for one that is not available."""
     if name.partition(":")[0] not in ("auto", "cpu", "cuda"):
@@ -235,7 +254,7 @@ def kept_for_backward(function: Callable[[], object], *, besides: Iterable[Tenso
 
     Memory of `besides` (parameters, an input that a sublayer keeps anyway) is not counted.
     """
-    return _pieces(_run_and_save(function)[1], besides)
+    return pieces(_run_and_save(function)[1], besides)
 
 
 def traffic_of(
@@ -251,7 +270,7 @@ def traffic_of(
     of_rows = [x for x in torch.autograd.grad(results, rows, gradients, allow_unused=True) if x is not None]
     moved = {"forward": [*rows, *results, *kept], "backward": [*gradients, *kept, *of_rows]}
     known = list(besides)
-    return {direction: sum(_pieces(tensors, known)) for direction, tensors in moved.items()}
+    return {direction: sum(pieces(tensors, known)) for direction, tensors in moved.items()}
 
 
 def _run_and_save(function: Callable[[], Result]) -> tuple[Result, list[Tensor]]:
@@ -266,7 +285,29 @@ def _run_and_save(function: Callable[[], Result]) -> tuple[Result, list[Tensor]]
         return function(), kept
 
 
-def _pieces(tensors: Iterable[Tensor], besides: Iterable[Tensor]) -> list[int]:
-    known = {x.untyped_storage().data_ptr() for x in besides}
-    sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if x.numel()}
+def pieces(tensors: Iterable[Tensor], besides: Iterable[Tensor]) -> list[int]:
+    """Return the bytes of every piece of memory of some tensors, each once, but for that of `besides`."""
+    known = {x.untyped_storage()._cdata for x in besides}
+    sizes = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors if x.numel()}
     return [size for address, size in sizes.items() if address not in known]
+
+
+def allocated_by(function: Callable[[], Result], device: torch.device) -> tuple[int, int]:
+    """Return the bytes that are allocated at the end of a function beyond those before it, and at its peak.
+
+    Its result is alive at the end. On a CPU PyTorch's profiler reports allocations; Python's own are not counted.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        result = function()
+        torch.cuda.synchronize(device)
+        end, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        return end - before, peak - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = function()  # noqa: F841 - alive until the profiler ends
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]")
+    held = [0, *accumulate(size for _, size in changes)]
+    return held[-1], max(held)

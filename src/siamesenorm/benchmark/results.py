@@ -32,8 +32,8 @@ COLUMNS = {
         "backward_share_of_copy_rate", "both_to_compiled", "kept_tensors", "kept_scalars_a_token",
     ),
     "step": (
-        "topology", "candidate", "step_ms", "step_to_pre", "step_to_best_pre", "tokens_per_second", "kept_to_pre",
-        "parameters_to_pre", "peak_bytes",
+        "topology", "candidate", "step_ms", "step_to_pre", "step_to_best_pre", "tokens_per_second", "utilisation",
+        "peak", "kept_to_pre", "parameters_to_pre", "peak_bytes",
     ),
     "norms": (
         "norm", "dim", "candidate", "forward_ms", "backward_ms", "forward_share_of_copy_rate",

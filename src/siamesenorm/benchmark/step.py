@@ -1,4 +1,7 @@
-"""bench step: a whole training step of every topology as a ratio to Pre-Norm's, in time, memory and kept bytes."""
+"""bench step: a whole training step of every topology as a ratio to Pre-Norm's, in time, memory and kept bytes.
+
+Model FLOPs utilisation is the operations of `count_flops` a second over a peak that each row names.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from siamesenorm.benchmark.boundary import kernels_of, missing_kernels
-from siamesenorm.benchmark.measurement import kept_for_backward, measure, milliseconds, ratio
+from siamesenorm.benchmark.measurement import allocated_by, kept_for_backward, measure, milliseconds, peak_rate, ratio
 from siamesenorm.benchmark.results import Results, Row, Session
-from siamesenorm.models.cost import count_parameters
+from siamesenorm.models.cost import count_flops, count_parameters
 from siamesenorm.models.language import LanguageModel, build_language_model
 from siamesenorm.topologies import build_topology
 from siamesenorm.training.execution import compile_blocks, require_compiler
@@ -100,6 +103,11 @@ class TrainingStep:
         self.loss().backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
 
+    def flops(self) -> int:
+        """Return the floating-point operations of a step."""
+        model = build_language_model(self.model.config, device="meta")
+        return len(self.tokens) * count_flops(model, self.tokens[:1, :-1].to("meta"))
+
     def kept_bytes(self) -> int:
         """Return the bytes that the graph keeps besides parameters."""
         return sum(kept_for_backward(self.loss, besides=self.model.parameters()))
@@ -133,7 +141,7 @@ def measure_candidate(candidate: str, session: Session[StepSettings]) -> list[Ro
 
 
 def compare(candidate: str, steps: dict[str, TrainingStep], session: Session[StepSettings]) -> list[Row]:
-    """Return a row for each topology: step time, its ratio to Pre-Norm's, tokens a second, memory.
+    """Return a row for each topology: step time, its ratio to Pre-Norm's, tokens a second, utilisation, memory.
 
     `steps` may have other candidates of Pre-Norm, as "pre, compiled": they have no row, but may be the fastest.
     """
@@ -143,6 +151,7 @@ def compare(candidate: str, steps: dict[str, TrainingStep], session: Session[Ste
     pre = [name for name in steps if name.split(", ")[0] == REFERENCE]
     best = min(pre, key=lambda name: statistics.median(timings[name]))
     tokens = session.settings.batch * session.settings.context
+    peak, source = peak_rate(session.device, session.settings.precision)
     rows = []
     for name, step in steps.items():
         if name in pre and name != REFERENCE:
@@ -154,6 +163,9 @@ def compare(candidate: str, steps: dict[str, TrainingStep], session: Session[Ste
             "step_ms": milliseconds(timings, name),
             "step_to_pre": ratio(timings, name, REFERENCE),
             "tokens_per_second": tokens / statistics.median(timings[name]),
+            "flops": (flops := step.flops()),
+            "utilisation": flops / statistics.median(timings[name]) / peak,
+            "peak": source,
             "kept_bytes": kept[name],
             "kept_to_pre": kept[name] / kept[REFERENCE],
             "parameters": parameters,
@@ -161,16 +173,6 @@ def compare(candidate: str, steps: dict[str, TrainingStep], session: Session[Ste
         }
         if len(pre) > 1:
             row["step_to_best_pre"] = ratio(timings, name, best)
-        if session.device.type == "cuda":
-            row["peak_bytes"] = peak_bytes(step)
+        row["peak_bytes"] = allocated_by(step.run, session.device)[1]
         rows.append(row)
     return rows
-
-
-def peak_bytes(step: TrainingStep) -> int:
-    """Return the peak of allocated memory during one step beyond what was allocated before it."""
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step.run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from siamesenorm.errors import UserError
@@ -42,8 +43,8 @@ def is_transformed() -> bool:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Return whether x is an ordinary tensor: not sharded (DTensor) and under no transformation."""
-    return type(x) in (Tensor, torch.nn.Parameter) and not is_transformed()
+    """Return whether x is an ordinary tensor, or a fake one: not sharded (DTensor) and under no transformation."""
+    return type(x) in (Tensor, torch.nn.Parameter, FakeTensor) and not is_transformed()
 
 
 def suits_operator(x: Tensor) -> bool:

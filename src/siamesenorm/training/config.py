@@ -37,6 +37,7 @@ SCHEMA = 2
 LARGEST_SEED = 2**63 - 1
 Precision = Literal["float32", "bfloat16"]
 Compile = Literal["auto", "on", "off"]
+Recomputation = Literal["full", "selective"]
 Tracker = Literal["tensorboard", "wandb"]
 
 
@@ -54,6 +55,8 @@ class Execution:
     """Compile the blocks; auto does on a CPU with a C++ compiler, for runs so long that it pays."""
     parallel: Parallelism = "replicate"
     """What each process of torchrun holds: the whole model (DDP), or a shard of every block (FSDP2)."""
+    recomputation: Recomputation = "full"
+    """What checkpointed blocks compute again: everything, or all but matrix products and attention."""
     shards: int = 0
     """Processes that share one sharded model; 0 is all of them, fewer make replicas of it (HSDP)."""
     expert_shards: int = 1
@@ -73,7 +76,8 @@ class Execution:
         for name, least in leasts.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}: choose at least {least}")
-        for name, kind in (("kernels", Kernels), ("compile", Compile), ("parallel", Parallelism)):
+        kinds = {"kernels": Kernels, "compile": Compile, "parallel": Parallelism, "recomputation": Recomputation}
+        for name, kind in kinds.items():
             if getattr(self, name) not in get_args(kind):
                 raise unknown(name, str(getattr(self, name)), get_args(kind))
         if self.expert_shards > 1 and (self.parallel != "shard" or self.compile == "on"):
@@ -122,6 +126,8 @@ class RunConfig:
     """Seed of the initial weights and of the order of the data."""
     precision: Precision = "float32"
     """Precision of the sublayers; bfloat16 keeps fp32 weights."""
+    bf16_parameters: bool = False
+    """Round parameters to bfloat16 for forward and backward passes, and gather them so; streams keep their dtype."""
     checkpoint_activations: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
     ema: float = 0.0
@@ -144,6 +150,8 @@ class RunConfig:
             raise UserError(f"seed is {self.seed}: choose a number from 0 to {LARGEST_SEED}")
         if self.precision not in get_args(Precision):
             raise unknown("precision", self.precision, get_args(Precision))
+        if self.bf16_parameters and self.precision != "bfloat16":
+            raise UserError(f"bf16_parameters with precision {self.precision}: choose bfloat16")
         if self.micro_batch < 0 or self.batch % (self.micro_batch or self.batch):
             raise UserError(f"micro_batch {self.micro_batch} does not divide batch {self.batch}: choose one that does")
         if not 0 <= self.ema < 1:
@@ -154,6 +162,10 @@ class RunConfig:
     def samples_at_once(self) -> int:
         """Samples that go through the model at once."""
         return self.micro_batch or self.batch
+
+    def is_sharded(self, processes: int) -> bool:
+        """Whether processes hold parts of the parameters (FSDP2), which rounds parameters of one process, too."""
+        return self.bf16_parameters or (processes > 1 and self.execution.parallel == "shard")
 
     @property
     def identity(self) -> str:

@@ -15,21 +15,33 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import siamesenorm
 from siamesenorm.errors import UserError
+from siamesenorm.kernels import grouped  # noqa: F401 - registers an operator
 from siamesenorm.kernels.launch import HAS_TRITON
 from siamesenorm.norms import Norm
 from siamesenorm.topologies import Kernels
 from siamesenorm.topologies.boundary_family import BoundaryConnection
 
 if TYPE_CHECKING:
-    from siamesenorm.training.config import Execution
+    from siamesenorm.training.config import Execution, Recomputation
 
 COMPILING_PAYS = 2e14
 """Operations of training from which compiling saves more than it costs: 2 to 4 % of a step of width 512 (performance
 page) against 15 to 30 s for the first call, or more on a loaded machine, at some 1e11 operations a second."""
+PRODUCTS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.siamesenorm.grouped_linear.default,
+]
+"""Matrix products and attention: nearly all operations of a block."""
 BYTES_PER_PARAMETER = 16
 """Weight, gradient and AdamW's two moments in fp32."""
 
@@ -108,18 +120,27 @@ def require_memory(model: nn.Module, device: torch.device, shards: int = 1) -> N
 # gates travel with it; a compiled block holds its own recomputation, and sharding gathers its weights around both.
 
 
-def checkpoint_blocks(model: nn.Module) -> None:
-    """Keep only the streams between blocks for the backward pass, which computes each block again."""
+def checkpoint_blocks(model: nn.Module, recomputation: Recomputation = "full") -> None:
+    """Keep the streams between blocks for the backward pass, which computes each block again.
+
+    A "selective" recomputation keeps the results of matrix products and attention, too.
+    """
     for block in blocks_of(model):
-        block.forward = _recomputed(block.forward)
+        block.forward = _recomputed(block.forward, recomputation)
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputed(forward: Callable[..., Any], recomputation: Recomputation) -> Callable[..., Any]:
+    options = {"context_fn": _keep_products} if recomputation == "selective" else {}
+
     # A function of this file: the compiler does not enter torch's own, such as a partial of `checkpoint`.
     def recomputed(*inputs: Any) -> Any:
-        return checkpoint(forward, *inputs, use_reentrant=False)
+        return checkpoint(forward, *inputs, use_reentrant=False, **options)
 
     return recomputed
+
+
+def _keep_products() -> tuple[Any, Any]:
+    return create_selective_checkpoint_contexts(PRODUCTS)
 
 
 def compile_blocks(model: nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> None:

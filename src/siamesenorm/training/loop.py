@@ -84,7 +84,8 @@ def train(config: RunConfig, directory: Path, *, instruments: tuple[Instrument, 
     that do not fit, and on a full disk; what cannot be trained leaves no directory behind.
     """
     config, run = config.resolved(), RunDirectory(directory)
-    with World.joined(execution.find_device(config.execution.device)) as world, ExitStack() as held:
+    device = execution.find_device(config.execution.device)
+    with World.joined(device, even_alone=config.bf16_parameters) as world, ExitStack() as held:
         finished = world.on_first(lambda: run.verdict_of(config))
         if finished is not None:
             return finished
@@ -111,10 +112,11 @@ class TrainingLoop:
             torch.set_num_threads(config.execution.threads)
         self.config, self.run_directory, self.world = config, run, world
         self.instruments = instruments if world.is_first else ()
-        sharded = world.size > 1 and config.execution.parallel == "shard"
+        sharded = config.is_sharded(world.size)
         if sharded and any(i.reads_parameters for i in instruments):
             watching = "monitor.every and evaluation.every"
-            raise UserError(f"parallel is shard: {watching} need whole parameters: use replicate, or leave them out")
+            cause = "bf16_parameters is true" if config.bf16_parameters else "parallel is shard"
+            raise UserError(f"{cause}: {watching} need whole parameters: change it, or leave them out")
         self.share = world.share_of(config.batch)
         self.at_once = min(config.samples_at_once, self.share)
         if not run.checkpoints.exists():
@@ -124,7 +126,8 @@ class TrainingLoop:
         self.task = config.task.build(config.seed)
         blueprint = self.task.build_model(torch.device("meta"))
         self._require_share(blueprint)
-        execution.require_memory(blueprint, self.device, (config.execution.shards or world.size) if sharded else 1)
+        shards = (config.execution.shards or world.size) if sharded and config.execution.parallel == "shard" else 1
+        execution.require_memory(blueprint, self.device, shards)
         self.description = self.task.describe(blueprint)
         operations = self.description["flops_per_sample"] * config.batch * config.steps
         earlier = next(iter(run.read_environments()), None) if run.checkpoints.exists() else None
@@ -132,10 +135,10 @@ class TrainingLoop:
         device = torch.device("meta") if sharded else self.device
         self.model: nn.Module = self.task.build_model(device, self.choices.kernels)
         if config.checkpoint_activations:
-            execution.checkpoint_blocks(self.model)
+            execution.checkpoint_blocks(self.model, config.execution.recomputation)
         if self.choices.compiled:
             execution.compile_blocks(self.model)
-        self.replica = parallelise(self.model, config.execution, world, config.seed)
+        self.replica = parallelise(self.model, config, world)
         self.optimizers = build_optimizers(self.model, config.optimizer, self.task.rate_factors(self.model))
         self.average = WeightAverage(self.model, config.ema) if config.ema else None
         self.schedule = config.optimizer.schedule(config.steps)

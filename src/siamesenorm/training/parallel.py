@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from siamesenorm.training.config import Execution
+    from siamesenorm.training.config import Execution, RunConfig
 
 
 def require_layout(model: nn.Module, execution: Execution, world: World) -> None:
@@ -48,30 +48,35 @@ def require_layout(model: nn.Module, execution: Execution, world: World) -> None
         )
 
 
-def parallelise(model: nn.Module, execution: Execution, world: World, seed: int) -> nn.Module:
+def parallelise(model: nn.Module, config: RunConfig, world: World) -> nn.Module:
     """Return the module whose backward pass averages gradients over processes: the model itself, or one around it.
 
-    "replicate" keeps the whole model in each process. "shard" expects a model on the meta device, keeps a part of every
-    block in each process and draws its weights. See `require_layout` for what is refused.
+    "replicate" keeps the whole model in each process, "shard" a part of every block. A sharded model, which
+    `RunConfig.is_sharded` says, is expected on the meta device, and its weights are drawn here. See `require_layout`
+    for what is refused.
     """
-    if world.size == 1:
-        return model
-    if execution.parallel == "replicate":
+    execution = config.execution
+    if not config.is_sharded(world.size):
+        if world.size == 1:
+            return model
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    kind, among = world.device.type, execution.expert_shards
+    # `cast_forward_inputs` would cast the streams too, and overrule the model's `residual_dtype`.
+    reduced = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "cast_forward_inputs": False}
+    policy = MixedPrecisionPolicy(**reduced) if config.bf16_parameters else None  # type: ignore[arg-type]
+    kind, among = world.device.type, execution.expert_shards if world.size > 1 else 1
     if among > 1:
         grid = init_device_mesh(kind, (world.size // among, among), mesh_dim_names=("data", "expert"))
-        share_experts(model, grid)
-    if execution.shards in (0, world.size):
-        mesh = init_device_mesh(kind, (world.size,))
-    else:
-        sizes = (world.size // execution.shards, execution.shards)
-        mesh = init_device_mesh(kind, sizes, mesh_dim_names=("replicate", "shard"))
-    shard(model, mesh)
+        grid._flatten()  # norms are then summed over both dimensions at once
+        share_experts(model, grid, mixed_precision=policy)
+    shards = 1 if execution.parallel == "replicate" else execution.shards or world.size
+    sizes = (world.size // shards, shards) if shards < world.size else (world.size,)
+    names = ("replicate", "shard")[-len(sizes) :]
+    shard(model, init_device_mesh(kind, sizes, mesh_dim_names=names), mixed_precision=policy)
     model.to_empty(device=world.device)
-    model.reset_parameters(seed)  # type: ignore[operator]
+    model.reset_parameters(config.seed)  # type: ignore[operator]
     return model
 
 
@@ -104,20 +109,21 @@ def synchronise_gradients(model: nn.Module, wanted: bool) -> None:
 # --- experts
 
 
-def share_experts(model: nn.Module, grid: DeviceMesh) -> None:
+def share_experts(model: nn.Module, grid: DeviceMesh, *, mixed_precision: MixedPrecisionPolicy | None = None) -> None:
     """Divide the experts of every mixture over the second dimension of `grid`, and each expert over the first.
 
     Every process keeps tokens of its own: it sends each to the process of its expert, and gets the output back.
     """
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import parallelize_module
 
+    policy = mixed_precision or MixedPrecisionPolicy()
     for mixture in (module for module in model.modules() if isinstance(module, MixtureOfExperts)):
         projections = [mixture.up, mixture.gate, mixture.output]
         for projection in projections:
             parallelize_module(projection, grid["expert"], _expert_plan())
-        sharded = fully_shard(projections, mesh=grid["data"], shard_placement_fn=lambda _: Shard(1))  # type: ignore[call-overload]
+        sharded = fully_shard(projections, mesh=grid["data"], shard_placement_fn=lambda _: Shard(1), mp_policy=policy)
         # Gradients of an expert are sums over the processes that send it tokens. NCCL's AVG would divide by "data".
         sharded[0].set_gradient_divide_factor(grid.size())
         sharded[0].set_force_sum_reduction_for_comms(True)
