@@ -122,6 +122,11 @@ def is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the CPU on a device; a GPU copies it from pinned memory while the host continues."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 def whole(x: Tensor) -> Tensor:
     """Return a sharded tensor (DTensor) in one piece, in which every process takes part, and any other as it is."""
     complete: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x

@@ -17,6 +17,7 @@ from siamesenorm.data.images import ImageData
 from siamesenorm.data.prepared import SampleOrder
 from siamesenorm.data.randomness import generator_at
 from siamesenorm.errors import UserError
+from siamesenorm.world import to_device
 
 THREADS = min(8, os.cpu_count() or 1)
 WHITE = 255
@@ -42,12 +43,7 @@ class ImageBatch(NamedTuple):
 
     def to(self, device: torch.device) -> ImageBatch:
         """Return the batch on a device."""
-        return ImageBatch(
-            self.images.to(device),
-            self.labels.to(device),
-            None if self.others is None else self.others.to(device),
-            None if self.parts is None else self.parts.to(device),
-        )
+        return ImageBatch(*(None if each is None else to_device(each, device) for each in self))  # type: ignore[arg-type]
 
 
 class ImageLoader:

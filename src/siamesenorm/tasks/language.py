@@ -25,7 +25,7 @@ from siamesenorm.models.language import (
 )
 from siamesenorm.tasks.task import Losses, Metric, Task, TaskConfig, describe_model
 from siamesenorm.topologies import Kernels
-from siamesenorm.world import World
+from siamesenorm.world import World, to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,11 +178,11 @@ class LanguageTask(Task):
         device, documents = next(model.parameters()).device, None
         if self.config.model.document_mask:
             documents = torch.from_numpy(document_ids(batch[:, :-1].numpy(), self.data.end_of_text)).to(device)
-        logits, losses = model(batch[:, :-1].to(device), documents=documents)
+        logits, losses = model(to_device(batch[:, :-1], device), documents=documents)
         return logits, losses
 
 
 def _cross_entropy(logits: Tensor, batch: Tensor) -> Tensor:
     """Return the sum over the tokens after the first."""
-    targets = batch[:, 1:].to(logits.device)
+    targets = to_device(batch[:, 1:], logits.device)
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
