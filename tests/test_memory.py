@@ -52,8 +52,13 @@ def test_what_a_checkpointed_step_keeps(recomputation: Any) -> None:
     config = config_of("siamese")
     layout = StepLayout(samples=2, checkpoint_activations=True, recomputation=recomputation)
     model = build_language_model(config)
-    loss_of(model, TOKENS, "float32").backward()  # what is made once is there
+    loss_of(model, TOKENS, "float32").backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
     checkpoint_blocks(model, recomputation)
+    loss_of(model, TOKENS, "float32").backward()
+    assert all(torch.equal(parameter.grad, expected[name]) for name, parameter in model.named_parameters())
+    model.zero_grad()
     end, peak = allocated_by(lambda: loss_of(model, TOKENS, "float32"), CPU)
     found, whole = memory_of(config, layout), memory_of(config, StepLayout(samples=2))
     assert found.kept == pytest.approx(end, rel=0.1)

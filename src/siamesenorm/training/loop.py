@@ -38,7 +38,7 @@ from siamesenorm.training.optimizer import (
     restore_optimizers,
     set_learning_rate,
 )
-from siamesenorm.training.parallel import parallelise, require_layout, synchronise_gradients
+from siamesenorm.training.parallel import parallelise, share_batch, shards_of, synchronise_gradients
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.run_record import MetricsLog, read_metrics
 from siamesenorm.training.verdict import StabilityMonitor, Verdict
@@ -117,17 +117,14 @@ class TrainingLoop:
             watching = "monitor.every and evaluation.every"
             cause = "bf16_parameters is true" if config.bf16_parameters else "parallel is shard"
             raise UserError(f"{cause}: {watching} need whole parameters: change it, or leave them out")
-        self.share = world.share_of(config.batch)
-        self.at_once = min(config.samples_at_once, self.share)
         if not run.checkpoints.exists():
             require_start(config)
         self.device = world.device
         torch.manual_seed(config.seed + world.rank)
         self.task = config.task.build(config.seed)
         blueprint = self.task.build_model(torch.device("meta"))
-        self._require_share(blueprint)
-        shards = (config.execution.shards or world.size) if sharded and config.execution.parallel == "shard" else 1
-        execution.require_memory(blueprint, self.device, shards)
+        self.share, self.at_once = share_batch(blueprint, config, world)
+        execution.require_memory(blueprint, self.device, shards_of(config, world))
         self.description = self.task.describe(blueprint)
         operations = self.description["flops_per_sample"] * config.batch * config.steps
         earlier = next(iter(run.read_environments()), None) if run.checkpoints.exists() else None
@@ -149,21 +146,6 @@ class TrainingLoop:
             scale=self.task.scale,
             thresholds=config.thresholds,
         )
-
-    def _require_share(self, model: nn.Module) -> None:
-        """Raise UserError unless the processes can share model and batch, and compute what one process would."""
-        config, size = self.config, self.world.size
-        require_layout(model, config.execution, self.world)
-        if self.share % self.at_once:
-            raise UserError(
-                f"micro_batch is {self.at_once}: choose a divisor of {self.share}, each process's share of the batch"
-            )
-        coupled = any(getattr(module, "couples_samples", False) for module in model.modules())
-        if coupled and self.at_once != config.samples_at_once:
-            raise UserError(
-                f"micro_batch is {config.micro_batch or config.batch}: the losses of experts are those of samples that "
-                f"are read together, and {size} processes read {self.share} each: choose a divisor of {self.share}"
-            )
 
     def run(self) -> Verdict:
         """Train to the end, or to an early one, and write the verdict."""

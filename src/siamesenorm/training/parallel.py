@@ -25,7 +25,33 @@ if TYPE_CHECKING:
     from siamesenorm.training.config import Execution, RunConfig
 
 
-def require_layout(model: nn.Module, execution: Execution, world: World) -> None:
+def share_batch(model: nn.Module, config: RunConfig, world: World) -> tuple[int, int]:
+    """Return each process's share of a batch, and the samples that it reads at once.
+
+    Raises UserError unless the processes can share model and batch, and compute what one process would.
+    """
+    _require_layout(model, config.execution, world)
+    share = world.share_of(config.batch)
+    at_once = min(config.samples_at_once, share)
+    if share % at_once:
+        raise UserError(f"micro_batch is {at_once}: choose a divisor of {share}, each process's share of the batch")
+    coupled = any(getattr(module, "couples_samples", False) for module in model.modules())
+    if coupled and at_once != config.samples_at_once:
+        raise UserError(
+            f"micro_batch is {config.samples_at_once}: the losses of experts are those of samples that are read "
+            f"together, and {world.size} processes read {share} each: choose a divisor of {share}"
+        )
+    return share, at_once
+
+
+def shards_of(config: RunConfig, world: World) -> int:
+    """Return the number of processes that hold one copy of the model together."""
+    if world.size == 1 or config.execution.parallel == "replicate":
+        return 1
+    return config.execution.shards or world.size
+
+
+def _require_layout(model: nn.Module, execution: Execution, world: World) -> None:
     """Raise UserError unless the processes can share a model in this way; one process can always hold it."""
     shards, among = execution.shards or world.size, execution.expert_shards
     if world.size == 1 or execution.parallel == "replicate":
@@ -52,7 +78,7 @@ def parallelise(model: nn.Module, config: RunConfig, world: World) -> nn.Module:
     """Return the module whose backward pass averages gradients over processes: the model itself, or one around it.
 
     "replicate" keeps the whole model in each process, "shard" a part of every block. A sharded model, which
-    `RunConfig.is_sharded` says, is expected on the meta device, and its weights are drawn here. See `require_layout`
+    `RunConfig.is_sharded` says, is expected on the meta device, and its weights are drawn here. See `share_batch`
     for what is refused.
     """
     execution = config.execution
@@ -71,7 +97,7 @@ def parallelise(model: nn.Module, config: RunConfig, world: World) -> nn.Module:
         grid = init_device_mesh(kind, (world.size // among, among), mesh_dim_names=("data", "expert"))
         grid._flatten()  # norms are then summed over both dimensions at once
         share_experts(model, grid, mixed_precision=policy)
-    shards = 1 if execution.parallel == "replicate" else execution.shards or world.size
+    shards = shards_of(config, world)
     sizes = (world.size // shards, shards) if shards < world.size else (world.size,)
     names = ("replicate", "shard")[-len(sizes) :]
     shard(model, init_device_mesh(kind, sizes, mesh_dim_names=names), mixed_precision=policy)
