@@ -38,7 +38,7 @@ from siamesenorm.training.optimizer import (
     restore_optimizers,
     set_learning_rate,
 )
-from siamesenorm.training.parallel import parallelise, share_batch, shards_of, synchronise_gradients
+from siamesenorm.training.parallel import parallelise, shards_of, share_batch, synchronise_gradients
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.run_record import MetricsLog, read_metrics
 from siamesenorm.training.verdict import StabilityMonitor, Verdict
