@@ -195,6 +195,9 @@ def join_and_train(rank: int, size: int, data: Path, out: Path, *, everything: b
     train_all(size, data, out, everything=everything)
     if size == 2:
         seen = {name: sharded_training.train_together(case) for name, case in sharded_training.CASES.items()}
+        seen["reductions"] = {
+            kind: sharded_training.count_reductions(kind == "replicate") for kind in ("replicate", "shard")
+        }
         if rank == 0:
             (out / "sharded.json").write_text(json.dumps(seen))
 

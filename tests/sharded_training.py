@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 from siamesenorm import LanguageModel, build_language_model
 from siamesenorm.training.execution import checkpoint_blocks, compile_blocks
-from siamesenorm.training.parallel import shard
+from siamesenorm.training.parallel import shard, synchronise_gradients
 
 STEPS, BATCH, TOKENS, VOCABULARY = 10, 4, 16, 31
 DEPTH = 3
@@ -115,6 +116,23 @@ def train_together(case: Case) -> dict[str, Any]:
             isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in model.parameters()
         ),
     }
+
+
+def count_reductions(replicated: bool) -> list[int]:
+    """Return how often gradients are reduced over processes in a micro-batch that is not the last, and in the last."""
+    model: nn.Module = build(CASES["siamese, fp32 streams"])
+    if replicated:
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        shard(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    counts = []
+    for last in (False, True):
+        synchronise_gradients(model, last)
+        with CommDebugMode() as mode:
+            model(batches()[0][:, :-1]).logits.sum().backward()
+        names = {str(operation).rpartition(".")[2]: count for operation, count in mode.get_comm_counts().items()}
+        counts.append(sum(count for name, count in names.items() if "reduce" in name))
+    return counts
 
 
 def _train(model: nn.Module) -> list[float]:
