@@ -61,7 +61,7 @@ def test_what_a_checkpointed_step_keeps(recomputation: Any) -> None:
     model.zero_grad()
     end, peak = allocated_by(lambda: loss_of(model, TOKENS, "float32"), CPU)
     found, whole = memory_of(config, layout), memory_of(config, StepLayout(samples=2))
-    assert found.kept == pytest.approx(end, rel=0.1)
+    assert found.kept + 3 * torch.get_rng_state().nbytes == pytest.approx(end, rel=0.03), "each keeps a random state"
     assert found.kept < {"full": 0.4, "selective": 0.8}[recomputation] * whole.kept
     assert peak > end
 
