@@ -118,10 +118,10 @@ def train_together(case: Case) -> dict[str, Any]:
     }
 
 
-def count_reductions(replicated: bool) -> list[int]:
+def count_reductions(kind: str) -> list[int]:
     """Return how often gradients are reduced over processes in a micro-batch that is not the last, and in the last."""
     model: nn.Module = build(CASES["siamese, fp32 streams"])
-    if replicated:
+    if kind == "replicate":
         model = nn.parallel.DistributedDataParallel(model)
     else:
         shard(model, init_device_mesh("cpu", (dist.get_world_size(),)))

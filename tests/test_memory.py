@@ -81,9 +81,9 @@ def test_shards_divide_what_is_held() -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["sizes", "--memory", "--sizes", "nano", "--topologies", "pre", "--step.samples", "2"]
+    arguments = ["sizes", "--memory", "nano", "--topologies", "pre", "--step.samples", "2"]
     assert main(arguments) == 0
     row = capsys.readouterr().out
     memory = memory_of(language_model_config("nano", topology="pre", vocabulary=50304), StepLayout(samples=2))
     assert all(f"{part / 2**30:.3g}" in row for part in dataclasses.astuple(memory))
-    assert main(["sizes", "--sizes", "nonesuch"]) == 2
+    assert main(["sizes", "--memory", "nonesuch"]) == 2
