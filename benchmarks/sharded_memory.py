@@ -31,7 +31,7 @@ from siamesenorm.world import World
 
 HERE = Path(__file__).parent
 FILE, PAGE = HERE / "sharded_memory.json", HERE.parent / "docs/scale.md"
-TOPOLOGIES, STEPS, BATCH = ("pre", "siamese"), 3, 2
+TOPOLOGIES, STEPS, BATCH, CONTEXT = ("siamese",), 3, 2, 64
 
 
 class Measured(TrainingLoop):
@@ -58,7 +58,7 @@ def resident(field: str) -> float:
 
 def configuration(topology: str, data: Path) -> RunConfig:
     """Return the run."""
-    model = language_model_config("nano", topology=topology, **HUNDRED_MILLION)
+    model = language_model_config("nano", topology=topology, **{**HUNDRED_MILLION, "context": CONTEXT})
     return RunConfig(
         task=LanguageTaskConfig(data=data, model=model, validation_tokens=model.context),
         steps=STEPS,
