@@ -194,7 +194,7 @@ def join_and_train(rank: int, size: int, data: Path, out: Path, *, everything: b
         dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous-{size}", rank=rank, world_size=size)
     train_all(size, data, out, everything=everything)
     if size == 2:
-        seen: dict[str, Any] = {kind: sharded_training.count_reductions(kind) for kind in ("replicate", "shard")}
+        seen: dict[str, Any] = {"reductions": sharded_training.count_reductions()}
         if everything:
             seen["cases"] = {name: sharded_training.train_together(c) for name, c in sharded_training.CASES.items()}
         if rank == 0:

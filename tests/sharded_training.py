@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from siamesenorm import LanguageModel, build_language_model
 from siamesenorm.training.execution import checkpoint_blocks, compile_blocks
@@ -118,20 +118,27 @@ def train_together(case: Case) -> dict[str, Any]:
     }
 
 
-def count_reductions(kind: str) -> list[int]:
-    """Return how often gradients are reduced over processes in a micro-batch that is not the last, and in the last."""
-    model: nn.Module = build(CASES["siamese, fp32 streams"])
-    if kind == "replicate":
-        model = nn.parallel.DistributedDataParallel(model)
-    else:
-        shard(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+class Reductions(TorchDispatchMode):
+    """Counts how often tensors are reduced over processes."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function.namespace == "c10d" and "reduce" in function.__name__
+        return function(*args, **kwargs or {})
+
+
+def count_reductions() -> list[int]:
+    """Return how often gradients are reduced in a micro-batch that is not the last, and in the last."""
+    model = build(CASES["siamese, fp32 streams"])
+    shard(model, init_device_mesh("cpu", (dist.get_world_size(),)))
     counts = []
     for last in (False, True):
         synchronise_gradients(model, last)
-        with CommDebugMode() as mode:
-            model(batches()[0][:, :-1]).logits.sum().backward()
-        names = {str(operation).rpartition(".")[2]: count for operation, count in mode.get_comm_counts().items()}
-        counts.append(sum(count for name, count in names.items() if "reduce" in name))
+        loss = loss_of(model, batches()[0])
+        with Reductions() as mode:
+            loss.backward()
+        counts.append(mode.count)
     return counts
 
 
