@@ -114,7 +114,7 @@ def configuration(run: Run, data: Path) -> RunConfig:
             optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=4),
             execution=execution,
             steps=STEPS,
-            batch=64,
+            batch=16 if kind == "dit" else 64,
             validation_every=10,
         ).resolved()
     topology, _, what = run.case.partition(", ")
