@@ -34,16 +34,22 @@ FILE, PAGE = HERE / "sharded_memory.json", HERE.parent / "docs/scale.md"
 TOPOLOGIES, STEPS, BATCH, CONTEXT = ("siamese",), 3, 2, 64
 
 
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+"""Memory that is freed returns to the system: else the peak is what glibc's heap has been fragmented to."""
+
+
 class Measured(TrainingLoop):
     """A run that ends before its checkpoint and writes this process's memory in MB; `before` is that at its start."""
 
     before: float
+    built: float
 
     def _save(self, step: int) -> None:
         found = {
             "rank": self.world.rank,
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "before_MB": self.before,
+            "built_MB": self.built,
             "peak_MB": resident("VmHWM"),
         }
         (self.run_directory.path / f"memory-{self.world.rank}.json").write_text(json.dumps(found))
@@ -75,14 +81,16 @@ def train(topology: str, data: Path, out: Path) -> None:
         before = resident("VmRSS")
         out.mkdir(exist_ok=True)
         Measured.before = before
-        Measured(config, RunDirectory(out), world).run()
+        loop = Measured(config, RunDirectory(out), world)
+        Measured.built = resident("VmHWM")
+        loop.run()
 
 
 def measure(topology: str, processes: int, data: Path, out: Path) -> list[Row]:
     """Return a row for each of the processes."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [sys.executable, *(launcher if processes > 1 else ()), __file__, topology, str(data), str(out)]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT})
     steps = (json.loads(line) for line in RunDirectory(out).metrics_file.read_text().splitlines())
     losses = [step["loss"] for step in steps if step["kind"] == "train"]
     config = configuration(topology, data).task.model

@@ -91,7 +91,7 @@ def memory_of(config: LanguageModelConfig, layout: StepLayout) -> Memory:
             model.bfloat16()
         trace = _Trace(model)
         tokens = torch.zeros(layout.samples, config.context + 1, dtype=torch.int64)
-        with trace:
+        with trace, trace.hooks:
             loss_of(model, tokens, layout.precision)
         kept, recomputed = trace.kept(layout)
     return Memory(
@@ -129,7 +129,7 @@ class _Trace(TorchDispatchMode):
     """Records what a forward pass keeps: by block, inputs of blocks, and results of matrix products in blocks."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.parameters = list(model.parameters())
         self.block: nn.Module | None = None
         self.saved: dict[nn.Module | None, list[Tensor]] = {None: []}
@@ -151,14 +151,6 @@ class _Trace(TorchDispatchMode):
         blocks = (tensors for block, tensors in self.saved.items() if block)
         again = max(sum(pieces(tensors, besides=[*self.parameters, *kept])) for tensors in blocks)
         return sum(pieces(kept, besides=self.parameters)), again
-
-    def __enter__(self) -> Any:
-        self.hooks.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.hooks.__exit__(*error)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **kwargs or {})

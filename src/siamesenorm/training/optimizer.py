@@ -216,7 +216,7 @@ def _groups(
 ) -> list[dict[str, Any]]:
     """Return a group for each weight decay, learning rate and mesh, in the order of the names."""
     named = dict(model.named_parameters())
-    names_of = {parameter: name for name, parameter in named.items()}
+    names_of: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
     groups: list[dict[str, Any]] = [
         {
             "params": [(n, named[n]) for n in names if (decisions[n], factors.get(n, 1.0)) == (decayed, factor)],

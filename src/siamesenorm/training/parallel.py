@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.tensor.parallel import ParallelStyle
 
     from siamesenorm.training.config import Execution, RunConfig
 
@@ -90,8 +91,8 @@ def parallelise(model: nn.Module, config: RunConfig, world: World) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     # `cast_forward_inputs` would cast the streams too, and overrule the model's `residual_dtype`.
-    reduced = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "cast_forward_inputs": False}
-    policy = MixedPrecisionPolicy(**reduced) if config.bf16_parameters else None  # type: ignore[arg-type]
+    rounded = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    policy = rounded if config.bf16_parameters else None
     kind, among = world.device.type, execution.expert_shards if world.size > 1 else 1
     if among > 1:
         grid = init_device_mesh(kind, (world.size // among, among), mesh_dim_names=("data", "expert"))
@@ -146,7 +147,7 @@ def share_experts(model: nn.Module, grid: DeviceMesh, *, mixed_precision: MixedP
 
     policy = mixed_precision or MixedPrecisionPolicy()
     for mixture in (module for module in model.modules() if isinstance(module, MixtureOfExperts)):
-        projections = [mixture.up, mixture.gate, mixture.output]
+        projections: list[nn.Module] = [mixture.up, mixture.gate, mixture.output]
         for projection in projections:
             parallelize_module(projection, grid["expert"], _expert_plan())
         sharded = fully_shard(projections, mesh=grid["data"], shard_placement_fn=lambda _: Shard(1), mp_policy=policy)
@@ -156,7 +157,7 @@ def share_experts(model: nn.Module, grid: DeviceMesh, *, mixed_precision: MixedP
         mixture.exchange = partial(exchange, group=grid["expert"].get_group())
 
 
-def _expert_plan() -> object:
+def _expert_plan() -> ParallelStyle:
     """Return the plan that gives each process whole experts."""
     from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
     from torch.distributed.tensor.parallel import ParallelStyle
