@@ -35,12 +35,12 @@ import torch.distributed as dist
 import torch.distributed.fsdp  # imported before the forks, as the two above
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from checkpoint_stages import STAGES, STAGES_OF_OTHERS, watch_stages
+from checkpoint_stages import STAGES, STAGES_OF_OTHERS, watch_stages  # type: ignore[import-not-found]
 from siamesenorm.training import execution
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.loop import train
 from siamesenorm.world import Parallelism
-from training_runs import records, tiny_run, write_data
+from training_runs import records, tiny_run, write_data  # type: ignore[import-not-found]
 
 STEPS, CHECKPOINT_EVERY = 16, 2
 SHARE_OF_STAGES = 0.6
@@ -59,7 +59,7 @@ class Case:
 
     def configuration(self, data: Path) -> RunConfig:
         """Return the run, whose dropout uses the random state of every process."""
-        return tiny_run(
+        config: RunConfig = tiny_run(
             data,
             model={"topology": "siamese", "dropout": 0.1, "depth": 1},
             steps=STEPS,
@@ -70,6 +70,7 @@ class Case:
                 "parallel": self.parallel,
             },
         )
+        return config
 
 
 ONE, SHARDED, REPLICATED = Case("one process", 1), Case("two, sharded", 2, "shard"), Case("two, replicated", 2)
