@@ -266,12 +266,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("results", type=Path, help="a line of JSON for every run")
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--kills-per-run", type=int, default=12)
+    parser.add_argument("--first", type=int, default=0, help="number of the first run, for pieces side by side")
     options = parser.parse_args(arguments)
     lines = read_lines(options.results)
     with tempfile.TemporaryDirectory(prefix="kills-") as directory:
         killing = Killing(Path(directory))
         while (missing := options.kills - sum(len(line["kills"]) for line in lines)) > 0:
-            number = len(lines)
+            number = options.first + len(lines)
             lines.append(killing.kill_often(number, TURNS[number % len(TURNS)], min(missing, options.kills_per_run)))
             with open(options.results, "a") as file:
                 file.write(json.dumps(lines[-1]) + "\n")

@@ -77,8 +77,7 @@ def begin_checkpoint(root: Path, step: int) -> Path | None:
 
 def _remove_leftovers(root: Path, step: int) -> bool:
     """Remove leftovers, and broken checkpoints of this step or later; return whether this step is still to write."""
-    for leftover in root.glob(f"step-*{PARTIAL}"):
-        shutil.rmtree(leftover)
+    _remove_unfinished(root)
     for other, path in _finished(root):
         if other < step:
             break
@@ -91,6 +90,11 @@ def _remove_leftovers(root: Path, step: int) -> bool:
                 f"{root} holds {path.name}, later than step {step}: resume from it or choose another directory"
             )
     return True
+
+
+def _remove_unfinished(root: Path) -> None:
+    for leftover in root.glob(f"step-*{PARTIAL}"):
+        shutil.rmtree(leftover)
 
 
 def name_of_part(group: str, number: int, count: int) -> str:
@@ -111,7 +115,8 @@ def finish_checkpoint(
 
 
 def prune(root: Path, keep: int, every: int = 0) -> None:
-    """Remove all but the newest `keep` checkpoints, and with `every` those whose step is a multiple of it."""
+    """Keep the newest `keep` checkpoints, and with `every` those whose step is a multiple of it; remove all else."""
+    _remove_unfinished(root)
     for step, path in _finished(root)[keep:]:
         if not every or step % every:
             _remove(path)

@@ -39,6 +39,7 @@ from siamesenorm.training.checkpoint import (
     Checkpoint,
     begin_checkpoint,
     finish_checkpoint,
+    keep_last_weights,
     name_of_part,
     prune,
 )
@@ -97,6 +98,14 @@ class CheckpointSaver:
                 process_group=self._group,
                 no_dist=self._group is None,
             )
+
+    def end(self, *, keep_states: bool) -> None:
+        """Remove what a finished run does not need, in the first process; with `keep_states` only leftovers."""
+        if keep_states:
+            with disk_errors(self.root):
+                prune(self.root, self.keep, self.every)  # the process that wrote the last one may have died before
+        else:
+            keep_last_weights(self.root, self.every)
 
     def __enter__(self) -> Self:
         """Return the saver itself."""

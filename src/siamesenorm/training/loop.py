@@ -27,7 +27,6 @@ from siamesenorm.training import execution
 from siamesenorm.training.checkpoint import (
     Checkpoint,
     capture_random_state,
-    keep_last_weights,
     load_checkpoint,
     restore_random_state,
 )
@@ -361,8 +360,7 @@ class TrainingLoop:
         def close() -> None:
             self.log.sync()
             self.run_directory.write_verdict(verdict)
-            if not self.config.execution.keep_states:
-                keep_last_weights(self.run_directory.checkpoints, self.config.execution.keep_every)
+            self.saver.end(keep_states=self.config.execution.keep_states)
 
         self.world.on_first(close)
         for instrument in self.instruments:
