@@ -49,8 +49,9 @@ def test_a_signal_for_one_process_ends_all_and_an_unreadable_part_is_passed_over
 
 def test_a_full_disk_of_one_process_stops_all_and_leaves_what_was_there(found: dict[str, Any]) -> None:
     case = found["full disk"]
-    assert (case["codes"], case["checkpoints"]) == ([2, 2], ["step-00000002", "step-00000004"])
-    assert "step-00000006: no room left" in case["line"] and "\n" not in case["line"]
+    written = ["step-00000002", "step-00000004"]  # the second one may be in writing when the disk becomes full
+    assert case["codes"] == [2, 2] and case["checkpoints"] in (written, written[:1])
+    assert "no room left" in case["line"] and "\n" not in case["line"]
     assert (case["again"], case["different"]) == ([0, 0], [])
 
 
