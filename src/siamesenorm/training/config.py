@@ -65,6 +65,8 @@ class Execution:
     """Steps between checkpoints; one is written at the last step too."""
     keep_checkpoints: int = 2
     """How many checkpoints to keep while training."""
+    keep_every: int = 0
+    """Keep the checkpoints of steps that are multiples of this too; after the end their weights; 0 keeps none."""
     keep_states: bool = False
     """Keep all checkpoints of a finished run with their optimizer states; by default only its last weights stay."""
     trackers: tuple[Tracker, ...] = ()
@@ -74,7 +76,14 @@ class Execution:
 
     def __post_init__(self) -> None:
         """Refuse numbers below their least and choices that do not exist."""
-        leasts = {"threads": 0, "shards": 0, "expert_shards": 1, "checkpoint_every": 1, "keep_checkpoints": 1}
+        leasts = {
+            "threads": 0,
+            "shards": 0,
+            "expert_shards": 1,
+            "checkpoint_every": 1,
+            "keep_checkpoints": 1,
+            "keep_every": 0,
+        }
         for name, least in leasts.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}: choose at least {least}")

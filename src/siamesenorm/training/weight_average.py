@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from siamesenorm.world import by_mesh, shard_like
+from siamesenorm.world import by_mesh
 
 
 class WeightAverage:
@@ -39,11 +39,6 @@ class WeightAverage:
             yield
         finally:
             self._assign(weights)
-
-    def load(self, averages: Mapping[str, Tensor]) -> None:
-        """Load whole tensors by name; a sharded average takes its part."""
-        for name, average in self.averages.items():
-            average.copy_(shard_like(averages[name], average))
 
     @torch.no_grad()
     def _assign(self, values: Mapping[str, Tensor]) -> None:
