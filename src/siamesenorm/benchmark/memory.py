@@ -88,7 +88,7 @@ def memory_of(config: LanguageModelConfig, layout: StepLayout) -> Memory:
         model = LanguageModel(config)
         held, gathered = _weights(model, layout)
         if layout.bf16_parameters:
-            model.bfloat16()
+            _round(model)
         trace = _Trace(model)
         tokens = torch.zeros(layout.samples, config.context + 1, dtype=torch.int64)
         with trace, trace.hooks:
@@ -97,6 +97,13 @@ def memory_of(config: LanguageModelConfig, layout: StepLayout) -> Memory:
     return Memory(
         parameters=held, gradients=held, optimizer=2 * held, gathered=gathered, kept=kept, recomputed=recomputed
     )
+
+
+def _round(model: nn.Module) -> None:
+    """Replace the parameters by those in bf16: fake ones cannot be converted in place."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module._parameters[name] = nn.Parameter(parameter.detach().bfloat16())
 
 
 def loss_of(model: nn.Module, tokens: Tensor, precision: Precision) -> Tensor:
