@@ -50,7 +50,8 @@ class World:
             torch.cuda.set_device(device)
         joins = not dist.is_initialized()
         if joins:
-            one: dict[str, Any] = {} if launched else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            one: dict[str, Any] = {} if launched else {"store": store, "rank": 0, "world_size": 1}
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **one)
         try:
             yield cls(rank=dist.get_rank(), size=dist.get_world_size(), device=device)

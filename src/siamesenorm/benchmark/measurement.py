@@ -307,7 +307,7 @@ def allocated_by(function: Callable[[], Result], device: torch.device) -> tuple[
         return end - before, peak - before
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = function()  # noqa: F841 - alive until the profiler ends
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = profiler.profiler.kineto_results.events()
     changes = sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]")
     held = [0, *accumulate(size for _, size in changes)]
     return held[-1], max(held)

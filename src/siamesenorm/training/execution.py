@@ -130,7 +130,7 @@ def checkpoint_blocks(model: nn.Module, recomputation: Recomputation = "full") -
 
 
 def _recomputed(forward: Callable[..., Any], recomputation: Recomputation) -> Callable[..., Any]:
-    options = {"context_fn": _keep_products} if recomputation == "selective" else {}
+    options: dict[str, Any] = {"context_fn": _keep_products} if recomputation == "selective" else {}
 
     # A function of this file: the compiler does not enter torch's own, such as a partial of `checkpoint`.
     def recomputed(*inputs: Any) -> Any:
@@ -140,7 +140,8 @@ def _recomputed(forward: Callable[..., Any], recomputation: Recomputation) -> Ca
 
 
 def _keep_products() -> tuple[Any, Any]:
-    return create_selective_checkpoint_contexts(PRODUCTS)
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(PRODUCTS)  # type: ignore[no-untyped-call]
+    return contexts
 
 
 def compile_blocks(model: nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> None:
