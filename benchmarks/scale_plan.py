@@ -46,18 +46,18 @@ class Plan:
     layout: StepLayout
 
 
-def plan(size: str, topology: str, tokens: float, batch: int, processes: int, **layout: int) -> Plan:
+def plan(size: str, topology: str, tokens: float, batch: int, processes: int, expert_shards: int = 1) -> Plan:
     """Return a plan in bf16 with rounded parameters and checkpointed blocks; it takes a step without accumulation."""
     step = StepLayout(
         samples=batch // processes, precision="bfloat16", bf16_parameters=True, checkpoint_activations=True,
-        processes=processes, **layout,
+        processes=processes, shards=NODE, expert_shards=expert_shards,
     )  # fmt: skip
     return Plan(size=size, topology=topology, tokens=tokens, batch=batch, layout=step)
 
 
 PLANS = [
-    *(plan("olmo-1.3b", name, 350e9, 512, 64, shards=8) for name in ("pre", "siamese")),
-    *(plan("moe-15b-a2b", name, 100e9, 256, 64, shards=8, expert_shards=8) for name in ("pre", "siamese")),
+    *(plan("olmo-1.3b", name, 350e9, 512, 64) for name in ("pre", "siamese")),
+    *(plan("moe-15b-a2b", name, 100e9, 256, 64, expert_shards=8) for name in ("pre", "siamese")),
 ]
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -64,7 +65,8 @@ def resident(field: str) -> float:
 
 def configuration(topology: str, data: Path) -> RunConfig:
     """Return the run."""
-    model = language_model_config("nano", topology=topology, **{**HUNDRED_MILLION, "context": CONTEXT})
+    shape: dict[str, Any] = {**HUNDRED_MILLION, "context": CONTEXT}
+    model = language_model_config("nano", topology=topology, **shape)
     return RunConfig(
         task=LanguageTaskConfig(data=data, model=model, validation_tokens=model.context),
         steps=STEPS,
@@ -116,8 +118,7 @@ def measure(topology: str, processes: int, data: Path, out: Path) -> list[Row]:
 def main() -> None:
     """Train with one process and with two, write the file and fill the page."""
     if arguments := sys.argv[1:]:
-        topology, data, out = arguments
-        return train(topology, Path(data), Path(out))
+        return train(arguments[0], Path(arguments[1]), Path(arguments[2]))
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as directory:
         text, data = Path(directory) / "text.txt", Path(directory) / "data"
