@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
+import functools
 import importlib
 import json
 import os
@@ -30,7 +32,7 @@ from siamesenorm.interop.huggingface import converted_class, modeling
 from siamesenorm.interop.huggingface.configuration import SiameseNormConfig
 
 SOURCE = "TRANSFORMERS_SOURCE"
-"""The variable of the environment with the source tree."""
+"""The environment variable with the source tree."""
 MIXINS = {"generation.test_utils": "GenerationTesterMixin", "exporters.test_export": "ExportTesterMixin"}
 """Tests that a source distribution lacks: by module of the tests, what it would define."""
 SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 99}
@@ -38,14 +40,14 @@ SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 HEADS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
 
 
+@functools.cache
 def native() -> tuple[Any, list[type]]:
     """Return the configuration and the classes of native models."""
-    # Any text: the tests take a configuration from here and change it.
     config = SiameseNormConfig(**SIZES, **SPECIAL, intermediate_size=37, num_key_value_heads=2, context=512)
-    names = [f"SiameseNorm{head}" for head in HEADS]
-    return config, [getattr(modeling, name) for name in names if hasattr(modeling, name)]
+    return config, [getattr(modeling, f"SiameseNorm{head}") for head in HEADS]
 
 
+@functools.cache
 def host(family: str) -> tuple[Any, list[type]]:
     """Return the same of a family of transformers."""
     fields = {**SIZES, **SPECIAL, "max_position_embeddings": 512}
@@ -57,10 +59,11 @@ def host(family: str) -> tuple[Any, list[type]]:
     return getattr(transformers, f"{family}Config")(**fields), [getattr(transformers, family + head) for head in heads]
 
 
+@functools.cache
 def rewired(family: str) -> tuple[Any, list[type]]:
     """Return the same of a family after `rewire`."""
     config, classes = host(family)
-    model = classes[0](config)
+    model = classes[0](copy.deepcopy(config))
     siamesenorm.rewire(model, "siamese")
     # A configuration that no model was built from names no attention yet.
     new = type(model.config).from_dict(model.config.to_dict())
@@ -94,7 +97,7 @@ class Tester:
     num_attention_heads, vocab_size = SIZES["num_attention_heads"], SIZES["vocab_size"]
 
     def __init__(self, build: Callable[[], tuple[Any, list[type]]]) -> None:
-        self.get_config = lambda: build()[0]
+        self.get_config = lambda: copy.deepcopy(build()[0])
 
     def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
         """Return a new configuration and a random batch."""
@@ -128,7 +131,7 @@ class Record:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Keep an outcome and, of a failure, the last line."""
-        name = report.nodeid.partition("::")[2].replace("::", ".")
+        name = report.nodeid.rpartition("::")[2]
         if report.failed:
             self.outcomes[name] = "failed"
             lines = [line for line in str(report.longrepr).splitlines() if line.startswith("E ")]
@@ -142,29 +145,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path)
     parser.add_argument("models", nargs="*", default=[*MODELS], metavar="MODEL", help=", ".join(MODELS))
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", help="tests whose names contain this")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--code", default="now", help="what the rows are of, where several are compared")
     arguments = parser.parse_intermixed_args()
     os.environ[SOURCE] = str(arguments.source.resolve())
-    found = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.exists() else {}
     for name in arguments.models:
         record, node = Record(), f"{__file__}::Test_{name.replace('-', '_')}"
-        options = ["-k", arguments.only] if arguments.only else []
-        pytest.main(
-            [node, "-q", "--no-header", "-p", "no:cacheprovider", "-W", "ignore", "--tb=short", *options], [record]
-        )
+        pytest.main([node, "-q", "--no-header", "-p", "no:cacheprovider", "-W", "ignore", "--tb=short"], [record])
         counts = collections.Counter(record.outcomes.values())
-        found[name] = {
-            "transformers": transformers.__version__,
-            **{outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")},
-            "skipped_tests": sorted(
-                test.partition(".")[2] for test, outcome in record.outcomes.items() if outcome == "skipped"
-            ),
-            "failures": {test.partition(".")[2]: record.reasons[test] for test in sorted(record.reasons)},
+        row = {
+            **{"model": name, "code": arguments.code, "transformers": transformers.__version__},
+            **{"passed": counts["passed"], "failed": counts["failed"], "do_not_apply": counts["skipped"]},
+            "failures": record.reasons,
+            "skipped": sorted(test for test, outcome in record.outcomes.items() if outcome == "skipped"),
         }
-        print(name, json.dumps(found[name], indent=1))
-    if arguments.out:
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+        rows = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
+        kept = [each for each in rows if (each["model"], each["code"]) != (name, arguments.code)]
+        arguments.out.write_text(json.dumps({"rows": [*kept, row]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
