@@ -210,9 +210,8 @@ def test_plans_of_tensor_parallelism_and_sharding_give_the_same_gradients(tmp_pa
 # --- export, offload, initial weights
 
 
-@pytest.mark.parametrize("topology", ["siamese", "mhc-4"])
-def test_a_program_of_any_length_is_exported(topology: str) -> None:
-    model, length = causal_model(topology), torch.export.Dim("length", min=2, max=32)
+def test_a_program_of_any_length_is_exported() -> None:
+    model, length = causal_model(depth=1), torch.export.Dim("length", min=2, max=32)
     shapes = {"input_ids": {1: length}, "attention_mask": {1: length}, "use_cache": None}
     inputs = {"input_ids": tokens(), "attention_mask": torch.ones(2, 6, dtype=torch.long), "use_cache": False}
     program = torch.export.export(model, (), inputs, dynamic_shapes=shapes, strict=False).module()
