@@ -72,8 +72,8 @@ def rewired(family: str) -> tuple[Any, list[type]]:
 
 MODELS: dict[str, Callable[[], tuple[Any, list[type]]]] = {"native": native}
 for _family in ("Llama", "Qwen2", "GPT2"):
-    MODELS[_family] = lambda family=_family: host(family)
-    MODELS[f"rewired-{_family}"] = lambda family=_family: rewired(family)
+    MODELS[_family] = functools.partial(host, _family)
+    MODELS[f"rewired-{_family}"] = functools.partial(rewired, _family)
 
 
 def import_common(source: Path) -> Any:
@@ -97,7 +97,7 @@ class Tester:
     num_attention_heads, vocab_size = SIZES["num_attention_heads"], SIZES["vocab_size"]
 
     def __init__(self, build: Callable[[], tuple[Any, list[type]]]) -> None:
-        self.get_config = lambda: copy.deepcopy(build()[0])
+        self.get_config: Callable[[], Any] = lambda: copy.deepcopy(build()[0])
 
     def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
         """Return a new configuration and a random batch."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +88,13 @@ class SiameseNormPreTrainedModel(PreTrainedModel):
 class SiameseNormModel(SiameseNormPreTrainedModel):
     """The model without a head: `last_hidden_state` is the closed state, which a head reads."""
 
+    embedding: nn.Embedding
+    embedding_scale: nn.Module
+    dropout: nn.Module
+    opening: nn.Module
+    blocks: nn.ModuleList
+    closing: nn.Module
+
     def __init__(self, config: SiameseNormConfig) -> None:
         super().__init__(config)
         self.gradient_checkpointing = False
@@ -100,13 +107,12 @@ class SiameseNormModel(SiameseNormPreTrainedModel):
         self.native_config = native.config
         for name in ("embedding", "embedding_scale", "dropout", "opening", "blocks", "closing"):
             setattr(self, name, getattr(native, name))
+        shape, config = native.config.attention_shape, cast(Any, self.config)
         for index, block in enumerate(self.blocks):  # what the attention functions of transformers read
-            groups = block.attention.shape.heads // block.attention.shape.kv_heads
-            options = {"config": self.config, "layer_idx": index, "num_key_value_groups": groups, "is_causal": True}
+            groups = shape.heads // shape.kv_heads
+            options = {"config": config, "layer_idx": index, "num_key_value_groups": groups, "is_causal": True}
             vars(block.attention).update(options)
-        self.rotary_emb = None
-        if native.config.positions == "rotary":
-            self.rotary_emb = SiameseNormRotaryEmbedding(self.config)
+        self.rotary_emb = SiameseNormRotaryEmbedding(config) if native.config.positions == "rotary" else None
         self._compute_in_dtype_of_parameters()
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
@@ -154,7 +160,7 @@ class SiameseNormModel(SiameseNormPreTrainedModel):
             rotary = self.rotary_emb(embedding, steps if position_ids is None else position_ids.unsqueeze(1))
         # Without a mask and a past, positions that start again are, as elsewhere in transformers, those of packed
         # documents: a cache that was made here has no past.
-        mask = create_causal_mask(self.config, embedding, _checked(attention_mask), past_key_values, position_ids)
+        mask: Any = create_causal_mask(self.config, embedding, _checked(attention_mask), past_key_values, position_ids)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         hidden_states: tuple[Tensor, ...] | None = (embedding,) if wanted else None
         by_name: tuple[StreamsOfBlock, ...] | None = () if output_streams else None
@@ -222,9 +228,9 @@ class SiameseNormModel(SiameseNormPreTrainedModel):
 class SiameseNormForCausalLM(SiameseNormPreTrainedModel, GenerationMixin):
     """The language model; a native one is held as it is by `from_native`."""
 
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embedding.weight"}
-    _tp_plan: ClassVar[dict[str, str]] = {"lm_head": "colwise_gather_output"}
-    _fsdp_plan: ClassVar[dict[str, str]] = {"lm_head": "keep_full_weight"}
+    _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: SiameseNormConfig) -> None:
         super().__init__(config)
@@ -289,18 +295,18 @@ class SiameseNormForCausalLM(SiameseNormPreTrainedModel, GenerationMixin):
         return CausalLMOutput(loss=loss, logits=logits, **{name: found.get(name) for name in OTHERS})
 
 
-class SiameseNormForSequenceClassification(GenericForSequenceClassification, SiameseNormPreTrainedModel):  # type: ignore[misc]
+class SiameseNormForSequenceClassification(GenericForSequenceClassification, SiameseNormPreTrainedModel):
     """The model with a linear head on the last token that is no padding."""
 
 
-class SiameseNormForTokenClassification(GenericForTokenClassification, SiameseNormPreTrainedModel):  # type: ignore[misc]
+class SiameseNormForTokenClassification(GenericForTokenClassification, SiameseNormPreTrainedModel):
     """The model with a linear head on every token."""
 
 
 # --- blocks, positions, padding and caches of transformers, as native blocks take them
 
 
-class CheckpointedCall(GradientCheckpointingLayer):  # type: ignore[misc]
+class CheckpointedCall(GradientCheckpointingLayer):
     """A call of a block, which gradient checkpointing repeats in the backward pass."""
 
     def run(self, block: nn.Module, streams: Streams, context: Context) -> tuple[Streams, Losses]:
@@ -332,14 +338,14 @@ def call_block(block: nn.Module, streams: Streams, context: Context) -> tuple[St
     return result
 
 
-class SiameseNormRotaryEmbedding(LlamaRotaryEmbedding):  # type: ignore[misc]
+class SiameseNormRotaryEmbedding(LlamaRotaryEmbedding):
     """The native rotation, or, where `rope_parameters` name another type than "default", that of transformers."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Rotation:
         """Return cos and sin [..., tokens, head_dim] of positions [..., tokens], in at least fp32."""
         if self.rope_type == "default":
-            head_dim, theta = self.config.dim // self.config.heads, self.config.rope_parameters["rope_theta"]
-            return rotation(position_ids, head_dim, theta, x.dtype)
+            config = cast(Any, self.config)
+            return rotation(position_ids, config.dim // config.heads, config.rope_parameters["rope_theta"], x.dtype)
         cos, sin = super().forward(x.float(), position_ids)
         return cos, sin
 
