@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ import transformers
 from transformers import AutoModelForCausalLM, StaticCache
 from transformers.utils import logging
 
+from pages import fill_tables
 from siamesenorm import LanguageModel, build_language_model, from_pretrained
 from siamesenorm.errors import UserError
 from siamesenorm.interop.huggingface import SiameseNormConfig, SiameseNormForCausalLM
 from siamesenorm.sublayers.attention import rotation
 
 logging.disable_progress_bar()
+ROOT = Path(__file__).parents[1]
 TINY: dict[str, Any] = {"depth": 2, "dim": 16, "heads": 4, "kv_heads": 2, "hidden": 24, "vocabulary": 13, "context": 32}
 PAD = 12
 
@@ -248,3 +251,10 @@ def test_weights_without_a_seed_are_those_of_torch() -> None:
     torch.manual_seed(2)
     assert not torch.equal(drawn(), first)
     assert torch.equal(drawn(seed=3), drawn(seed=3))
+
+
+def test_the_page_shows_the_counts() -> None:
+    page = ROOT / "docs/huggingface.md"
+    assert fill_tables(page.read_text(), page.parent) == page.read_text(), f"python benchmarks/pages.py {page}"
+    rows = json.loads((ROOT / "benchmarks/transformers_tests.json").read_text())["rows"]
+    assert not any(row["failures"] for row in rows if row["code"] == "now")
