@@ -58,14 +58,18 @@ class Execution:
     """Steps between checkpoints; one is written at the last step too."""
     keep_checkpoints: int = 2
     """How many checkpoints to keep while training."""
+    keep_every: int = 0
+    """Keep the checkpoints of steps that are multiples of this too; after the end their weights; 0 keeps none."""
     keep_states: bool = False
     """Keep all checkpoints of a finished run with their optimizer states; by default only its last weights stay."""
     trackers: tuple[Tracker, ...] = ()
     """Mirrors of the record (the `track` extra); metrics.jsonl stays the record."""
+    slurm: tuple[str, ...] = ()
+    """Train as a job of Slurm (the `cluster` extra) with these options of sbatch: nodes=2 time=600 partition=gpu."""
 
     def __post_init__(self) -> None:
         """Refuse numbers below their least and choices that do not exist."""
-        for name, least in (("threads", 0), ("checkpoint_every", 1), ("keep_checkpoints", 1)):
+        for name, least in (("threads", 0), ("checkpoint_every", 1), ("keep_checkpoints", 1), ("keep_every", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}: choose at least {least}")
         for name, kind in (("kernels", Kernels), ("compile", Compile), ("parallel", Parallelism)):
@@ -74,6 +78,20 @@ class Execution:
         for tracker in self.trackers:
             if tracker not in get_args(Tracker):
                 raise unknown("tracker", tracker, get_args(Tracker))
+        self.slurm_options  # noqa: B018 - refuses words that are no options
+
+    @property
+    def slurm_options(self) -> dict[str, int | str]:
+        """The options of sbatch by name; raises UserError for words that are none."""
+        options: dict[str, int | str] = {}
+        for word in self.slurm:
+            name, _, value = word.partition("=")
+            if not (name and value):
+                raise UserError(f"execution.slurm has {word!r}: write options of sbatch as NAME=VALUE, such as nodes=2")
+            options[name] = int(value) if value.isdigit() else value
+        if not isinstance(options.get("time", 0), int):
+            raise UserError(f"execution.slurm has time={options['time']}: give minutes, such as time=600")
+        return options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

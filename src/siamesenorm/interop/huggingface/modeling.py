@@ -170,7 +170,7 @@ class SiameseNormModel(SiameseNormPreTrainedModel):
         attend = self._attention(weights, options)
         streams: Streams = self.opening(self.dropout(self.embedding_scale(embedding)))
         losses: list[Losses] = []
-        for index, (layer, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
+        for index, (layer, block) in enumerate(zip(cast(Any, self.layers), self.blocks, strict=True)):
             layer_cache = None if cache is None else LayerCache(cache, index)
             streams, more = layer.run(block, streams, Context(rotary, mask, layer_cache, attend=attend))
             losses.append(more)
