@@ -165,6 +165,13 @@ class Reader(DeclaredModule):
             raise UserError(f"{type(self).__name__} has no {spec.kernels} kernels: use kernels plain or auto")
         self.compute_dtype = spec.compute_dtype
 
+    def eps_behind(self, norm: NormFunction) -> tuple[float, float] | None:
+        """Return (e, f): after this read f `norm` with eps e is `norm` of Pre-Norm's stream at the start.
+
+        None where no eps makes the two equal.
+        """
+        return None
+
     def to_compute(self, h: Tensor) -> Tensor:
         """Return h in the compute dtype."""
         return h if self.compute_dtype is None else h.to(self.compute_dtype)
