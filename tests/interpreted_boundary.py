@@ -51,6 +51,7 @@ def check(inputs: Inputs, error: float = 1e-6) -> None:
 
 
 @pytest.mark.every_nth(3)
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("centred", [False, True], ids=["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("dim", [100, 257])
 @EACH
@@ -97,6 +98,7 @@ def test_a_row_of_zeros() -> None:
 
 
 @pytest.mark.every_nth(3)
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("centred", [False, True], ids=["rmsnorm", "layernorm"])
 @EACH
 def test_rows_in_parts(case: Case, centred: bool, monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
@@ -107,6 +109,7 @@ def test_rows_in_parts(case: Case, centred: bool, monkeypatch: pytest.MonkeyPatc
     assert launched == ["boundary_forward", "boundary_projections", "boundary_backward"]
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.every_nth(3)
 @pytest.mark.parametrize("centred", [False, True], ids=["rmsnorm", "layernorm"])
 @EACH
@@ -153,6 +156,7 @@ def assert_rounded(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> N
         torch.testing.assert_close(x.double(), y, rtol=ERROR[x.dtype], atol=1e-6 * max(1.0, y.abs().max().item()))
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.every_nth(3)
 @pytest.mark.parametrize(
     ("streams", "output"),

@@ -102,6 +102,7 @@ def test_a_write_stays_pending_across_block_edges(topology: str) -> None:
         assert len(streams) == count + 1, "the streams, and the output not yet added"
 
 
+@pytest.mark.one_of_each_family
 @pytest.mark.parametrize("norm", ["rmsnorm", "seednorm", "dyt", "rmsnorm:offset=1"])
 @pytest.mark.parametrize("topology", available_topologies())
 def test_auto_is_plain_on_a_cpu_to_the_last_bit(topology: str, norm: str) -> None:
@@ -128,6 +129,7 @@ class OperatorCalls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.one_of_each_family
 @pytest.mark.parametrize("norm", available_norms())
 @pytest.mark.parametrize("topology", available_topologies())
 def test_plain_calls_no_operator_on_a_gpu(topology: str, norm: str, monkeypatch: pytest.MonkeyPatch) -> None:

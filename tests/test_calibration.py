@@ -192,6 +192,7 @@ def test_a_committed_calibration_is_of_this_detector_and_on_the_page(directory, 
     assert report.markdown() in (ROOT / "docs/verdict.md").read_text()
 
 
+@pytest.mark.every_nth(2)
 @pytest.mark.parametrize("directory", CALIBRATIONS)
 def test_a_part_of_a_committed_calibration_follows_from_the_runs(directory):
     """Spikes of one nat and three steps at every place, and the plateaus."""

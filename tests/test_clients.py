@@ -87,6 +87,7 @@ def run_two_processes(directory: Path) -> dict[str, Any]:
     return json.loads((directory / "result.json").read_text())
 
 
+@pytest.mark.laws
 def test_sharded_by_block_on_two_processes(tmp_path: Path) -> None:
     """One test for all cases: the two processes start once."""
     seen = run_two_processes(tmp_path)

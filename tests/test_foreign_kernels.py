@@ -69,6 +69,7 @@ def measured(library: str, *, streams: str = "float32", output: str = "float32")
     return measure_foreign_kernels(settings, torch.device("cpu"), (library,))
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize(("streams", "output"), [("float32", "float32"), ("bfloat16", "bfloat16")])
 @pytest.mark.parametrize("library", FOREIGN_KERNELS)
 def test_pre_norm_is_measured_by_other_libraries(

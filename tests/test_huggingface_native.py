@@ -74,6 +74,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 # --- law 7
 
 
+@pytest.mark.one_of_each_family
 @pytest.mark.parametrize(("topology", "norm"), [*product(available_topologies(), available_norms())])
 def test_logits_are_the_native_ones_also_after_saving_and_loading(topology: str, norm: str, tmp_path: Path) -> None:
     native, model, batch = native_model(topology, norm), causal_model(topology, norm), tokens()

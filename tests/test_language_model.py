@@ -570,7 +570,7 @@ def test_a_record_with_an_unknown_field_is_refused() -> None:
 # --- the compiler sees a whole model
 
 
-@pytest.mark.every_nth(3)
+@pytest.mark.every_nth(8)
 @pytest.mark.one_of_each_family
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_one_graph_serves_every_length(topology: str) -> None:

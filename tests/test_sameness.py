@@ -98,6 +98,7 @@ def assert_compiled_equals_eager(model: LanguageModel, backend: Any) -> None:
         torch.testing.assert_close(run(model, tokens(seed=4)), second, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.every_nth(4)
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.one_of_each_family
 @pytest.mark.parametrize(("topology", "norm"), COMBINATIONS)
@@ -110,6 +111,7 @@ def test_one_graph_for_each_kind_of_block(topology: str, norm: str) -> None:
     assert backend.graphs == len(kinds) and (grows or len(kinds) < DEEP)
 
 
+@pytest.mark.laws
 @pytest.mark.usefixtures("fresh_compiler")
 def test_ten_numbers_of_streams_have_ten_graphs() -> None:
     """More than the 8 graphs of one piece of code that torch allows by itself."""

@@ -159,6 +159,7 @@ def histories():
     }
 
 
+@pytest.mark.every_nth(2)
 @pytest.mark.parametrize("name", histories())
 def test_the_monitor_agrees_with_the_definition_after_every_step(name):
     losses = histories()[name]
