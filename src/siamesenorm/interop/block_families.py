@@ -33,10 +33,10 @@ class Layout:
     """The modules of a block by their paths: "a|b" is one of the two, "a?" may be absent, and None counts as absent.
 
     A connection replaces `attention_norm`, `cross_norm` and `mlp_norm`; the modules of a chain follow. Without one, the
-    first module of the chain is a norm that stays. `joint` acts on the sum of parallel sublayers. `when` gives the
-    values of attributes that the form needs, and `adding` the modules that add a residual to their output. `returns`
-    is the number of outputs after the state. A block with `output_norms` and a `refusal` is no Pre-Norm block: starting
-    from scratch drops these norms.
+    first module of the chain is a norm that stays, and there is no cross-attention. `joint` acts on the sum of parallel
+    sublayers. `when` gives the values of attributes that the form needs, and `adding` the modules that add a residual
+    to their output. `returns` is the number of outputs after the state. A block with `output_norms` and a `refusal` is
+    no Pre-Norm block: starting from scratch drops these norms.
     """
 
     attention_norm: str
@@ -101,11 +101,7 @@ FORMS = (
     _sequential(
         "self_attn_layer_norm", "self_attn dropout",
         "final_layer_norm", "fc1 activation_fn activation_dropout? fc2 dropout",
-    ),
-    _sequential(
-        "self_attn_layer_norm", "self_attn dropout",
-        "final_layer_norm", "fc1 activation_fn activation_dropout? fc2 dropout",
-        cross_norm="encoder_attn_layer_norm", cross="encoder_attn dropout",
+        cross_norm="encoder_attn_layer_norm?", cross="encoder_attn? dropout",
     ),
     # T5: encoder and decoder.
     _sequential(
@@ -216,7 +212,7 @@ def _match(form: Layout, block: nn.Module) -> BlockSpec | None:
     arguments = tuple(inspect.signature(original_class(type(block)).forward).parameters)[2:]
     sublayers = []
     for kind, norm, chain in zip(kinds, parts[::2], parts[1::2], strict=True):
-        if chain:
+        if chain and (norm or kind != "cross_attention"):
             kept = () if norm or output_norms or (form.parallel and form.attention_norm) else chain[:1]
             core = "" if kind == "mlp" else chain[len(kept)]
             branch = _branch(block, chain, core, form, arguments, CROSSING if kind == kinds[1] else RENAMED)

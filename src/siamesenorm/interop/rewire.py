@@ -36,12 +36,12 @@ def rewire(
 ) -> RewireReport:
     """Give `model`, in place, another residual topology ("siamese", "dhc-2:streams=4", ...), and return a report.
 
-    Supports Pre-Norm blocks of transformers, timm's ViT and DeiT and diffusers' DiT whose modules have a known form
-    (docs/rewire.md), sequential or parallel. Before anything is changed, every block and the whole model run on a copy
-    as the host calls them, and must give what the form says; `inputs` are arguments of the model's forward for that
-    check, small random ones by default. Attention, MLP, dropout, cache, the names of their weights, checkpointing and
-    hooks stay; blocks return the streams packed, [batch, tokens, streams, dim]. A `LanguageModel` of this library is
-    rewired with its configuration, and packs nothing.
+    Supports Pre-Norm blocks of transformers, timm and diffusers' DiT whose modules have a known form (docs/rewire.md),
+    sequential or parallel; of an encoder-decoder both stacks, of a multimodal model the language model. Before anything
+    is changed, every block and the whole model run on a copy as the host calls them, and must give what the form says;
+    `inputs` are arguments of the model's forward for that check, small random ones by default. Attention, MLP, dropout,
+    cache, the names of their weights, checkpointing and hooks stay; blocks return the streams packed, [batch, tokens,
+    streams, dim]. A `LanguageModel` of this library is rewired with its configuration, and packs nothing.
 
     `preserve=True` keeps the function: exactly where the topology allows it, else up to the eps of a norm of a norm, as
     the report says with a bound; the attention is not changed. `preserve=False` leaves the new norms and gates at their
@@ -59,7 +59,7 @@ def rewire(
         return _rewire_native(model, wanted, preserve=preserve, norm=norm)
     refuse_unsavable(model, "rewire")
     stacks = find_blocks(model)
-    resolved = [_resolve(wanted, stack, preserve=preserve) for stack in stacks][0]
+    resolved, *_ = [_resolve(wanted, stack, preserve=preserve) for stack in stacks]
     if not any(each.spec.pre_norm_refusal for each in stacks) and not any(map(_without_weights, stacks)):
         verify(model, stacks, inputs)
     old = [wiring.read_norms(model, stack) for stack in stacks]
