@@ -223,7 +223,7 @@ def awake(family: Family, model: nn.Module) -> str:
     """Return how many of the zeroed gains, gates and biases receive a gradient that is not zero."""
     model.zero_grad()
     family.call(model).square().mean().backward()
-    zeroed = [parameter for parameter in model.parameters() if not parameter.any()]
+    zeroed = [parameter for parameter in model.parameters() if parameter.numel() and not parameter.any()]
     for norm in model.modules():
         # A gain that is stored as 1 + w is zero at w = -1.
         if isinstance(norm, Norm) and norm.function().offset and (norm.gain == -norm.function().offset).all():
@@ -249,8 +249,10 @@ def attaches(family: Family, model: nn.Module) -> bool:
         copy.deepcopy(model),
         peft.LoraConfig(target_modules="all-linear" if "all-linear" in family.lora else list(family.lora)),
     )
-    with torch.no_grad():
-        return torch.equal(family.call(adapted.base_model.model), family.call(model))
+    with torch.no_grad():  # torch may compute frozen weights by another kernel
+        return torch.equal(
+            family.call(adapted.base_model.model), family.call(copy.deepcopy(model).requires_grad_(False))
+        )
 
 
 def compiles(family: Family, model: nn.Module) -> bool:

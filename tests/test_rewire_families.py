@@ -64,7 +64,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 FAMILIES = (
     *DECODERS,
     *TWO_STACKS,
-    *(family for family in ENCODERS if family not in ("clip-vision", "siglip", "dinov3")),
+    *(family for family in ENCODERS if family != "clip-vision"),
 )
 
 
@@ -79,7 +79,7 @@ def test_a_family_is_rewired(family: str, tmp_path: Path) -> None:
     assert rewire(model, "siamese-post-pre" if family in PARALLEL else "siamese").function_kept
     torch.testing.assert_close(first_output(model), expected, rtol=1e-3, atol=5e-5)
     plain = gradients(model)
-    silent = [name for name, parameter in model.named_parameters() if name in plain and not parameter.any()]
+    silent = [name for name, one in model.named_parameters() if name in plain and one.numel() and not one.any()]
     assert silent and all(plain[name].any() for name in silent)
     if family in (*DECODERS, *TWO_STACKS):
         generated = generate(model)
@@ -97,7 +97,8 @@ def test_a_family_is_rewired(family: str, tmp_path: Path) -> None:
     assert type(loaded) is type(model) and torch.equal(first_output(loaded), first_output(model))
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=LORA.get(family, "all-linear")))
-    assert torch.equal(first_output(adapted.eval().base_model.model), first_output(loaded))
+    frozen = loaded.requires_grad_(False)  # torch may compute frozen weights by another kernel
+    assert torch.equal(first_output(adapted.eval().base_model.model), first_output(frozen))
 
 
 @pytest.mark.parametrize("family", ["t5", pytest.param("whisper", marks=pytest.mark.laws)])

@@ -35,7 +35,7 @@ def test_functions_were_kept() -> None:
         # of the three terms of parallel sublayers.
         once = row["topology"].endswith("normalized_input=false") and row["family"] not in PARALLEL
         assert row["outcome"] == "exact"
-        relative = 0.0 if once else 1e-5
+        relative = 0.0 if once else 2e-5 if row["family"].startswith("t5") else 1e-5  # T5's attention scales no scores
         assert row["largest_difference"] <= relative * row["largest_output"], row
         alive, _, zeroed = row["zeroed_gains_with_gradient"].partition(" of ")
         assert alive == zeroed != "0", row
