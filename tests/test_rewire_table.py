@@ -51,3 +51,15 @@ def test_what_is_refused_is_what_mathematics_forbids() -> None:
     others = {pair for pair in refused if pair[0] not in NO_PRE_NORM}
     assert {family for family, topology in others if topology == "siamese"} == {"GPT-NeoX", *(PARALLEL | NO_LAST_NORM)}
     assert {family for family, topology in others if topology != "siamese"} == NO_LAST_NORM
+
+
+def test_a_trained_model_is_kept_as_a_random_one_is() -> None:
+    record = json.loads((ROOT / "benchmarks/rewire_trained.json").read_text())
+    assert record["training"]["parameters"] > 5e6 and record["training"]["last_loss"] < 4.5
+    topologies = [
+        {row["topology"] for row in record["rows"] if row["streams"] == name} for name in ("initial", "trained")
+    ]
+    assert topologies[0] == topologies[1] and {"siamese", "siamese-post-pre", "mhc-4", "attnres"} <= topologies[0]
+    for row in record["rows"]:
+        assert row["outcome"] == "exact" and row["relative_difference"] < 2e-6 and row["same_best_token"] == 1, row
+        assert abs(row["loss_change"]) < 1e-6 and abs(row["loss_change_bf16"]) < 5e-4, row
