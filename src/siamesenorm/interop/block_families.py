@@ -295,14 +295,10 @@ def _projections(block: nn.Module, cores: list[str], mlp: tuple[str, ...]) -> di
     for role, names in PROJECTIONS.items():
         places = [("", *(f"{path}." for path in mlp))] if "mlp" in role else [(f"{core}.",) for core in cores]
         each = [[prefix + name for prefix in prefixes for name in names] for prefixes in places]
-        maps = [next((path for path in paths if _is_map(_part(block, path))), "") for paths in each]
+        maps = [next((path for path in paths if _part(block, f"{path}.weight") is not None), "") for paths in each]
         if all(maps):
             found[role] = tuple(maps)
     return found
-
-
-def _is_map(part: Any) -> bool:
-    return getattr(part, "weight", None) is not None
 
 
 # --- diffusers' DiT: AdaLN-Zero shifts, scales and gates each sublayer, whose own norm without gain stays in it

@@ -7,7 +7,7 @@ dropout drops, so that no part of a block is silent. Random state, mode, hooks a
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,16 @@ from siamesenorm.interop.shadow import awake_copy, share_copy, small_inputs, und
 from siamesenorm.models.block import ResidualPath
 from siamesenorm.norms import NormSpec
 from siamesenorm.norms.foreign_norms import looks_like_norm
-from siamesenorm.topologies import Streams, Topology, build_topology, topology_name
+from siamesenorm.topologies import (
+    Closing,
+    Connection,
+    Opening,
+    ResidualSpec,
+    Streams,
+    Topology,
+    build_topology,
+    topology_name,
+)
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Stacks = tuple[BlockStack, ...]
@@ -29,19 +38,15 @@ _VERIFIED: set[int] = set()
 """The structures that were run in this process, without their weights."""
 TOLERANCE = {2: 2e-2, 4: 1e-3, 8: 1e-3}
 """The largest difference from what a block adds to its input, relative to its size, by the bytes of a number."""
-TOPOLOGY = build_topology("pre")
+TOPOLOGY, SPEC = build_topology("pre"), ResidualSpec(dim=1)
 
 
-class _Residual(nn.Module):
+class _Residual(Connection):
     """The residual path of a Pre-Norm host, x + F(N(x)), with its own norm N: what `rewire` assumes of a sublayer."""
 
-    def __init__(self, norm: nn.Module | None = None) -> None:
-        super().__init__()
+    def __init__(self, norm: nn.Module | None) -> None:
+        super().__init__(SPEC)
         self.norm = nn.Identity() if norm is None else norm
-
-    def forward(self, streams: Streams, sublayer: Callable[[Tensor], Tensor]) -> Streams:
-        h, streams = self.read(streams)
-        return self.write(streams, sublayer(h))
 
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
         """Return the input of the sublayer, and the stream."""
@@ -52,14 +57,9 @@ class _Residual(nn.Module):
         return (streams[0] + output,)
 
 
-class _Opening(nn.Module):
-    def forward(self, x: Tensor) -> Streams:
-        return (x,)
-
-
-class _Closing(nn.Module):
+class _Closing(Closing):
     def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
+        super().__init__(SPEC)
         self.norm = norm
 
     def forward(self, streams: Streams) -> Any:
@@ -175,12 +175,11 @@ def _assume(shadow: nn.Module) -> None:
         norms = [sublayer.norm for sublayer in stack.spec.sublayers]
         replaced = stack.final_norm and not stack.spec.keeps_final_norm
         path = ResidualPath(
-            opening=_Opening(),  # type: ignore[arg-type]
+            opening=Opening(SPEC),
             connections=tuple(
-                tuple(_Residual(None if norm is None else block.get_submodule(norm)) for norm in norms)  # type: ignore[misc]
-                for block in stack.blocks
+                tuple(_Residual(norm and block.get_submodule(norm)) for norm in norms) for block in stack.blocks
             ),
-            closing=_Closing(shadow.get_submodule(stack.final_norm) if replaced else nn.Identity()),  # type: ignore[arg-type]
+            closing=_Closing(shadow.get_submodule(stack.final_norm) if replaced else nn.Identity()),
         )
         wiring.install(shadow, stack, path, TOPOLOGY, attention_norm=None)
 
