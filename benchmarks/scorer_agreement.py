@@ -218,12 +218,12 @@ def measure(path: str, label: str, tasks: Sequence[TaskItems], files: Path, roun
     for each in tasks:
         whole = read_tasks(files, names=(each.task.name,))[0]
         file = next(files.glob(f"{each.task.name}_{each.split}.jsonl*"))
-        found[each.task.name] = {
-            **agreement(scorer, models[-1], file, each),
-        }
-        found[each.task.name]["items_per_second"] = speed(scorer, models, each, rounds)
-        found[each.task.name]["of_all_items"] = other_tokens(scorer, models[0], whole)
-        print(label, each.task.name, json.dumps(found[each.task.name]), flush=True)
+        result = agreement(scorer, models[-1], file, each)
+        result["of_all_items"] = other_tokens(scorer, models[0], whole)
+        if rounds:
+            result["items_per_second"] = speed(scorer, models, each, rounds)
+        found[each.task.name] = result
+        print(label, each.task.name, json.dumps(result), flush=True)
     return found
 
 
@@ -232,22 +232,21 @@ def table_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for model, tasks in results.get("models", {}).items():
         for name, found in tasks.items():
-            speeds = found["items_per_second"]
-            rows.append(
-                {
-                    "model": model,
-                    "task": name,
-                    "items": found["items"],
-                    "largest_difference_in_nats": float(f"{found['largest_difference_on_the_harness_tokens']:.1e}"),
-                    "other_answers": len(found["items_with_another_answer"]),
-                    "requests_of_all_items": found["of_all_items"]["requests"],
-                    "with_other_tokens": found["of_all_items"]["with_other_tokens"],
-                    "items_per_second": round(speeds["ours"], 1),
-                    "lm-eval's": round(speeds["lm_eval"], 1),
-                    "ratio": round(speeds["ratio"], 2),
-                    "gain_of_shared_rows": round(speeds["gain_of_sharing"], 2),
-                }
-            )
+            row = {
+                "model": model,
+                "task": name,
+                "items": found["items"],
+                "largest_difference_in_nats": float(f"{found['largest_difference_on_the_harness_tokens']:.1e}"),
+                "other_answers": len(found["items_with_another_answer"]),
+                "requests_of_all_items": found["of_all_items"]["requests"],
+                "with_other_tokens": found["of_all_items"]["with_other_tokens"],
+            }
+            if speeds := found.get("items_per_second"):
+                row["items_per_second"] = round(speeds["ours"], 1)
+                row["lm-eval's"] = round(speeds["lm_eval"], 1)
+                row["ratio"] = round(speeds["ratio"], 2)
+                row["gain_of_shared_rows"] = round(speeds["gain_of_sharing"], 2)
+            rows.append(row)
     for name, found in results.get("known_models", {}).items():
         shares = {
             f"{model}_{metric}_in_%": round(100 * found[model][metric], 1)
@@ -266,7 +265,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", help="LABEL=PATH of each model")
     parser.add_argument("--names", nargs="*", default=[], help="names of tasks; all if not given")
     parser.add_argument("--items", type=int, default=60, help="first items of each task")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each scorer")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each scorer; 0 leaves speed out")
     parser.add_argument("--known", action="store_true", help="score the oracle and the uniform model on all items")
     parser.add_argument("--out", type=Path, required=True, help="file of results; others in it are kept")
     arguments = parser.parse_intermixed_args()
@@ -288,7 +287,6 @@ def main() -> None:
         "commit": describe_environment("cpu")["commit"],
     }  # fmt: skip
     results["rows"] = table_rows(results)
-    results["first_items"], results["rounds"] = arguments.items, arguments.rounds
     arguments.out.write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -648,6 +648,7 @@ def test_the_command_reports_what_ran_and_names_what_failed(
     assert "pre @ 0.008, seed 0: no room left" in said.err.splitlines()[-1]
     assert said.out.splitlines()[-1] == f"report: {out / 'report' / 'report.html'}"
     assert "<title>Mine</title>" in (out / "report" / "report.html").read_text()
+    assert "<code>siamesenorm explain pre</code>" in (out / "report" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from rich.console import Console
@@ -12,14 +13,30 @@ from rich.table import Table
 from typing_extensions import Doc
 
 from siamesenorm.models.cost import count_active_parameters, count_flops, count_parameters
-from siamesenorm.models.language import GUESSED_SIZES, SIZES, build_language_model, language_model_config
+from siamesenorm.models.diffusion import SIZES as DIFFUSION_SIZES
+from siamesenorm.models.diffusion import diffusion_transformer_config
+from siamesenorm.models.language import GUESSED_SIZES, SIZES, language_model_config
+from siamesenorm.models.masked_autoencoder import MAE_SIZES, masked_autoencoder_config
+from siamesenorm.models.vision import SIZES as VISION_SIZES
+from siamesenorm.models.vision import vision_transformer_config
 from siamesenorm.topologies import available_topologies
+
+Family = Literal["language", "vision", "autoencoder", "diffusion"]
+FAMILIES: dict[Family, tuple[Mapping[str, Any], Callable[..., Any]]] = {
+    "language": (SIZES, language_model_config),
+    "vision": (VISION_SIZES, vision_transformer_config),
+    "autoencoder": (MAE_SIZES, masked_autoencoder_config),
+    "diffusion": (DIFFUSION_SIZES, diffusion_transformer_config),
+}
+"""Named sizes of a family of models, and what returns the configuration of one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
     """Count parameters and FLOPs of every size, and what topologies add to Pre-Norm."""
 
+    family: Family = "language"
+    """Family of models."""
     topologies: Annotated[
         tuple[str, ...],
         Doc(f"Topologies to compare, the first is the reference: {', '.join(available_topologies())}."),
@@ -30,12 +47,15 @@ class Arguments:
 
 def run(arguments: Arguments) -> None:
     """Print the table."""
-    rows = [row for size in SIZES for row in count(size, arguments.topologies)]
+    rows = [
+        row for size in FAMILIES[arguments.family][0] for row in count(arguments.family, size, arguments.topologies)
+    ]
     if arguments.json:
         print(json.dumps(rows, indent=1))
         return
     table = Table(header_style="bold")
-    for column in ("size", "depth x width", "topology", "parameters", "active", "beyond the first", "GFLOPs a token"):
+    flops = f"GFLOPs {'a token' if arguments.family == 'language' else 'an image'}"
+    for column in ("size", "depth x width", "topology", "parameters", "active", "beyond the first", flops):
         table.add_column(column, justify="left" if column in ("size", "topology") else "right")
     for row in rows:
         first = row["topology"] == arguments.topologies[0]
@@ -46,28 +66,29 @@ def run(arguments: Arguments) -> None:
             f"{row['parameters']:,}",
             f"{row['active_parameters']:,}" if row["active_parameters"] != row["parameters"] else "",
             "" if first else f"{row['extra_percent']:+.4f} %",
-            f"{row['flops_per_token'] / 1e9:.3g}",
+            f"{row['flops_per_item'] / 1e9:.3g}",
             end_section=row["topology"] == arguments.topologies[-1],
         )
-    table.caption = "* a shape that fits the published number of parameters; the paper does not state it"
+    if any(row["shape_guessed"] for row in rows):
+        table.caption = "* a shape that fits the published number of parameters; the paper does not state it"
     table.caption_justify = "left"
     Console(width=None if Console().is_terminal else 120).print(table)
 
 
-def count(size: str, topologies: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return a row a topology."""
+def count(family: Family, size: str, topologies: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return a row a topology; operations are those of training on a token, or on an image."""
     rows: list[dict[str, Any]] = []
+    _, config_of = FAMILIES[family]
     reference = 0
     for name in topologies:
-        config = language_model_config(size, topology=name)
-        model = build_language_model(config, device="meta")
+        config = config_of(size, topology="pre").with_method(name)
+        model = config.build(seed=0, device=torch.device("meta"))
         parameters, embedding = count_parameters(model)
-        tokens = torch.zeros(1, config.context, dtype=torch.int64, device="meta")
         reference = reference or parameters
         rows.append(
             {
                 "size": size,
-                "shape_guessed": size in GUESSED_SIZES,
+                "shape_guessed": family == "language" and size in GUESSED_SIZES,
                 "depth": config.depth,
                 "dim": config.dim,
                 "topology": name,
@@ -75,7 +96,7 @@ def count(size: str, topologies: tuple[str, ...]) -> list[dict[str, Any]]:
                 "active_parameters": count_active_parameters(model),
                 "non_embedding_parameters": parameters - embedding,
                 "extra_percent": 100 * (parameters - reference) / reference,
-                "flops_per_token": round(count_flops(model, tokens) / config.context),
+                "flops_per_item": round(count_flops(model, *config.inputs()) / getattr(config, "context", 1)),
             }
         )
     return rows

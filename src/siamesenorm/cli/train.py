@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,6 +26,8 @@ from siamesenorm.training.config import RunConfig
 from siamesenorm.training.console_and_trackers import Console, build_trackers
 from siamesenorm.training.loop import train
 from siamesenorm.training.presets import PRESETS, presets
+from siamesenorm.training.run_directory import RunDirectory
+from siamesenorm.training.slurm import IN_JOB, SlurmJob, require_slurm
 from siamesenorm.training.warm_start import continue_run, start_defaults
 from siamesenorm.world import is_first_process
 
@@ -131,6 +135,12 @@ def run(arguments: Train) -> None:
     start = arguments.start
     config = arguments.run.resolved() if start is None else continue_run(arguments.run, start)
     directory = arguments.out or Path("runs") / config.identity[:12]
+    if config.execution.slurm and IN_JOB not in os.environ:
+        require_slurm()
+        RunDirectory(directory).prepare(config)
+        job = SlurmJob(directory, ["-m", "siamesenorm", *sys.argv[1:]], config.execution.slurm_options)
+        print(f"job {job.id} trains {directory}: siamesenorm runs {directory.parent} shows it")
+        return
     watching = (*arguments.monitor.instruments(), *arguments.evaluation.instruments(config))
     instruments = (Console(), *build_trackers(config, directory), *watching)
     verdict = train(config, directory, instruments=instruments)

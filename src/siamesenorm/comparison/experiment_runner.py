@@ -30,6 +30,7 @@ from siamesenorm.training.config import Execution, RunConfig, described, first_d
 from siamesenorm.training.console_and_trackers import build_trackers
 from siamesenorm.training.execution import choose, find_device
 from siamesenorm.training.run_directory import RunDirectory
+from siamesenorm.training.slurm import SlurmJob, require_slurm
 from siamesenorm.training.verdict import Verdict
 
 POLL_SECONDS = 0.2
@@ -124,7 +125,10 @@ class Experiment:
         batches = stages(self)
         first = next(batches)
         for _, config in first[:1]:
-            find_device(config.execution.device)
+            if config.execution.slurm:
+                require_slurm()
+            else:
+                find_device(config.execution.device)
             config.task.build(config.seed)
             build_trackers(config, self.directory)
         with self._claimed():
@@ -256,7 +260,7 @@ def train_jobs(
     at the deadline, a time by `time.monotonic`.
     """
     waiting = iter([job for job in jobs if job.verdict is None])
-    running: dict[int, tuple[Job, subprocess.Popen[bytes]]] = {}
+    running: dict[int, tuple[Job, subprocess.Popen[bytes] | SlurmJob]] = {}
     failures: dict[str, str] = {}
     try:
         while True:
@@ -310,24 +314,28 @@ def _operations(config: RunConfig) -> float:
     return float(flops) * config.batch * config.steps
 
 
-def _error_of(job: Job, process: subprocess.Popen[bytes]) -> str | None:
+def _error_of(job: Job, process: subprocess.Popen[bytes] | SlurmJob) -> str | None:
     """Wait for the process of a job that has ended, and return the last line of its log if it failed."""
     with process:  # closes its standard input
         process.wait()
     if not process.returncode:
         return None
-    lines = RunDirectory(job.directory).log_file.read_text(errors="replace").strip().splitlines()
+    log = RunDirectory(job.directory).log_file
+    lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
     return lines[-1] if lines else f"exit code {process.returncode}"
 
 
-def _start(job: Job, place: int) -> subprocess.Popen[bytes]:
+def _start(job: Job, place: int) -> subprocess.Popen[bytes] | SlurmJob:
+    words = ["-m", "siamesenorm.training.worker", str(job.directory.resolve())]
+    if job.config.execution.slurm:
+        return SlurmJob(job.directory, words, job.config.execution.slurm_options)
     threads = str(job.config.execution.threads or 1)
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     if gpus := shared_gpus(job.config.execution.device):
         environment["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
     with open(RunDirectory(job.directory).log_file, "wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "siamesenorm.training.worker", str(job.directory)],
+            [sys.executable, *words],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,

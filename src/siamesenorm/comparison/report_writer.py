@@ -178,8 +178,9 @@ def _statement(statement: Statement) -> str:
 
 
 def _prose(text: str) -> str:
-    """Escape a sentence, and keep a learning rate such as 2e-3 on one line."""
-    return re.sub(r"(\de)-(\d)", rf"\1{NO_BREAK}\2", escape(text))
+    """Escape a sentence, mark text between backticks as code, and keep a rate such as 2e-3 on one line."""
+    unbroken = re.sub(r"(\de)-(\d)", rf"\1{NO_BREAK}\2", escape(text))
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", unbroken)
 
 
 def _table(table: Table) -> str:

@@ -113,6 +113,10 @@ class ConvNextConfig:
         """Return the model with its initial weights, as `build_convnext` does."""
         return build_convnext(self, seed=seed, device=device, kernels=kernels)
 
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Return one sample of the model's inputs, on the meta device: an image."""
+        return (torch.zeros(1, self.channels, self.image_size, self.image_size, device="meta"),)
+
     def to_json(self) -> dict[str, Any]:
         """Return every field as JSON values, with the tag."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

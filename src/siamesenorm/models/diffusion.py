@@ -113,6 +113,15 @@ class DiffusionTransformerConfig(TransformerConfig):
         """Channels of the prediction: those of the noise, and of the variance if it is learned."""
         return self.channels * (2 if self.learned_sigma else 1)
 
+    def build(self, *, seed: int, device: torch.device, kernels: Kernels = "plain") -> DiffusionTransformer:
+        """Return the model with its initial weights, as `build_diffusion_transformer` does."""
+        return build_diffusion_transformer(self, seed=seed, device=device, kernels=kernels)
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Return one sample of the model's inputs, on the meta device: an image, its timestep and its class."""
+        number = torch.zeros(1, dtype=torch.int64, device="meta")
+        return torch.zeros(1, self.channels, self.image_size, self.image_size, device="meta"), number, number
+
     def places(self) -> list[tuple[Place, ...]]:
         """Return the places of the sublayers of each block: conditioned ones."""
         return transformer_places(self.depth, conditioned=True)

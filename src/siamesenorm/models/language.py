@@ -152,6 +152,14 @@ class LanguageModelConfig(TransformerConfig):
             if not (math.isfinite(value) and value >= 0):
                 raise UserError(f"{name} is {value}: choose a number of at least 0")
 
+    def build(self, *, seed: int, device: torch.device, kernels: Kernels = "plain") -> LanguageModel:
+        """Return the model with its initial weights, as `build_language_model` does."""
+        return build_language_model(self, seed=seed, device=device, kernels=kernels)
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Return one sample of the model's inputs, on the meta device: tokens."""
+        return (torch.zeros(1, self.context, dtype=torch.int64, device="meta"),)
+
     @property
     def mixture_shape(self) -> MixtureShape:
         """Return the shape of the experts; raises UserError where nothing can be chosen from them."""

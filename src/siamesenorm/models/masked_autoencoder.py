@@ -69,6 +69,14 @@ class MaskedAutoencoderConfig(ImageEncoderConfig):
         except UserError as error:
             raise UserError(f"decoder: {error}") from error
 
+    def build(self, *, seed: int, device: torch.device, kernels: Kernels = "plain") -> MaskedAutoencoder:
+        """Return the model with its initial weights, as `build_masked_autoencoder` does."""
+        return build_masked_autoencoder(self, seed=seed, device=device, kernels=kernels)
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Return one sample of the model's inputs, on the meta device: an image and its visible patches."""
+        return (*super().inputs(), torch.zeros(1, self.visible, dtype=torch.int64, device="meta"))
+
     @property
     def masked(self) -> int:
         """Number of hidden patches of an image."""

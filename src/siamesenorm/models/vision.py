@@ -71,6 +71,10 @@ class ImageEncoderConfig(TransformerConfig):
         if self.positions == "sine-cosine" and self.dim % 4:
             raise UserError(f"dim is {self.dim}: sine-cosine positions need a multiple of 4")
 
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Return one sample of the model's inputs, on the meta device: an image."""
+        return (torch.zeros(1, self.channels, self.image_size, self.image_size, device="meta"),)
+
     @property
     def patches(self) -> int:
         """Number of patches of an image."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +18,12 @@ from siamesenorm.data.randomness import generator_at
 from siamesenorm.errors import UserError
 from siamesenorm.models.masked_autoencoder import (
     MAE_SIZES,
-    MaskedAutoencoder,
     MaskedAutoencoderConfig,
-    build_masked_autoencoder,
     masked_autoencoder_config,
 )
 from siamesenorm.models.vision import cut
 from siamesenorm.tasks.image_task import ImageTaskConfig, part_of
-from siamesenorm.tasks.task import Losses, Metric, Task, describe_model
-from siamesenorm.topologies import Kernels
+from siamesenorm.tasks.task import Losses, Metric, Task
 from siamesenorm.world import World
 
 DIGITS = MaskedAutoencoderConfig(
@@ -85,20 +82,9 @@ class AutoencodingTask(Task):
     def __init__(self, config: AutoencodingTaskConfig, seed: int) -> None:
         self.config, self.seed = config, seed
         self.data, self.loader = config.open(seed)
+        self.train_items = len(self.data.train)
         self.floor: float | None = self._floor()
         self.scale = self.floor / 4
-
-    def build_model(self, device: torch.device, kernels: Kernels = "plain") -> MaskedAutoencoder:
-        """Return the model with its initial weights."""
-        return build_masked_autoencoder(self.config.model, seed=self.seed, device=device, kernels=kernels)
-
-    def describe(self, model: nn.Module) -> dict[str, Any]:
-        """Return the entries of a run's first record on data and model, which is on the meta device."""
-        config = self.config.model
-        images = torch.zeros(1, config.channels, config.image_size, config.image_size, device="meta")
-        visible = torch.zeros(1, config.visible, dtype=torch.int64, device="meta")
-        described = describe_model(model, config.attention_shape.attention_norm, images, visible)
-        return {**described, "train_items": len(self.data.train)}
 
     def loss(self, model: nn.Module, position: int, count: int) -> Losses:
         """Return the squared error on the hidden patches of `count` images, and the losses of the sublayers."""

@@ -25,10 +25,9 @@ from siamesenorm.models.encoder_transfer import (
     require_encoder,
     with_encoder_of,
 )
-from siamesenorm.models.transformer import TransformerConfig
 from siamesenorm.models.vision import SIZES, ImageEncoderConfig, VisionTransformerConfig, vision_transformer_config
 from siamesenorm.tasks.image_task import ImageTaskConfig, part_of
-from siamesenorm.tasks.task import Losses, Metric, Task, TaskConfig, describe_model
+from siamesenorm.tasks.task import Losses, Metric, Task, TaskConfig
 from siamesenorm.topologies import Kernels
 from siamesenorm.world import World
 
@@ -147,12 +146,13 @@ class ClassificationTask(Task):
             raise UserError(
                 f"{config.data} has {len(self.data.classes)} classes, the model {model.classes}: set --model.classes"
             )
+        self.train_items = len(self.data.train)
         self.floor: float | None = math.log(model.classes)
         self.metrics = METRICS if model.classes < CLASSES_FOR_TOP else (*METRICS, TOP_METRIC)
 
     def build_model(self, device: torch.device, kernels: Kernels = "plain") -> nn.Module:
         """Return the model with its initial weights."""
-        model: nn.Module = self.config.model.build(seed=self.seed, device=device, kernels=kernels)
+        model = super().build_model(device, kernels)
         if self.config.trainable == "head":
             freeze_encoder(model)
         return model
@@ -161,14 +161,6 @@ class ClassificationTask(Task):
         """Return factors that decay from the head to the patches by `layer_decay`."""
         config = self.config
         return layer_decay_factors(model, config.model.depth, config.layer_decay) if config.layer_decay < 1 else {}
-
-    def describe(self, model: nn.Module) -> dict[str, Any]:
-        """Return the entries of a run's first record on data and model, which is on the meta device."""
-        config = self.config.model
-        images = torch.zeros(1, config.channels, config.image_size, config.image_size, device="meta")
-        attention = config.attention_shape.attention_norm if isinstance(config, TransformerConfig) else "none"
-        described = describe_model(model, attention, images)
-        return {**described, "train_items": len(self.data.train)}
 
     def loss(self, model: nn.Module, position: int, count: int) -> Losses:
         """Return the cross-entropy of `count` images, and the auxiliary losses of the sublayers."""

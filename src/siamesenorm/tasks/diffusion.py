@@ -23,15 +23,12 @@ from siamesenorm.data.latents import Autoencoder, Split, open_latents, open_pixe
 from siamesenorm.errors import UserError, unknown
 from siamesenorm.models.diffusion import (
     SIZES,
-    DiffusionTransformer,
     DiffusionTransformerConfig,
-    build_diffusion_transformer,
     diffusion_transformer_config,
 )
 from siamesenorm.tasks.diffusion_process import BetaSchedule, DiffusionProcess
 from siamesenorm.tasks.diffusion_samples import DiffusionSampler
-from siamesenorm.tasks.task import Losses, Metric, Task, TaskConfig, describe_model
-from siamesenorm.topologies import Kernels
+from siamesenorm.tasks.task import Losses, Metric, Task, TaskConfig
 from siamesenorm.world import World
 
 EVALUATION_SEED = 0
@@ -164,7 +161,8 @@ class DiffusionTask(Task):
         self.process = config.build_process()
         self.train, self.held_out = self._open_splits(images)
         self.evaluated = min(config.validation_images or len(self.held_out), len(self.held_out))
-        self.order = SampleOrder(len(self.train), seed)
+        self.train_items = len(self.train)
+        self.order = SampleOrder(self.train_items, seed)
 
     def _open_splits(self, images: ImageData) -> tuple[Split, Split]:
         model = self.config.model
@@ -176,18 +174,6 @@ class DiffusionTask(Task):
                 f"give --model.channels {images.channels}"
             )
         return open_pixels(images, model.image_size)
-
-    def build_model(self, device: torch.device, kernels: Kernels = "plain") -> DiffusionTransformer:
-        """Return the model with its initial weights."""
-        return build_diffusion_transformer(self.config.model, seed=self.seed, device=device, kernels=kernels)
-
-    def describe(self, model: nn.Module) -> dict[str, Any]:
-        """Return the entries of a run's first record on data and model, which is on the meta device."""
-        config = self.config.model
-        images = torch.empty(1, config.channels, config.image_size, config.image_size, device="meta")
-        numbers = torch.empty(1, dtype=torch.int64, device="meta")
-        described = describe_model(model, config.attention_shape.attention_norm, images, numbers, numbers)
-        return {**described, "train_items": len(self.train)}
 
     def loss(self, model: nn.Module, position: int, count: int) -> Losses:
         """Return the squared error of the noise in `count` images, and of a learned variance the variational bound."""

@@ -20,11 +20,9 @@ from siamesenorm.models.language import (
     SIZES,
     LanguageModel,
     LanguageModelConfig,
-    build_language_model,
     language_model_config,
 )
-from siamesenorm.tasks.task import Losses, Metric, Task, TaskConfig, describe_model
-from siamesenorm.topologies import Kernels
+from siamesenorm.tasks.task import Losses, Metric, Task, TaskConfig
 from siamesenorm.world import World
 
 
@@ -122,18 +120,9 @@ class LanguageTask(Task):
         self.data.require_vocabulary(config.model.vocabulary)
         self.train = TokenSamples(self.data, "train", config.model.context, seed)
         self.validation = TokenSamples(self.data, "validation", config.model.context)
+        self.train_items = self.train.targets
         self.items_per_sample = config.model.context
         self.floor: float | None = self.data.unigram_entropy
-
-    def build_model(self, device: torch.device, kernels: Kernels = "plain") -> LanguageModel:
-        """Return the model with its initial weights."""
-        return build_language_model(self.config.model, seed=self.seed, device=device, kernels=kernels)
-
-    def describe(self, model: nn.Module) -> dict[str, Any]:
-        """Return the entries of a run's first record on data and model, which is on the meta device."""
-        tokens = torch.zeros(1, self.config.model.context, dtype=torch.int64, device="meta")
-        described = describe_model(model, self.config.model.attention_shape.attention_norm, tokens)
-        return {**described, "train_items": self.train.targets}
 
     def loss(self, model: nn.Module, position: int, count: int) -> Losses:
         """Return the cross-entropy of `count` windows of tokens, and the auxiliary losses of the sublayers."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.models.cost import count_active_parameters, count_flops, count_parameters
+from siamesenorm.models.transformer import TransformerConfig
 from siamesenorm.topologies import Kernels
 from siamesenorm.world import World
 
@@ -73,25 +74,32 @@ class Task(Protocol):
 
     `unit` is that of the loss, such as "nats/token"; `item` is what the loss is a mean over, and `items_per_sample` how
     many of them a sample has. `metrics` are the numbers of an evaluation, the loss first. `floor` is the loss of a
-    model that has learned nothing, `scale` the unit of the verdict's thresholds.
+    model that has learned nothing, `scale` the unit of the verdict's thresholds. `train_items` are those of the
+    training data.
     """
 
+    config: TaskConfig
+    seed: int
     unit: str
     item: str
     items_per_sample: int
+    train_items: int
     metrics: tuple[Metric, ...]
     floor: float | None
     scale: float
 
     def build_model(self, device: torch.device, kernels: Kernels = "plain") -> nn.Module:
         """Return the model with its initial weights; on the meta device nothing is allocated."""
+        model: nn.Module = self.config.model.build(seed=self.seed, device=device, kernels=kernels)
+        return model
 
     def rate_factors(self, model: nn.Module) -> Mapping[str, float]:
         """Return factors on the learning rate by parameter name; a missing one is 1: none by default."""
         return {}
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
-        """Return the entries of a run's first record on data and model, which may be on the meta device."""
+        """Return the entries of a run's first record on data and model, which is on the meta device."""
+        return {**describe_model(model, self.config.model), "train_items": self.train_items}
 
     def loss(self, model: nn.Module, position: int, count: int) -> Losses:
         """Return the loss of `count` samples from a position in the order of the training data."""
@@ -235,15 +243,15 @@ class TaskConfig:
         )
 
 
-def describe_model(model: nn.Module, attention_norm: str, *inputs: Tensor) -> dict[str, Any]:
-    """Return the entries of a run's first record on a model; model and inputs, one sample, are on the meta device."""
+def describe_model(model: nn.Module, config: Any) -> dict[str, Any]:
+    """Return the entries of a run's first record on a model, which is on the meta device, of its configuration."""
     parameters, embedding = count_parameters(model)
     active = count_active_parameters(model)
     return {
-        "attention_norm": attention_norm,
+        "attention_norm": config.attention_shape.attention_norm if isinstance(config, TransformerConfig) else "none",
         "parameters": parameters,
         "non_embedding_parameters": parameters - embedding,
         **({"active_parameters": active} if active != parameters else {}),
-        "flops_per_sample": count_flops(model, *inputs),
+        "flops_per_sample": count_flops(model, *config.inputs()),
         "notes": sorted({module.note for module in model.modules() if getattr(module, "note", "")}),
     }

@@ -62,6 +62,8 @@ class Execution:
     """Keep all checkpoints of a finished run with their optimizer states; by default only its last weights stay."""
     trackers: tuple[Tracker, ...] = ()
     """Mirrors of the record (the `track` extra); metrics.jsonl stays the record."""
+    slurm: tuple[str, ...] = ()
+    """Train as a job of Slurm (the `cluster` extra) with these options of sbatch: nodes=2 time=600 partition=gpu."""
 
     def __post_init__(self) -> None:
         """Refuse numbers below their least and choices that do not exist."""
@@ -74,6 +76,20 @@ class Execution:
         for tracker in self.trackers:
             if tracker not in get_args(Tracker):
                 raise unknown("tracker", tracker, get_args(Tracker))
+        self.slurm_options  # noqa: B018 - refuses words that are no options
+
+    @property
+    def slurm_options(self) -> dict[str, int | str]:
+        """The options of sbatch by name; raises UserError for words that are none."""
+        options: dict[str, int | str] = {}
+        for word in self.slurm:
+            name, _, value = word.partition("=")
+            if not (name and value):
+                raise UserError(f"execution.slurm has {word!r}: write options of sbatch as NAME=VALUE, such as nodes=2")
+            options[name] = int(value) if value.isdigit() else value
+        if not isinstance(options.get("time", 0), int):
+            raise UserError(f"execution.slurm has time={options['time']}: give minutes, such as time=600")
+        return options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

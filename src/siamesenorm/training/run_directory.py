@@ -39,6 +39,8 @@ class RunDirectory:
         self.item_scores = path / "items"
         self.scores = path / "scores"
         self.log_file = path / LOG_FILE
+        self.slurm_file = path / "slurm.json"
+        self.slurm_logs = path / "slurm"
         self.checkpoints = path / "checkpoints"
 
     @property
