@@ -165,7 +165,7 @@ class Reader(DeclaredModule):
         self.compute_dtype = spec.compute_dtype
 
     def eps_behind(self, norm: NormFunction) -> tuple[float, float] | None:
-        """Return (e, f): f `norm` with eps e behind this is `norm` of Pre-Norm's stream at the start; None if none is."""
+        """Return (e, f): f `norm` with eps e behind this is `norm` of Pre-Norm's stream at the start, None if none."""
         return None
 
     def to_compute(self, h: Tensor) -> Tensor:
