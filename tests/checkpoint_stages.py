@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from siamesenorm.training import checkpoint
+from siamesenorm.training import checkpoint, distributed_checkpoint
 
 STAGES = (
     "begin",
@@ -20,27 +20,26 @@ STAGES = (
     "renamed",
     "pruned",
 )
+STAGES_OF_OTHERS = tuple(stage for stage in STAGES if stage.startswith(("model", "optimizer")))
+"""Of a process that is not the first."""
 
 
 def watch_stages(announce: Callable[[str], None], replace: Callable[..., None] = setattr) -> None:
     """Replace the functions that write checkpoints by ones that announce the stages; `replace` as `setattr`."""
-    remove_leftovers, write_contents = checkpoint._remove_leftovers, checkpoint._write_contents
-    write_synced, prune = checkpoint._write_synced, checkpoint._prune
+    begin, write, prune = checkpoint.begin_checkpoint, checkpoint.write_synced, checkpoint.prune
 
-    def begin(*arguments: Any) -> bool:
+    def begin_announced(*arguments: Any) -> Path | None:
         announce("begin")
-        return remove_leftovers(*arguments)
-
-    def write_all(*arguments: Any) -> None:
+        unfinished = begin(*arguments)
         announce("partial-made")
-        write_contents(*arguments)
-        announce("manifest-written")
+        return unfinished
 
-    def write_file(path: Path, pieces: Iterable[Any]) -> dict[str, Any]:
-        is_group = path.suffix == ".safetensors" and path.stem in ("model", "optimizer")
-        entry = write_synced(path, halted(path.stem, list(pieces)) if is_group else pieces)
-        if is_group or path.stem == "state":
-            announce(f"{path.stem}-written")
+    def write_announced(path: Path, pieces: Iterable[Any]) -> dict[str, Any]:
+        group = path.name.partition(".")[0].partition("-")[0]
+        is_group = group in ("model", "optimizer")
+        entry = write(path, halted(group, list(pieces)) if is_group else pieces)
+        if is_group or group in ("state", "manifest"):
+            announce(f"{group}-written")
         return entry
 
     def halted(group: str, pieces: list[Any]) -> Iterator[Any]:
@@ -49,15 +48,12 @@ def watch_stages(announce: Callable[[str], None], replace: Callable[..., None] =
                 announce(f"{group}-half-written")
             yield piece
 
-    def remove_old(*arguments: Any) -> None:
+    def prune_announced(*arguments: Any) -> None:
         announce("renamed")
         prune(*arguments)
         announce("pruned")
 
-    for name, function in {
-        "_remove_leftovers": begin,
-        "_write_contents": write_all,
-        "_write_synced": write_file,
-        "_prune": remove_old,
-    }.items():
-        replace(checkpoint, name, function)
+    replace(checkpoint, "write_synced", write_announced)
+    replace(distributed_checkpoint, "begin_checkpoint", begin_announced)
+    replace(distributed_checkpoint, "write_synced", write_announced)
+    replace(distributed_checkpoint, "prune", prune_announced)

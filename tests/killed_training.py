@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # AdamW imports it, in every child if not here
+import torch._dynamo  # AdamW imports it, in every child if not here; the same goes for distributed checkpoints
 
 from checkpoint_stages import STAGES, watch_stages
 from siamesenorm.tasks.language import LanguageTask
-from siamesenorm.training import execution, run_directory
+from siamesenorm.training import distributed_checkpoint, execution, run_directory
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.loop import Instrument, TrainingLoop, train
 from siamesenorm.training.run_record import MetricsLog
@@ -148,6 +148,10 @@ LIVES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+BETWEEN_CHECKPOINTS = setup(distributed_checkpoint, "begin_checkpoint", after=False, when=lambda root, step: step == 33)
+"""The checkpoint of step 30 is whole, and nothing of the next one is written."""
+
+
 def live(config: RunConfig, run: Path, life: dict[str, Any] | None = None) -> int:
     """Train in a child; returns how it ended: its exit code, or minus the signal."""
     child = os.fork()
@@ -180,7 +184,7 @@ def main(data: Path, out: Path) -> dict[str, Any]:
     ended["lives"] = {name: live(config, out / "killed", life) for name, life in LIVES.items()}
     ended["last life"] = live(config, out / "killed")
 
-    ended["before damage"] = live(config, out / "damaged", {"moment": {"kind": "train", "step": 31}})
+    ended["before damage"] = live(config, out / "damaged", BETWEEN_CHECKPOINTS)
     ended["damaged"] = damage_newest(out / "damaged")
     ended["after damage"] = live(config, out / "damaged")
     return ended

@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,8 @@ from safetensors.torch import load_file
 from checkpoint_stages import STAGES, watch_stages
 from siamesenorm.errors import UserError
 from siamesenorm.training import checkpoint as checkpoint_module
-from siamesenorm.training.checkpoint import load_checkpoint, save_checkpoint
+from siamesenorm.training.checkpoint import keep_last_weights, load_checkpoint, read_checkpoint
+from siamesenorm.training.distributed_checkpoint import CheckpointSaver, save_checkpoint
 
 
 def groups(seed):
@@ -246,8 +249,6 @@ def test_an_interruption_leaves_nothing_half_written(tmp_path, monkeypatch):
 
 
 def test_bad_requests_are_refused(tmp_path):
-    with pytest.raises(UserError):
-        save(tmp_path, 100, keep=0)
     with pytest.raises(ValueError, match="complex64"):
         save_checkpoint(tmp_path, 100, {"model": {"z": torch.zeros(1, dtype=torch.complex64)}}, {}, keep=1)
     with pytest.raises(TypeError):
@@ -262,7 +263,8 @@ DEATHS = textwrap.dedent(
     from pathlib import Path
     import torch
     from checkpoint_stages import STAGES, watch_stages
-    from siamesenorm.training.checkpoint import load_checkpoint, save_checkpoint
+    from siamesenorm.training.checkpoint import load_checkpoint
+    from siamesenorm.training.distributed_checkpoint import save_checkpoint
     from siamesenorm.training.run_record import MetricsLog, read_metrics
 
     def groups(step):
@@ -371,3 +373,53 @@ def test_an_old_checkpoint_is_renamed_before_it_is_removed(tmp_path, monkeypatch
     save(tmp_path, 200, keep=1)
     assert removed == ["step-00000100.partial"]
     assert (tmp_path / "step-00000100.partial").is_dir() and not (tmp_path / "step-00000100").exists()
+
+
+def test_one_of_a_later_version_is_neither_read_nor_removed(tmp_path):
+    path = save(tmp_path, 200)
+    (path / "manifest.json").write_text('{"schema": 99, "layout": "unknown"}')
+    for use in (load_checkpoint, lambda root: save(root, 200), lambda root: save(root, 100)):
+        with pytest.raises(UserError, match="schema 99.*update"):
+            use(tmp_path)
+    assert names(tmp_path) == ["step-00000200"] and (path / "model.safetensors").exists()
+
+
+def test_multiples_of_a_step_stay_and_after_the_end_their_weights(tmp_path):
+    with CheckpointSaver(tmp_path, keep=1, every=20) as saver:
+        for step in (10, 20, 30, 40, 45):
+            saver.save(step, groups(step), {})
+    assert names(tmp_path) == ["step-00000020", "step-00000040", "step-00000045"]
+    keep_last_weights(tmp_path, 20)
+    assert names(tmp_path) == ["step-00000020", "step-00000040", "step-00000045"]
+    for step in (20, 40, 45):
+        path = tmp_path / f"step-{step:08d}"
+        assert names(path) == ["manifest.json", "model.safetensors", "state.json"]
+        assert_same_bits(read_checkpoint(path).tensors, {"model": groups(step)["model"]})
+
+
+def test_a_save_copies_what_training_changes_meanwhile(tmp_path):
+    tensors = groups(1)
+    with CheckpointSaver(tmp_path, keep=1) as saver:
+        saver.save(1, tensors, {})
+        for tensor in tensors["model"].values():
+            tensor.zero_()
+    assert_same_bits(load_checkpoint(tmp_path).tensors, groups(1))
+
+
+def test_a_reader_beside_the_run_always_finds_a_whole_one(tmp_path):
+    save(tmp_path, 0)
+    found, done = [], threading.Event()
+
+    def read():
+        while not done.is_set():
+            checkpoint = load_checkpoint(tmp_path)
+            assert_same_bits(checkpoint.tensors, groups(checkpoint.step))
+            found.append(checkpoint.step)
+
+    with ThreadPoolExecutor() as pool, CheckpointSaver(tmp_path, keep=1) as saver:
+        reading = pool.submit(read)
+        for step in range(1, 30):
+            saver.save(step, groups(step), {})
+        done.set()
+        reading.result()
+    assert found == sorted(found) and len(set(found)) > 3

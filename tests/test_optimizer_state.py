@@ -9,12 +9,8 @@ import torch
 from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.training.checkpoint import (
-    capture_random_state,
-    load_checkpoint,
-    restore_random_state,
-    save_checkpoint,
-)
+from siamesenorm.training.checkpoint import capture_random_state, load_checkpoint, restore_random_state
+from siamesenorm.training.distributed_checkpoint import save_checkpoint
 from siamesenorm.training.optimizer import optimizer_tensors, restore_optimizers
 
 

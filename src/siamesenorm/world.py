@@ -83,6 +83,14 @@ class World:
         dist.all_reduce(total)
         return total.tolist()
 
+    def largest(self, value: float) -> float:
+        """Return the largest of the numbers of the processes."""
+        if self.size == 1:
+            return value
+        largest = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.item()
+
     def mean(self, values: Tensor) -> Tensor:
         """Return the mean of a tensor over the processes."""
         if self.size > 1:

@@ -37,10 +37,14 @@ COMMANDS = {
 PRESET_COMMANDS = ("train", "sweep")
 LABORATORY = {"numpy", "tyro", "rich", "matplotlib", "tokenizers", "safetensors", "scipy", "sklearn"}
 BROKEN_PIPE = 141  # as shells report it: 128 and the number of SIGPIPE
+INTERRUPTED = 130  # by SIGINT; a run that trains leaves with 143 after SIGTERM
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0, 2 for bad input, 130 when interrupted, 141 for a closed output."""
+    """Run a command; returns its exit code.
+
+    0, 2 for bad input, 130 when interrupted, 143 after SIGTERM while a run trains, 141 for a closed output.
+    """
     try:
         code = _run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
@@ -79,9 +83,9 @@ def _run(arguments: list[str]) -> int:
     except UserError as error:
         print(f"siamesenorm: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         print("siamesenorm: interrupted; repeat the command to resume", file=sys.stderr)
-        return 130
+        return getattr(stopped, "exit_code", INTERRUPTED)
     return 0
 
 

@@ -1,90 +1,83 @@
-"""Crash-safe checkpoints of one process: a directory is whole or does not count.
+"""Crash-safe checkpoints: a directory is whole or does not count.
 
     root/step-00000100/    <group>.safetensors for every group of tensors, state.json, and manifest.json with the size
                            and SHA-256 of every file
-    root/step-00000200.partial/    being written, or left by a killed process
+    root/step-00000200.1f0c8a3e.partial/    being written, or left by a killed process
 
-Files, then the manifest, are written and synced under the partial name; one rename makes them count; only then are
-older checkpoints pruned. Nothing is pickled.
+Of several processes each writes its part of a group, `<group>-2-of-4.safetensors`. Files, then the manifest, are
+written and synced under the partial name; one rename makes them count; only then are older checkpoints pruned. The
+partial name has a random part, so that a process that outlives its job writes nothing into the checkpoint of the next
+one. Nothing is pickled. `distributed_checkpoint` writes them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import re
+import secrets
 import shutil
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json, disk_errors, encode_json, sync_directory, write_atomically
+from siamesenorm.training.checkpoint_files import StoredTensor, encode_tensors, open_tensors, write_synced
+from siamesenorm.world import World
 
-SCHEMA = 1
-MANIFEST = "manifest.json"
+SCHEMAS = WHOLE, IN_PARTS = 1, 2
+"""Of a checkpoint that one process wrote, and of one of several."""
+MANIFEST, STATE = "manifest.json", "state.json"
 PARTIAL = ".partial"
 
-_NAME = re.compile(r"step-(\d{8,})(\.partial)?")
-
-# The names of the safetensors format, for the dtypes a training state is made of.
-_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+_NAME = re.compile(r"step-(\d{8,})((?:\.\w+)?\.partial)?")
+_PART = re.compile(r"(.+?)(?:-\d+-of-\d+)?\.safetensors")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A whole checkpoint: its groups of tensors (on the CPU), its JSON state, and why newer ones were skipped."""
+    """A whole checkpoint: its groups of tensors, its JSON state, and why newer ones were skipped."""
 
     step: int
     path: Path
-    tensors: Mapping[str, dict[str, Tensor]]
+    stored: Mapping[str, dict[str, StoredTensor]]
     state: dict[str, Any]
     skipped: tuple[str, ...]
 
+    @cached_property
+    def tensors(self) -> Mapping[str, dict[str, Tensor]]:
+        """The whole tensors of every group, on the CPU."""
+        return {group: {name: each.read() for name, each in named.items()} for group, named in self.stored.items()}
 
-def save_checkpoint(
-    root: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], *, keep: int
-) -> Path:
-    """Write the checkpoint of a step, prune all but the newest `keep`, and return its directory.
 
-    `tensors` are groups by name, such as "model" and "optimizer", on any device; `state` is what JSON can hold. A
-    checkpoint of this step that is whole stays as it is. Raises `UserError` on a full disk, with everything earlier
-    untouched, and when a later checkpoint is whole.
+# --- writing
+
+
+def begin_checkpoint(root: Path, step: int) -> Path | None:
+    """Make the directory of an unfinished checkpoint; return None where a whole one of this step stays as it is.
+
+    Leftovers, and broken checkpoints of this step or later, are removed. Raises UserError when a later one is whole.
     """
-    if keep < 1:
-        raise UserError(f"keep is {keep}: at least one checkpoint must be kept")
-    target = root / f"step-{step:08d}"
-    unfinished = target.with_name(target.name + PARTIAL)
-    with disk_errors(target):
-        if not root.is_dir():
-            root.mkdir(parents=True)
-            sync_directory(root.parent)
-        if _remove_leftovers(root, step):
-            try:
-                unfinished.mkdir()
-                _write_contents(unfinished, step, tensors, state)
-                unfinished.rename(target)
-            except BaseException:
-                shutil.rmtree(unfinished, ignore_errors=True)
-                raise
-            sync_directory(root)
-        _prune(root, keep)
-    return target
+    if not root.is_dir():
+        root.mkdir(parents=True)
+        sync_directory(root.parent)
+    if not _remove_leftovers(root, step):
+        return None
+    unfinished = root / f"step-{step:08d}.{secrets.token_hex(4)}{PARTIAL}"
+    unfinished.mkdir()
+    return unfinished
 
 
 def _remove_leftovers(root: Path, step: int) -> bool:
     """Remove leftovers, and broken checkpoints of this step or later; return whether this step is still to write."""
-    for leftover in root.glob(f"step-*{PARTIAL}"):
-        shutil.rmtree(leftover)
+    _remove_unfinished(root)
     for other, path in _finished(root):
         if other < step:
             break
@@ -99,57 +92,34 @@ def _remove_leftovers(root: Path, step: int) -> bool:
     return True
 
 
-def _write_contents(
-    directory: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
+def _remove_unfinished(root: Path) -> None:
+    for leftover in root.glob(f"step-*{PARTIAL}"):
+        shutil.rmtree(leftover)
+
+
+def name_of_part(group: str, number: int, count: int) -> str:
+    """Return the name of the file in which process `number` of `count`, from 1 on, writes its part of a group."""
+    return f"{group}.safetensors" if count == 1 else f"{group}-{number}-of-{count}.safetensors"
+
+
+def finish_checkpoint(
+    unfinished: Path, step: int, files: Mapping[str, dict[str, Any]], state: Mapping[str, Any], *, schema: int
 ) -> None:
-    contents: dict[str, Iterable[bytes | memoryview]]
-    contents = {f"{group}.safetensors": _safetensors_pieces(named) for group, named in tensors.items()}
-    contents["state.json"] = [encode_json(state, indent=1).encode()]
-    files = {name: _write_synced(directory / name, pieces) for name, pieces in contents.items()}
-    manifest = {"schema": SCHEMA, "step": step, "files": files}
-    _write_synced(directory / MANIFEST, [encode_json(manifest, indent=1).encode()])
-    sync_directory(directory)
+    """Write the state and the manifest, and give the directory its final name."""
+    written = write_synced(unfinished / STATE, [encode_json(state, indent=1).encode()])
+    manifest = {"schema": schema, "step": step, "files": {**files, STATE: written}}
+    write_synced(unfinished / MANIFEST, [encode_json(manifest, indent=1).encode()])
+    sync_directory(unfinished)
+    unfinished.rename(unfinished.with_name(f"step-{step:08d}"))
+    sync_directory(unfinished.parent)
 
 
-def _safetensors_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """Yield a safetensors file piece by piece.
-
-    The library's writer needs all tensors in host memory at once, refuses tied ones, and reports a full disk as text.
-    """
-    # Wide elements first, as the library does: every tensor is then aligned.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header, end = {}, 0
-    for name in names:
-        tensor = tensors[name]
-        if tensor.dtype not in _DTYPES:
-            raise ValueError(
-                f"tensor {name!r} is {tensor.dtype}: a checkpoint holds real numbers, integers and booleans"
-            )
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for name in names:
-        yield tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _write_synced(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write a new file, wait until it is on the disk, and return its entry in the manifest."""
-    digest, size = hashlib.sha256(), 0
-    with open(path, "xb") as file:
-        for piece in pieces:
-            file.write(piece)
-            digest.update(piece)
-            size += len(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"bytes": size, "sha256": digest.hexdigest()}
-
-
-def _prune(root: Path, keep: int) -> None:
-    for _, path in _finished(root)[keep:]:
-        _remove(path)
+def prune(root: Path, keep: int, every: int = 0) -> None:
+    """Keep the newest `keep` checkpoints, and with `every` those whose step is a multiple of it; remove all else."""
+    _remove_unfinished(root)
+    for step, path in _finished(root)[keep:]:
+        if not every or step % every:
+            _remove(path)
 
 
 def _remove(path: Path) -> None:
@@ -159,25 +129,68 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
+def keep_last_weights(root: Path, every: int = 0) -> None:
+    """Remove what a finished run does not need: checkpoints that do not stay, optimizer and random states of others.
+
+    Weights in parts become one file each, written tensor by tensor. The manifest is exchanged before the files are
+    removed, so that a crash leaves a whole checkpoint.
+    """
+    with disk_errors(root):
+        prune(root, 1, every)
+        for step, path in _finished(root):
+            before = decode_json((path / MANIFEST).read_bytes())["files"]
+            kept = {STATE: before[STATE]}
+            for group, files in _groups(before).items():
+                if group not in ("optimizer", "random"):
+                    kept[f"{group}.safetensors"] = _consolidate(path, group, files) or before[files[0]]
+            manifest = {"schema": WHOLE, "step": step, "files": kept}
+            write_atomically(path / MANIFEST, encode_json(manifest, indent=1).encode())
+            for name in before.keys() - kept.keys():
+                (path / name).unlink()
+
+
+def _consolidate(path: Path, group: str, files: list[str]) -> dict[str, Any] | None:
+    """Write the parts of a group as the file of one process and return its entry; return None where it is that."""
+    target = path / f"{group}.safetensors"
+    if files == [target.name]:
+        return None
+    target.unlink(missing_ok=True)  # of a process that was killed here
+    stored = open_tensors(path / name for name in files)
+    layout = {name: (each.dtype, each.shape) for name, each in stored.items()}
+    return write_synced(target, encode_tensors(layout, lambda name: stored[name].read()))
+
+
+# --- reading
+
+
 def _finished(root: Path) -> list[tuple[int, Path]]:
     """Return (step, directory) of everything with a final name, the newest first."""
     found = ((_NAME.fullmatch(path.name), path) for path in (root.iterdir() if root.is_dir() else ()))
     return sorted(((int(name[1]), path) for name, path in found if name and not name[2]), reverse=True)
 
 
-def load_checkpoint(root: Path, *, groups: Container[str] | None = None) -> Checkpoint | None:
+def load_checkpoint(
+    root: Path, *, groups: Container[str] | None = None, world: World | None = None
+) -> Checkpoint | None:
     """Return the newest checkpoint under `root` whose files all match its manifest, or None without any.
 
-    Of its tensors, only those of `groups` if given. What is newer and broken or unfinished is skipped, and `skipped`
-    has the reasons. Raises `UserError` when there are checkpoints and all are broken; a first one that a killed process
-    left unfinished does not count.
+    Of its tensors, only those of `groups` if given. The processes of a `world` share the work and find the same. What
+    is newer and broken or unfinished is skipped, and `skipped` has the reasons. Raises `UserError` when there are
+    checkpoints and all are broken; a first one that a killed process left unfinished does not count.
     """
-    faults: list[str] = []
-    for step, path in _finished(root):
-        fault = _fault(path, step)
-        if fault is None:
-            return _read(step, path, faults, groups)
-        faults.append(f"{path.name}: {fault}")
+    world = world or World()
+    while True:
+        faults: list[str] = []
+        finished = world.on_first(lambda: _finished(root))
+        for step, path in finished:
+            mine = _fault(path, step, world.rank, world.size)
+            fault = next((each for each in world.gather(mine) if each is not None), None)
+            if fault is None:
+                with suppress(FileNotFoundError):  # the run that is being read has just removed it
+                    return _open(step, path, faults, groups)
+            faults.append(f"{path.name}: {fault}")
+        if world.on_first(lambda: _finished(root)) == finished:
+            break
     if faults:
         raise UserError(
             f"no checkpoint in {root} is whole ({'; '.join(faults)}): remove {root} to train this run from its start"
@@ -193,32 +206,51 @@ def read_checkpoint(path: Path, *, groups: Container[str] | None = None) -> Chec
     fault = _fault(path, int(name[1]))
     if fault is not None:
         raise UserError(f"{path} is not whole ({fault}): choose another checkpoint of the run")
-    return _read(int(name[1]), path, [], groups)
+    return _open(int(name[1]), path, [], groups)
 
 
-def _read(step: int, path: Path, faults: Iterable[str], groups: Container[str] | None) -> Checkpoint:
+def _open(step: int, path: Path, faults: Iterable[str], groups: Container[str] | None) -> Checkpoint:
     names = sorted(other.name for other in path.parent.glob(f"step-*{PARTIAL}"))
     unfinished = (name for name in names if (match := _NAME.fullmatch(name)) and int(match[1]) > step)
-    files = sorted(path.glob("*.safetensors"))
+    files = _groups(decode_json((path / MANIFEST).read_bytes())["files"])
     return Checkpoint(
         step=step,
         path=path,
-        tensors={file.stem: load_file(file) for file in files if groups is None or file.stem in groups},
-        state=decode_json((path / "state.json").read_bytes()),
+        stored={
+            group: open_tensors(path / name for name in names)
+            for group, names in files.items()
+            if groups is None or group in groups
+        },
+        state=decode_json((path / STATE).read_bytes()),
         skipped=(*(f"{name}: never finished" for name in unfinished), *faults),
     )
 
 
-def _fault(path: Path, step: int) -> str | None:
-    """Return what is wrong with a checkpoint, or None if every file matches its manifest."""
+def _groups(files: Iterable[str]) -> dict[str, list[str]]:
+    """Return the files of every group of tensors."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(files):
+        if match := _PART.fullmatch(name):
+            groups.setdefault(match[1], []).append(name)
+    return groups
+
+
+def _fault(path: Path, step: int, rank: int = 0, size: int = 1) -> str | None:
+    """Return what is wrong with a checkpoint, or None if every file of this process's share matches its manifest.
+
+    Raises `UserError` for one of a schema that this version does not have: it may be whole.
+    """
     try:
         manifest = decode_json((path / MANIFEST).read_bytes())
-        if (manifest["schema"], manifest["step"]) != (SCHEMA, step):
-            return f"{MANIFEST} is of schema {manifest['schema']}, step {manifest['step']}"
-        for name, entry in manifest["files"].items():
-            size = (path / name).stat().st_size
-            if size != entry["bytes"]:
-                return f"{name} has {size} bytes instead of {entry['bytes']}"
+        schema = manifest["schema"]
+        if isinstance(schema, int) and schema > max(SCHEMAS):
+            raise UserError(f"{path} is of schema {schema}, of a later version: update siamesenorm to read it")
+        if schema not in SCHEMAS or manifest["step"] != step:
+            return f"{MANIFEST} is of schema {schema}, step {manifest['step']}"
+        for name, entry in islice(manifest["files"].items(), rank, None, size):
+            found = (path / name).stat().st_size
+            if found != entry["bytes"]:
+                return f"{name} has {found} bytes instead of {entry['bytes']}"
             with open(path / name, "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
                     return f"the checksum of {name} does not match"
@@ -226,41 +258,35 @@ def _fault(path: Path, step: int) -> str | None:
         return f"{Path(error.filename).name} is missing"
     except OSError as error:
         return f"{Path(error.filename or path).name} cannot be read: {error.strerror}"
+    except UserError:  # a ValueError
+        raise
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is damaged"
     return None
 
 
-def keep_last_weights(root: Path) -> None:
-    """Remove what a finished run does not need: older checkpoints, and optimizer and random states of the last.
+# --- random state
 
-    The manifest is exchanged before the files are removed, so that a crash leaves a whole checkpoint.
+
+def capture_random_state(rank: int = 0) -> dict[str, Tensor]:
+    """Return the state of the CPU's generator ("cpu") and of every visible GPU's ("cuda-0", ...), uint8 `[bytes]`.
+
+    The names of a process that is not the first end with its rank: "cpu@1".
     """
-    with disk_errors(root):
-        _prune(root, 1)
-        for _, path in _finished(root):
-            manifest = decode_json((path / MANIFEST).read_bytes())
-            dropped = {f"{group}.safetensors" for group in ("optimizer", "random")} & manifest["files"].keys()
-            manifest["files"] = {name: entry for name, entry in manifest["files"].items() if name not in dropped}
-            write_atomically(path / MANIFEST, encode_json(manifest, indent=1).encode())
-            for name in dropped:
-                (path / name).unlink()
-
-
-def capture_random_state() -> dict[str, Tensor]:
-    """Return the state of the CPU's generator ("cpu") and of every visible GPU's ("cuda-0", ...), uint8 `[bytes]`."""
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"cpu": torch.get_rng_state()} | {f"cuda-{index}": state for index, state in enumerate(gpus)}
+    states = {"cpu": torch.get_rng_state()} | {f"cuda-{index}": state for index, state in enumerate(gpus)}
+    return {f"{name}@{rank}" if rank else name: state for name, state in states.items()}
 
 
 def restore_random_state(states: Mapping[str, Tensor]) -> None:
-    """Restore the state of the generators; raises `UserError` when one of its GPUs is missing."""
-    gpus = sorted(name for name in states if name != "cpu")
+    """Restore what one process captured; raises `UserError` when one of its GPUs is missing."""
+    named = {name.partition("@")[0]: state for name, state in states.items()}
+    gpus = sorted(name for name in named if name != "cpu")
     present = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if len(gpus) > present:
         raise UserError(
             f"the checkpoint has the random state of {len(gpus)} GPUs, {present} are visible: resume on as many"
         )
-    torch.set_rng_state(states["cpu"])
+    torch.set_rng_state(named["cpu"])
     for name in gpus:
-        torch.cuda.set_rng_state(states[name], int(name.removeprefix("cuda-")))
+        torch.cuda.set_rng_state(named[name], int(name.removeprefix("cuda-")))

@@ -58,6 +58,8 @@ class Execution:
     """Steps between checkpoints; one is written at the last step too."""
     keep_checkpoints: int = 2
     """How many checkpoints to keep while training."""
+    keep_every: int = 0
+    """Keep the checkpoints of steps that are multiples of this too; after the end their weights; 0 keeps none."""
     keep_states: bool = False
     """Keep all checkpoints of a finished run with their optimizer states; by default only its last weights stay."""
     trackers: tuple[Tracker, ...] = ()
@@ -67,7 +69,7 @@ class Execution:
 
     def __post_init__(self) -> None:
         """Refuse numbers below their least and choices that do not exist."""
-        for name, least in (("threads", 0), ("checkpoint_every", 1), ("keep_checkpoints", 1)):
+        for name, least in (("threads", 0), ("checkpoint_every", 1), ("keep_checkpoints", 1), ("keep_every", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}: choose at least {least}")
         for name, kind in (("kernels", Kernels), ("compile", Compile), ("parallel", Parallelism)):

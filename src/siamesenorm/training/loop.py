@@ -2,7 +2,8 @@
 
 A checkpoint holds parameters, optimizer, random state and the length of the record. Resuming cuts the record back to
 that length: the order of the data is stateless, so nothing else needs to be stored. Killed at any moment and resumed, a
-run ends with the same bits as one never interrupted, but for the time fields and the notes of its record.
+run ends with the same bits as one never interrupted, but for the time fields and the notes of its record. On SIGTERM
+and SIGINT it writes a checkpoint after the step under way and raises `Interrupted`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ClassVar
+from signal import Signals
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,19 +27,27 @@ from siamesenorm.training import execution
 from siamesenorm.training.checkpoint import (
     Checkpoint,
     capture_random_state,
-    keep_last_weights,
     load_checkpoint,
     restore_random_state,
-    save_checkpoint,
 )
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.optimizer import build_optimizers, optimizer_tensors, restore_optimizers, set_learning_rate
+from siamesenorm.training.optimizer import (
+    build_optimizers,
+    empty_state,
+    optimizer_tensors,
+    restore_optimizers,
+    set_learning_rate,
+)
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.run_record import MetricsLog, read_metrics
+from siamesenorm.training.stop_signals import Interrupted, StopSignals
 from siamesenorm.training.verdict import StabilityMonitor, Verdict
 from siamesenorm.training.warm_start import load_start, require_start
 from siamesenorm.training.weight_average import WeightAverage
 from siamesenorm.world import World, shard_like, whole
+
+if TYPE_CHECKING:
+    from siamesenorm.training.distributed_checkpoint import CheckpointSaver
 
 Record = dict[str, Any]
 
@@ -74,7 +84,8 @@ def train(config: RunConfig, directory: Path, *, instruments: tuple[Instrument, 
     """Train the run of `config` in `directory`, or resume it, and return its verdict.
 
     A finished run is not trained again. Raises UserError when the directory belongs to another configuration, for data
-    that do not fit, and on a full disk; what cannot be trained leaves no directory behind.
+    that do not fit, and on a full disk; what cannot be trained leaves no directory behind. Raises Interrupted after
+    SIGTERM or SIGINT, with a whole checkpoint of the last step.
     """
     config, run = config.resolved(), RunDirectory(directory)
     with World.joined(execution.find_device(config.execution.device)) as world, ExitStack() as held:
@@ -147,6 +158,7 @@ class TrainingLoop:
         with ExitStack() as opened:
             if self.world.is_first:
                 self.log = opened.enter_context(MetricsLog(self.run_directory.metrics_file))
+            self.saver = opened.enter_context(self._checkpoints())
             checkpoint = self._resume()
             step = checkpoint.step if checkpoint else 0
             self.clock = time.perf_counter() - (checkpoint.state["seconds"] if checkpoint else 0.0)
@@ -164,13 +176,21 @@ class TrainingLoop:
                 self.note(changes)
             if step == 0:
                 self._begin()
+            signals = opened.enter_context(StopSignals())
             while step < config.steps and not (config.stop_early and self.monitor.should_stop):
                 step += 1
                 self._train_step(step)
                 if step % config.validation_every == 0 or step == config.steps:
                     self._validate(step)
-                if step % config.execution.checkpoint_every == 0 or step == config.steps:
+                stop = int(self.world.largest(signals.received)) if step < config.steps else 0
+                if stop:
+                    self.note(f"{Signals(stop).name}: left after step {step}; the same command resumes")
+                if stop or step % config.execution.checkpoint_every == 0 or step == config.steps:
                     self._save(step)
+                if stop:
+                    self.saver.wait()
+                    raise Interrupted(stop)
+            self.saver.wait()
             return self._finish(step)
 
     def _begin(self) -> None:
@@ -264,34 +284,31 @@ class TrainingLoop:
         enabled = self.config.precision == "bfloat16"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
+    def _checkpoints(self) -> CheckpointSaver:
+        # Imported here: the import costs seconds, which reading a run does not need.
+        from siamesenorm.training.distributed_checkpoint import CheckpointSaver
+
+        execution = self.config.execution
+        return CheckpointSaver(
+            self.run_directory.checkpoints, keep=execution.keep_checkpoints, every=execution.keep_every
+        )
+
     def _save(self, step: int) -> None:
+        """Copy the state of this step; it is written while the next steps are trained."""
         tensors = {
-            "model": {name: whole(tensor) for name, tensor in self.model.state_dict().items()},
-            "optimizer": {name: whole(tensor) for name, tensor in optimizer_tensors(self.optimizers).items()},
-            "random": {name: state for each in self.world.gather(self._random_state()) for name, state in each.items()},
+            "model": self.model.state_dict(),
+            "optimizer": optimizer_tensors(self.optimizers),
+            "random": capture_random_state(self.world.rank),
         }
         if self.average:
-            tensors["ema"] = {name: whole(tensor) for name, tensor in self.average.averages.items()}
-
-        def save() -> None:
-            save_checkpoint(
-                self.run_directory.checkpoints,
-                step,
-                tensors,
-                {"metrics_offset": self.log.sync(), "seconds": time.perf_counter() - self.clock},
-                keep=self.config.execution.keep_checkpoints,
-            )
-
-        self.world.on_first(save)
-
-    def _random_state(self) -> dict[str, Tensor]:
-        """Return the random state of this process; the names of the first have no number."""
-        suffix = f"@{self.world.rank}" if self.world.rank else ""
-        return {f"{name}{suffix}": state for name, state in capture_random_state().items()}
+            tensors["ema"] = self.average.averages
+        seconds = time.perf_counter() - self.clock
+        state = self.world.on_first(lambda: {"metrics_offset": self.log.sync(), "seconds": seconds})
+        self.saver.save(step, tensors, state)
 
     def _resume(self) -> Checkpoint | None:
         """Restore the newest whole checkpoint and cut the record back to it; start over where there is none."""
-        checkpoint = load_checkpoint(self.run_directory.checkpoints)
+        checkpoint = load_checkpoint(self.run_directory.checkpoints, world=self.world)
 
         def cut() -> list[Record]:
             self.log.truncate(checkpoint.state["metrics_offset"] if checkpoint else 0)
@@ -300,25 +317,35 @@ class TrainingLoop:
         records = self.world.on_first(cut)
         if checkpoint is None:
             return None
-        self._load_weights(checkpoint.tensors["model"])
-        if self.average:
-            self.average.load(checkpoint.tensors["ema"])
-        if "optimizer" in checkpoint.tensors:
-            restore_optimizers(self.optimizers, checkpoint.tensors["optimizer"])
-            mine, random = self._random_state(), checkpoint.tensors["random"]
-            if mine.keys() <= random.keys():
-                restore_random_state({name.partition("@")[0]: random[name] for name in mine})
-        elif checkpoint.step < self.config.steps:
-            raise UserError(
-                f"{checkpoint.path} has no optimizer state, because its run had ended: remove "
-                f"{self.run_directory.checkpoints} to train from the start"
-            )
+        self._restore(checkpoint)
         for record in records:
             if record["kind"] == "train":
                 self.monitor.observe(record["loss"], record["gradient_norm"])
             elif record["kind"] == "validation":
                 self.monitor.observe_validation(record["loss"])
         return checkpoint
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        """Fill this process's part of the state; its random state where the checkpoint has one for it."""
+        stored, random = checkpoint.stored, capture_random_state(self.world.rank)
+        tensors = {"model": self.model.state_dict()}
+        if self.average:
+            tensors["ema"] = self.average.averages
+        if "optimizer" in stored:
+            layout = {name: (each.dtype, each.shape) for name, each in stored["optimizer"].items()}
+            tensors["optimizer"] = empty_state(self.optimizers, layout)
+            if random.keys() <= stored["random"].keys():
+                tensors["random"] = random
+        elif checkpoint.step < self.config.steps:
+            raise UserError(
+                f"{checkpoint.path} has no optimizer state, because its run had ended: remove "
+                f"{self.run_directory.checkpoints} to train from the start"
+            )
+        self.saver.read_into(tensors, checkpoint)
+        if "optimizer" in tensors:
+            restore_optimizers(self.optimizers, tensors["optimizer"])
+        if "random" in tensors:
+            restore_random_state(random)
 
     def _load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Load whole tensors; a sharded model takes its parts."""
@@ -333,8 +360,7 @@ class TrainingLoop:
         def close() -> None:
             self.log.sync()
             self.run_directory.write_verdict(verdict)
-            if not self.config.execution.keep_states:
-                keep_last_weights(self.run_directory.checkpoints)
+            self.saver.end(keep_states=self.config.execution.keep_states)
 
         self.world.on_first(close)
         for instrument in self.instruments:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from siamesenorm.errors import UserError, unknown
 from siamesenorm.norms import declared_parameters
 from siamesenorm.sublayers.sublayer import Projection
-from siamesenorm.world import shard_like
 
 Shape = Literal["cosine", "linear", "wsd", "constant"]
 Decay = Literal["declared", "all-but-embeddings"]
@@ -244,6 +243,26 @@ def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, 
     return tensors
 
 
+def empty_state(
+    optimizers: Iterable[torch.optim.Optimizer], layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+) -> dict[str, Tensor]:
+    """Return empty tensors for a stored state: those of a parameter's shape are sharded as it is, and on its device."""
+    parameters = {
+        name: parameter
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+    }
+    tensors = {}
+    for key, (dtype, shape) in layout.items():
+        parameter = parameters.get(key.rpartition("/")[0])
+        if parameter is not None and shape == tuple(parameter.shape):
+            tensors[key] = torch.empty_like(parameter, dtype=dtype)
+        else:
+            tensors[key] = torch.empty(shape, dtype=dtype)
+    return tensors
+
+
 def restore_optimizers(optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[str, Tensor]) -> None:
     """Load what `optimizer_tensors` returned; hyper-parameters stay those of the optimizers.
 
@@ -254,7 +273,6 @@ def restore_optimizers(optimizers: Sequence[torch.optim.Optimizer], tensors: Map
         for number, optimizer in enumerate(optimizers)
         for index, name in enumerate(_parameter_names(optimizer))
     }
-    parameters = [[each for group in optimizer.param_groups for each in group["params"]] for optimizer in optimizers]
     states: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimizers]
     for key, tensor in tensors.items():
         name, _, entry = key.rpartition("/")
@@ -264,9 +282,7 @@ def restore_optimizers(optimizers: Sequence[torch.optim.Optimizer], tensors: Map
                 "configuration the run was started with"
             )
         number, index = places[name]
-        parameter = parameters[number][index]
-        part = shard_like(tensor, parameter) if tensor.shape == parameter.shape else tensor
-        states[number].setdefault(index, {})[entry] = part.clone()
+        states[number].setdefault(index, {})[entry] = tensor.clone()
     for optimizer, state in zip(optimizers, states, strict=True):
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from siamesenorm.world import shard_like
-
 
 class WeightAverage:
     r"""The average \(a \leftarrow d a + (1 - d) w\) of every trained parameter w, in its dtype and sharded as it is.
@@ -36,11 +34,6 @@ class WeightAverage:
             yield
         finally:
             self._assign(weights)
-
-    def load(self, averages: Mapping[str, Tensor]) -> None:
-        """Load whole tensors by name; a sharded average takes its part."""
-        for name, average in self.averages.items():
-            average.copy_(shard_like(averages[name], average))
 
     @torch.no_grad()
     def _assign(self, values: Mapping[str, Tensor]) -> None:
