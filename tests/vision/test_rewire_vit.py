@@ -225,11 +225,13 @@ def refusal(model: nn.Module, topology: str = "siamese-post-pre", **options: Any
 
 
 @pytest.mark.parametrize("options", [{"global_pool": "avg"}, {"final_norm": False}, {"features_only": True}], ids=str)
+@torch.no_grad()
 def test_without_a_norm_of_every_token_only_the_sum_of_streams_can_stay(options: dict[str, Any]) -> None:
-    assert "which no norm of every token follows" in refusal(build_host(**options))
+    given = {"x": IMAGES}
+    assert "which no norm of every token follows" in refusal(build_host(**options), inputs=given)
     host = build_host(**options)
     model = copy.deepcopy(host)
-    assert rewire(model, "attnres").function_kept
+    assert rewire(model, "attnres", inputs=given).function_kept
     torch.testing.assert_close(model(IMAGES), host(IMAGES), rtol=1e-4, atol=1e-5)
 
 

@@ -209,7 +209,8 @@ def _match(form: Layout, block: nn.Module) -> BlockSpec | None:
         return None
     *parts, joint, output_norms = found
     kinds = ("attention", "cross_attention", "mlp")
-    arguments = tuple(inspect.signature(original_class(type(block)).forward).parameters)[2:]
+    host: Any = original_class(type(block))
+    arguments = tuple(inspect.signature(host.forward).parameters)[2:]
     sublayers = []
     for kind, norm, chain in zip(kinds, parts[::2], parts[1::2], strict=True):
         if chain and (norm or kind != "cross_attention"):

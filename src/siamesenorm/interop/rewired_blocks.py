@@ -204,9 +204,11 @@ class SublayerBlock(RewiredBlock):
         output = x
         for path in branch.paths:
             part = attrgetter(path)(self)
+            if isinstance(part, (int, float)) and "dropout" in path:
+                output = functional.dropout(output, part, self.training)
+                continue
             if isinstance(part, (int, float, Tensor)):
-                drops = "dropout" in path
-                output = functional.dropout(output, part, self.training) if drops else output * part
+                output = output * part
                 continue
             given = self._given(branch, options, crosses) if path == branch.core else {}
             if path in branch.adding:

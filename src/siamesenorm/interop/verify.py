@@ -177,7 +177,8 @@ def _assume(shadow: nn.Module) -> None:
         path = ResidualPath(
             opening=Opening(SPEC),
             connections=tuple(
-                tuple(_Residual(norm and block.get_submodule(norm)) for norm in norms) for block in stack.blocks
+                tuple(_Residual(None if norm is None else block.get_submodule(norm)) for norm in norms)
+                for block in stack.blocks
             ),
             closing=_Closing(shadow.get_submodule(stack.final_norm) if replaced else nn.Identity()),
         )
@@ -264,7 +265,8 @@ def _both_modes(block: nn.Module, call: Call) -> list[Any]:
 
 def _outputs(result: Any) -> list[Tensor]:
     """Return the floating tensors of a model's output."""
-    values = result.values() if isinstance(result, Mapping) else result if isinstance(result, tuple) else (result,)
+    several = result if isinstance(result, (tuple, list)) else (result,)
+    values = result.values() if isinstance(result, Mapping) else several
     return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
 
 

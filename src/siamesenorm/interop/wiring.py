@@ -23,7 +23,6 @@ from siamesenorm.models.block import ResidualPath, build_residual_path
 from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec, foreign_norms
 from siamesenorm.norms.foreign_norms import Unreadable, inheriting, read_norm
 from siamesenorm.topologies import (
-    Closing,
     Connection,
     ResidualSpec,
     Topology,
@@ -31,7 +30,7 @@ from siamesenorm.topologies import (
     topology_name,
     transformer_places,
 )
-from siamesenorm.topologies.topology import Kind
+from siamesenorm.topologies.topology import Kind, Reader
 
 FROM_SCRATCH = "start from scratch (preserve=False or --scratch)"
 
@@ -152,7 +151,7 @@ def init_as_pre_norm(
     return found
 
 
-def _kept_eps(norms: Mapping[str, NormFunction], reader: Connection | Closing) -> dict[str, tuple[float, float]]:
+def _kept_eps(norms: Mapping[str, NormFunction], reader: Reader) -> dict[str, tuple[float, float]]:
     """Return eps and factor by name with which norms behind a read are the host's; none where one cannot be."""
     found = {name: reader.eps_behind(norm) for name, norm in norms.items()}
     return {} if None in found.values() else {name: each for name, each in found.items() if each is not None}
@@ -233,7 +232,8 @@ def _normalise_projections(stack: BlockStack, operator: NormSpec) -> None:
 def _head_dim(attention: Any) -> int:
     """Return the width of a head of an attention of transformers, T5, timm or diffusers."""
     named = (getattr(attention, name, None) for name in ("head_dim", "key_value_proj_dim"))
-    return next(filter(None, named), None) or attention.inner_dim // attention.heads
+    width: int = next(filter(None, named), None) or attention.inner_dim // attention.heads
+    return width
 
 
 def _scale_initial_weights(stack: BlockStack, topology: Topology) -> None:
