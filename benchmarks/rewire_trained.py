@@ -101,8 +101,8 @@ def compare(host: LlamaForCausalLM, topology: str, batch: Tensor) -> dict[str, A
     """Return what rewiring changes in fp32 and in bf16, None for a topology that cannot keep the function."""
     row: dict[str, Any] = {"topology": topology}
     for dtype, suffix in ((torch.float32, ""), (torch.bfloat16, "_bf16")):
-        plain = copy.deepcopy(host).to(dtype)
-        model = copy.deepcopy(plain)
+        plain: Any = copy.deepcopy(host)
+        model = copy.deepcopy(plain.to(dtype))
         try:
             report = siamesenorm.rewire(model, topology)
         except UserError:
@@ -125,4 +125,8 @@ def mean_squares(host: LlamaForCausalLM, batch: Tensor) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    {"train": train, "measure": measure}[sys.argv[1]](*map(Path, sys.argv[2:]))
+    verb, *given = sys.argv[1:]
+    if verb == "train":
+        train(*map(Path, given))
+    else:
+        measure(*map(Path, given))
