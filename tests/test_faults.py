@@ -20,6 +20,7 @@ from fault_cases import KILLS, kills
 from siamesenorm.training.stop_signals import Interrupted, StopSignals
 
 DRIVER = Path(__file__).with_name("fault_cases.py")
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "kills.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,16 @@ def test_killed_runs_end_with_the_same_bits(found: dict[str, Any]) -> None:
     assert [(line["different"], len(line["kills"])) for line in found["kills"]] == [([], KILLS)] * 2
     waited = [kill["others_ended_after"] for kill in found["kills"][1]["kills"] if "others_ended_after" in kill]
     assert waited and max(waited) < kills.SECONDS_TO_NOTICE
+
+
+def test_the_committed_thousand_kills() -> None:
+    lines = kills.read_lines(RESULTS)
+    killed = [kill for line in lines for kill in line["kills"]]
+    assert len(killed) == 1000 and not any(line["different"] for line in lines)
+    assert sum(kill["stage"] is not None for kill in killed) >= 300
+    assert {kill["stage"] for kill in killed} == {*kills.STAGES, None}
+    assert sum(line["seconds"] for line in lines) < 3600
+    assert kills.summary(lines) in (RESULTS.parents[1] / "docs" / "faults.md").read_text()
 
 
 def test_a_second_sigint_interrupts_at_once() -> None:

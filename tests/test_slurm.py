@@ -32,7 +32,7 @@ while [ "${1#--}" != "$1" ]; do case "$1" in --output|--error) shift;; esac; shi
 exec "$@"
 """
 SQUEUE = "#!/bin/sh\nfor job in JOBS/[0-9]*; do kill -0 $(cat $job) 2>/dev/null && basename $job; done; true\n"
-SCANCEL = "#!/bin/sh\njob=$(cat JOBS/$1)\nkill -9 -- -$job || kill -9 $job\nrm JOBS/$1\n"
+SCANCEL = "#!/bin/sh\njob=$(cat JOBS/$1)\nkill -s KILL -- -$job || kill -s KILL $job\nrm JOBS/$1\n"
 DIGITS = ["digits", "--steps", "3", "--optimizer.warmup-steps", "1", "--execution.compile", "off"]
 
 
@@ -74,7 +74,9 @@ def test_a_job_that_runs_is_watched_and_a_failed_one_submitted_again(jobs: Path,
     assert (job.id, job.poll()) == ("3", None)
     (jobs / "3").unlink()
     assert job.wait() == 1, "it ended without a verdict"
-    assert SlurmJob(tmp_path, ["-c", "pass"], {}).id == "7"
+    again = SlurmJob(tmp_path, ["-c", "pass"], {})
+    assert again.id == "7"
+    again.terminate()
 
 
 def test_a_job_is_cancelled(jobs: Path, tmp_path: Path) -> None:
