@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -45,11 +46,18 @@ def native_model(topology: str = "siamese", norm: str | None = None, **fields: A
     return model.eval()
 
 
+def foreign(name: str) -> str:
+    """Return the name in a model of transformers of a native parameter."""
+    return "lm_head.weight" if name == "head.weight" else f"model.{name}"
+
+
 def causal_model(topology: str = "siamese", norm: str | None = None, **fields: Any) -> SiameseNormForCausalLM:
     """Return a model of transformers of its own, with the weights of `native_model`."""
     native = native_model(topology, norm, **fields)
     model = SiameseNormForCausalLM(SiameseNormConfig.from_native(native.config))
-    model.load_state_dict({f"model.{name}": tensor for name, tensor in native.state_dict().items()})
+    model.load_state_dict(
+        {foreign(name): tensor for name, tensor in native.state_dict().items()}, strict=not native.config.tied
+    )
     return model.eval()
 
 
@@ -82,7 +90,9 @@ def test_logits_are_the_native_ones_also_after_saving_and_loading(topology: str,
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(loaded(batch).logits, native(batch).logits)
-    assert loaded.state_dict().keys() == {f"model.{name}" for name in native.state_dict()}
+    assert loaded.state_dict().keys() == {foreign(name) for name in native.state_dict()}
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored.keys() == {f"model.{name}" for name in native.state_dict()}
 
 
 @pytest.mark.parametrize("topology", available_topologies())
@@ -90,14 +100,14 @@ def test_generation_with_a_cache_is_generation_without_and_the_native_one(topolo
     model = causal_model(topology, kv_heads=2)
     cached = continued(model, tokens())
     assert torch.equal(cached, continued(model, tokens(), use_cache=False))
-    assert torch.equal(cached, model.model.generate(tokens(), 5)[:, 6:])
+    assert torch.equal(cached, native_model(topology, kv_heads=2).generate(tokens(), 5)[:, 6:])
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_tied_head_is_the_embedding(tied: bool, tmp_path: Path) -> None:
     native, model = native_model(tied=tied), causal_model(tied=tied)
     assert model.config.tie_word_embeddings == tied
-    assert (model.get_output_embeddings() is None) == tied
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(loaded(tokens()).logits, native(tokens()).logits)
@@ -106,7 +116,7 @@ def test_a_tied_head_is_the_embedding(tied: bool, tmp_path: Path) -> None:
 def test_a_native_model_is_held_not_copied() -> None:
     native = native_model()
     model = SiameseNormForCausalLM.from_native(native)
-    assert model.model is native and not model.training
+    assert model.model.blocks is native.blocks and model.lm_head is native.head and not model.training
     assert torch.equal(model(tokens()).logits, native(tokens()).logits)
     assert model.config.to_native().to_json() == native.config.to_json()
 
@@ -133,7 +143,7 @@ def test_inside_another_model_it_is_built_and_loaded(tmp_path: Path) -> None:
             super().__init__(SiameseNormForCausalLM(SiameseNormConfig.from_native(native.config)))
 
     whole = Composite(None)
-    whole.inner.model.load_state_dict(native.state_dict())
+    whole.inner.load_state_dict({foreign(name): tensor for name, tensor in native.state_dict().items()})
     whole.save_pretrained(tmp_path)
     loaded = Composite.from_pretrained(tmp_path).eval()
     assert torch.equal(loaded.inner(tokens()).logits, native(tokens()).logits)
@@ -204,9 +214,9 @@ def test_a_new_model_has_the_native_initial_weights_of_its_seed(seed: int) -> No
     model = AutoModelForCausalLM.from_config(config)
     native = build_language_model(config.to_native(), seed=seed)
     for name, tensor in native.state_dict().items():
-        assert torch.equal(model.state_dict()[f"model.{name}"], tensor), name
+        assert torch.equal(model.state_dict()[foreign(name)], tensor), name
     other = build_language_model(config.to_native(), seed=seed + 1)
-    assert not torch.equal(model.model.head.weight, other.head.weight)
+    assert not torch.equal(model.lm_head.weight, other.head.weight)
 
 
 def test_loading_draws_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,14 +236,14 @@ def test_loading_draws_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_weight_that_is_missing_is_drawn_and_the_others_stay(tmp_path: Path) -> None:
     headless = SiameseNormModel(SiameseNormConfig.from_native(native_model().config, seed=4))
-    headless.model.load_state_dict(native_model().state_dict(), strict=False)
+    headless.load_state_dict(native_model().state_dict(), strict=False)
     headless.save_pretrained(tmp_path)
     loaded, found = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert found["missing_keys"] == {"model.head.weight"}
+    assert found["missing_keys"] == {"lm_head.weight"}
     drawn = build_language_model(loaded.config.to_native(), seed=4)
     expected = {**native_model().state_dict(), "head.weight": drawn.head.weight}
     for name, tensor in expected.items():
-        assert torch.equal(loaded.state_dict()[f"model.{name}"], tensor), name
+        assert torch.equal(loaded.state_dict()[foreign(name)], tensor), name
 
 
 def test_the_model_without_head_gives_what_the_head_sees(tmp_path: Path) -> None:
@@ -241,7 +251,7 @@ def test_the_model_without_head_gives_what_the_head_sees(tmp_path: Path) -> None
     model.save_pretrained(tmp_path)
     loaded, found = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
     assert type(loaded) is SiameseNormModel and not found["missing_keys"] and not found["unexpected_keys"]
-    assert torch.equal(model.model.head(loaded(tokens()).last_hidden_state), model(tokens()).logits)
+    assert torch.equal(model.lm_head(loaded(tokens()).last_hidden_state), model(tokens()).logits)
 
 
 def test_a_resized_vocabulary_saves_and_loads(tmp_path: Path) -> None:
@@ -385,7 +395,8 @@ def test_losses_of_sublayers_are_added_and_reach_their_weights(reentrant: bool |
         model.activation_checkpointing_enable({"use_reentrant": reentrant})
     found = gradients(model)
     model.zero_grad()
-    logits, losses = model.model(tokens())
+    base = model.model(tokens())
+    logits, losses = model.lm_head(base.last_hidden_state), base.losses
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens()[:, 1:].flatten()) + losses["balance"]
     torch.testing.assert_close(model(tokens(), labels=tokens()).loss, expected)
     expected.backward()
@@ -397,8 +408,8 @@ def test_losses_of_sublayers_are_added_and_reach_their_weights(reentrant: bool |
 
 @pytest.mark.parametrize("topology", ["siamese", "post", "mhc-4", "pre-embednorm", "attnres"])
 def test_hidden_states_are_closed_and_streams_stand_apart(topology: str) -> None:
-    model, batch, after = causal_model(topology), tokens(), []
-    native = model.model
+    native, batch, after = native_model(topology), tokens(), []
+    model = SiameseNormForCausalLM.from_native(native)
     hooks = [block.register_forward_hook(lambda _, __, result: after.append(result[0])) for block in native.blocks]
     found = model(batch, output_hidden_states=True, output_streams=True)
     for hook in hooks:
@@ -437,7 +448,6 @@ def test_embeddings_instead_of_tokens() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"output_attentions": True}, "never computed"),
         ({"inputs_embeds": torch.zeros(2, 6, 16)}, "give one of them"),
         ({"input_ids": None}, "give one of them"),
         ({"attention_mask": torch.ones(2, 6, 6)}, "has 3 dimensions"),
@@ -448,17 +458,10 @@ def test_what_it_cannot_do_is_refused(options: dict[str, Any], message: str) -> 
         causal_model()(**{"input_ids": tokens(), **options})
 
 
-def test_attention_weights_that_the_configuration_asks_for_are_refused() -> None:
-    model = SiameseNormForCausalLM(SiameseNormConfig(**TINY, output_attentions=True))
-    with pytest.raises(UserError, match="never computed"):
-        model(tokens())
-    assert model(tokens(), output_attentions=False).logits.shape == (2, 6, 13)
-
-
 def test_streams_of_fused_kernels_are_refused() -> None:
     assert build_topology("siamese").has_fused_kernels
     native = LanguageModel(causal_model().config.to_native(), kernels="fused")
-    native.load_state_dict(causal_model().model.state_dict())
+    native.load_state_dict(native_model().state_dict())
     fused = SiameseNormForCausalLM.from_native(native.eval())
     torch.testing.assert_close(fused(tokens()).logits, causal_model()(tokens()).logits)
     with pytest.raises(UserError, match="kernels='plain'"):
@@ -528,10 +531,10 @@ def test_lora_attaches_trains_and_comes_back(tmp_path: Path) -> None:
 
 def test_a_head_that_peft_trains_is_the_one_that_is_used() -> None:
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["query"], modules_to_save=["head"], task_type="CAUSAL_LM")
+    config = peft.LoraConfig(target_modules=["query"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(causal_model(), config)
     with torch.no_grad():
-        model.base_model.model.model.head.modules_to_save["default"].weight.zero_()
+        model.base_model.model.lm_head.modules_to_save["default"].weight.zero_()
     assert not model(input_ids=tokens()).logits.any()
 
 
@@ -565,12 +568,12 @@ def test_a_mixture_is_exported_generates_and_has_weighted_losses(tmp_path: Path)
     model, batch = causal_model("siamese", **fields), tokens()
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.model.config == model.model.config and loaded.model.config.experts == 4
+    assert loaded.model.native_config == model.model.native_config and loaded.model.config.experts == 4
     assert torch.equal(loaded(batch).logits, model(batch).logits)
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     cached, uncached = (loaded.generate(batch, use_cache=use, **options) for use in (True, False))
     assert torch.equal(cached, uncached)
-    logits, losses = loaded.model(batch)
+    logits, losses = native_model("siamese", **fields)(batch)
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
     expected = expected + 0.01 * losses["load_balancing_loss"] + 0.25 * losses["router_z_loss"]
     torch.testing.assert_close(loaded(batch, labels=batch).loss, expected)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from siamesenorm.errors import UserError
+from siamesenorm.interop.native_models import MODEL_TYPE
 from siamesenorm.interop.stored_model import Step
 from siamesenorm.interop.wiring import steps_of
 from siamesenorm.models.language import LanguageModel
@@ -37,6 +38,8 @@ def refuse_unsavable(model: nn.Module, verb: str) -> None:
         kind = type(module).__name__
         if name and isinstance(module, LanguageModel):
             raise UserError(f"{name} is a LanguageModel inside a {whole}: {verb} it by itself, and wrap it then")
+        if _adopter(module) and getattr(module.config, "model_type", None) == MODEL_TYPE:
+            raise UserError(f"{name or 'it'} is a {kind}: {verb} the LanguageModel, and build it with from_native then")
         if name and not adopt and _adopter(module):
             raise UserError(f"{name} is a {kind} inside a {whole}, and saves by itself: {verb} it before it is wrapped")
         if type(module).__module__.startswith("peft.tuners."):

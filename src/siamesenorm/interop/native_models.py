@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.interop.stored_model import StoredModel, safetensors_errors, write_json
@@ -38,19 +38,27 @@ REMOTE_CODE = '''\
 """The classes of this model are those of the package siamesenorm, which has to be installed."""
 
 try:
-    from siamesenorm.interop.huggingface import SiameseNormConfig, SiameseNormForCausalLM, SiameseNormModel
+    from siamesenorm.interop.huggingface import (
+        SiameseNormConfig,
+        SiameseNormForCausalLM,
+        SiameseNormForSequenceClassification,
+        SiameseNormForTokenClassification,
+        SiameseNormModel,
+    )
 except ImportError as error:
     raise ImportError(
         f"this model needs the package siamesenorm with its extra 'hf' ({error}): pip install 'siamesenorm[hf]'"
     ) from error
 
-__all__ = ["SiameseNormConfig", "SiameseNormForCausalLM", "SiameseNormModel"]
+__all__ = [name for name in dir() if name.startswith("SiameseNorm")]
 '''
 """Code that transformers runs under `trust_remote_code`; it imports this package, so that no code is copied."""
 AUTO_MAP = {
     "AutoConfig": "modeling_siamesenorm.SiameseNormConfig",
     "AutoModel": "modeling_siamesenorm.SiameseNormModel",
     "AutoModelForCausalLM": "modeling_siamesenorm.SiameseNormForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_siamesenorm.SiameseNormForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_siamesenorm.SiameseNormForTokenClassification",
 }
 
 
@@ -157,6 +165,9 @@ class ExportedModel(NativeModel):
         return config, {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
 
     def _config(self) -> LanguageModelConfig:
+        scaling = (self.record.get("rope_parameters") or {}).get("rope_type", "default")
+        if scaling != "default":
+            raise UserError(f"{self.path}: its rotation is scaled ({scaling}): load it with transformers")
         names = {field.name for field in dataclasses.fields(LanguageModelConfig)} & self.record.keys()
         try:
             return for_use(LanguageModelConfig.from_json({name: self.record[name] for name in names}))
@@ -211,7 +222,7 @@ def require_finite(directory: Path, weights: Mapping[str, Tensor]) -> None:
         raise UserError(f"{directory}: {len(wrong)} weights are not finite, such as {wrong[0]}: use another checkpoint")
 
 
-def compute_in(model: LanguageModel, dtype: torch.dtype) -> None:
+def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Set the dtype that sublayers and head compute in, whatever the dtype of the streams."""
     for module in model.modules():
         if isinstance(module, Reader):

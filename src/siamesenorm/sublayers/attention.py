@@ -80,7 +80,7 @@ class Attention(nn.Module):
 
     def forward(self, h: Tensor, context: Context = NO_CONTEXT) -> Tensor:
         """Return [batch, tokens, dim]; a cache holds keys as they were rotated."""
-        rotary, mask, cache, _ = context
+        rotary, mask, cache, _, attend = context
         h = to_autocast(h)
         query = self.query_head_norm(self._split(self.query_norm(self.query(h))))
         key = self.key_head_norm(self._split(self.key_norm(self.key(h))))
@@ -89,6 +89,12 @@ class Attention(nn.Module):
             query, key = rotate(query, rotary), rotate(key, rotary)
         if cache is not None:
             key, value = cache.update(key, value)
+        attended = self._attend(query, key, value, mask) if attend is None else attend(self, query, key, value, mask)
+        output: Tensor = self.output(self.context_head_norm(attended).transpose(1, 2).flatten(2))
+        return output
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Return [batch, heads, tokens, head_dim]."""
         new, total = query.shape[-2], key.shape[-2]
         causal = self.shape.causal and mask is None
         # An if, not a comparison as argument: of a length that the compiler leaves open it is a symbol, no bool.
@@ -96,12 +102,10 @@ class Attention(nn.Module):
             causal = False
         elif causal and new < total:
             # Several new tokens on a cache: PyTorch's causal mask is aligned to the first token, not to the last.
-            mask, causal = torch.ones(new, total, dtype=torch.bool, device=h.device).tril(total - new), False
-        attended = F.scaled_dot_product_attention(
+            mask, causal = torch.ones(new, total, dtype=torch.bool, device=query.device).tril(total - new), False
+        return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=self.shape.kv_heads != self.shape.heads
         )
-        output: Tensor = self.output(self.context_head_norm(attended).transpose(1, 2).flatten(2))
-        return output
 
     def _norm_or_identity(self, kernels: str, dim: int, present: bool) -> nn.Module:
         return self.shape.norm.build(dim).select_kernels(kernels) if present else nn.Identity()

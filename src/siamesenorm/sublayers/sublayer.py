@@ -18,6 +18,15 @@ ProjectionRole = Literal[
 ]
 
 
+class Attend(Protocol):
+    """A function in place of PyTorch's attention, such as another library's."""
+
+    def __call__(
+        self, attention: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, /
+    ) -> Tensor:
+        """Return [batch, heads, tokens, head_dim] of rotated queries, and keys and values of all tokens."""
+
+
 class KeyValueCache(Protocol):
     """The cache of an attention: `AttentionCache`, or another library's."""
 
@@ -30,13 +39,15 @@ class Context(NamedTuple):
 
     `rotary` holds cos and sin of the tokens' positions. `mask` is boolean, True where a query may attend to a key,
     broadcastable to [batch, heads, tokens, all tokens], and replaces the causal mask. `condition` is
-    [batch, condition_dim]. Streams are not cached: every topology is local to a token.
+    [batch, condition_dim]. With `attend`, the mask is in the form that it takes. Streams are not cached: every topology
+    is local to a token.
     """
 
     rotary: Rotation | None = None
     mask: Tensor | None = None
     cache: KeyValueCache | None = None
     condition: Tensor | None = None
+    attend: Attend | None = None
 
 
 NO_CONTEXT = Context()

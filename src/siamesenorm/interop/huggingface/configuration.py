@@ -31,7 +31,8 @@ class SiameseNormConfig(OwnRemoteCode, PreTrainedConfig):
     """A `LanguageModelConfig` for transformers: its fields, resolved, and those of `PreTrainedConfig`.
 
     `topology` and `norm` are texts ("dhc-2:streams=4"), what their `to_json` gives, or the objects; they are kept as
-    JSON. `seed` is that of the weights that a new model draws. Raises UserError for a model that cannot be built.
+    JSON. `seed` is that of the weights that a new model draws; None draws one from torch's generator. `rope_parameters`
+    scale the rotation as elsewhere in transformers. Raises UserError for a model that cannot be built.
     """
 
     model_type = MODEL_TYPE
@@ -41,15 +42,22 @@ class SiameseNormConfig(OwnRemoteCode, PreTrainedConfig):
         "num_attention_heads": "heads", "num_key_value_heads": "kv_heads",
         "vocab_size": "vocabulary", "max_position_embeddings": "context", "tie_word_embeddings": "tied",
     }  # fmt: skip
+    base_model_fsdp_plan: ClassVar[dict[Any, str]] = {
+        "embedding": "free_full_weight", "blocks.*": "free_full_weight", "closing": "keep_full_weight",
+    }  # fmt: skip
     # Declared, or transformers takes them for parameters of generation.
     use_cache: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
-    seed: int = 0
+    seed: int | None = None
+    rope_parameters: dict[str, Any] | None = None
 
     def __init__(self, **fields: Any) -> None:
         fields = {self.attribute_map.get(name, name): value for name, value in fields.items()}
+        self.rope_parameters = dict(fields.pop("rope_parameters", None) or fields.pop("rope_scaling", None) or {})
+        if "rope_theta" in self.rope_parameters:
+            fields["rope_theta"] = self.rope_parameters["rope_theta"]
         record = _native({name: fields.pop(name) for name in FIELDS if name in fields}).to_json()
         others = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "seed")
         for name in FIELDS:
@@ -67,6 +75,24 @@ class SiameseNormConfig(OwnRemoteCode, PreTrainedConfig):
     def to_native(self) -> LanguageModelConfig:
         """Return the configuration of the native model; raises UserError for one that cannot be built."""
         return _native({name: getattr(self, name) for name in FIELDS})
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]
+        """The plan of tensor parallelism: heads and hidden units are divided, experts and the residual path are not."""
+        attention, plan = self.to_native().attention_shape, {"embedding": "embedding_rowwise"}
+        # A norm over the whole width needs all heads.
+        columns, rows = ("colwise_gather_output", "rowwise_split_input") if attention.attention_norm == "qk" else (
+            "colwise", "rowwise"
+        )  # fmt: skip
+        plan |= {f"blocks.*.attention.{name}": columns for name in ("query", "key", "value")}
+        plan["blocks.*.attention.output"] = rows
+        norms = {"qk-head": ("query", "key"), "qkv-head": ("query", "key", "value")}.get(attention.attention_norm, ())
+        for name in (*norms, *(["context"] if attention.context_norm else [])):
+            plan[f"blocks.*.attention.{name}_head_norm"] = "replicated_with_grad_allreduce"
+        if not self.experts:
+            gated = ("up", "gate") if self.activation == "swiglu" else ("up",)
+            plan |= {f"blocks.*.mlp.{name}": "colwise" for name in gated} | {"blocks.*.mlp.output": "rowwise"}
+        return plan
 
     def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
         """Write config.json, and beside it the file of code that it names."""

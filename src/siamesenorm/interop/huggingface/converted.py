@@ -175,11 +175,16 @@ def register(host: type) -> None:
     AutoConfig.register(config.model_type, config, exist_ok=True)
     host_type = original.model_type  # type: ignore[attr-defined]
     for auto, kind in host_classes(original).items():
-        auto.register(config, converted_class(kind), exist_ok=True)
-        # By this list of names the Trainer decides whether a model shifts its labels, and a pipeline whether it fits.
-        auto._model_mapping._model_mapping[config.model_type] = converted_class(kind).__name__
+        register_class(auto, converted_class(kind))
     if host_type in TOKENIZER_MAPPING_NAMES:
         TOKENIZER_MAPPING_NAMES[config.model_type] = TOKENIZER_MAPPING_NAMES[host_type]
+
+
+def register_class(auto: type[Any], model: type[Any]) -> None:
+    """Add a class of models to an Auto class."""
+    auto.register(model.config_class, model, exist_ok=True)
+    # By this list of names the Trainer decides whether a model shifts its labels, and a pipeline whether it fits.
+    auto._model_mapping._model_mapping[model.config_class.model_type] = model.__name__
 
 
 def register_families() -> None:
