@@ -205,14 +205,13 @@ def main(out: Path) -> dict[str, Any]:
     faults = Faults(out)
     found: dict[str, Any] = {
         "SIGTERM": faults.signalled(kills.ONE, "sigterm", signal.SIGTERM),
-        "SIGINT, damaged": faults.signalled(kills.SHARDED, "sigint", signal.SIGINT, damage=True),
-        "full disk": faults.full_disk(kills.SHARDED, "full"),
+        "SIGINT, damaged": faults.signalled(kills.REPLICATED, "sigint", signal.SIGINT, damage=True),
+        "full disk": faults.full_disk(kills.REPLICATED, "full"),
         "second job": faults.second_job("second"),
         "orphan": faults.orphan("orphan"),
         "shared out": faults.shared_out("parts"),
     }
-    runs = enumerate((kills.ONE, kills.SHARDED))
-    found["kills"] = [faults.killing.kill_often(number, case, KILLS) for number, case in runs]
+    found["kills"] = faults.killing.kill_often(1, kills.SHARDED, KILLS)
     return found
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from siamesenorm.models.language import SIZES
 from siamesenorm.topologies import topology_name
 from siamesenorm.training.loop import TrainingLoop
 from siamesenorm.training.presets import PRESETS
+from siamesenorm.training.stop_signals import Interrupted
 from training_runs import edit_json, records, write_data
 
 
@@ -157,10 +159,12 @@ def test_an_interruption_is_one_line(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+        raise interruptions.pop()
 
+    interruptions = [Interrupted(signal.SIGTERM), KeyboardInterrupt()]
     monkeypatch.setattr(TrainingLoop, "_validate", interrupt)
     assert main(train(data, tmp_path / "run")) == 130
+    assert main(train(data, tmp_path / "run")) == 143
     assert capsys.readouterr().err.splitlines()[-1].startswith("siamesenorm: ")
     monkeypatch.undo()
     assert main(train(data, tmp_path / "run")) == 0

@@ -75,9 +75,10 @@ def test_parts_of_three_processes_are_read_by_two_and_become_the_file_of_one(fou
 
 
 def test_killed_runs_end_with_the_same_bits(found: dict[str, Any]) -> None:
-    """The short form of benchmarks/kills.py."""
-    assert [(line["different"], len(line["kills"])) for line in found["kills"]] == [([], KILLS)] * 2
-    waited = [kill["others_ended_after"] for kill in found["kills"][1]["kills"] if "others_ended_after" in kill]
+    """The short form of benchmarks/kills.py, with two processes; test_resume.py has one."""
+    line = found["kills"]
+    assert (line["different"], len(line["kills"])) == ([], KILLS)
+    waited = [kill["others_ended_after"] for kill in line["kills"] if "others_ended_after" in kill]
     assert waited and max(waited) < kills.SECONDS_TO_NOTICE
 
 
