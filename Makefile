@@ -45,7 +45,7 @@ registers: $(READY)
 
 rewire-table: $(READY) $(TIMM)
 	$(BIN)/python benchmarks/rewire_table.py benchmarks/rewire.json
-	PYTHONPATH=.timm $(BIN)/python benchmarks/rewire_table.py benchmarks/rewire.json vit deit deit-distilled
+	PYTHONPATH=.timm $(BIN)/python benchmarks/rewire_table.py benchmarks/rewire.json timm
 	$(BIN)/python benchmarks/pages.py docs/rewire.md
 
 # The constraints come first: without them an index may bring a torch with gigabytes of CUDA. Bytecode is compiled when

@@ -1,8 +1,8 @@
-"""Rewire every known family of Hugging Face, timm's ViT and DeiT, and DiT, and say what was kept.
+"""Rewire every known family of Hugging Face, timm's Vision Transformers, and DiT, and say what was kept.
 
 Models are built from their own configuration classes with random weights, norms included; nothing is downloaded. Run
-`python benchmarks/rewire_table.py OUT.json [FAMILY ...]`; `PYTHONPATH=.timm` and the families vit, deit, deit-distilled
-measure timm's. Rows of families that are not asked for stay in the file.
+`python benchmarks/rewire_table.py OUT.json [FAMILY ...]`; with `PYTHONPATH=.timm` the family `timm` measures all of
+timm's. Rows of families that are not asked for stay in the file, which is written after every family.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import tempfile
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,14 @@ from siamesenorm.training.execution import describe_environment
 TOPOLOGIES = ("siamese-post-pre:normalized_input=false", "siamese-post-pre", "siamese", "attnres")
 COMPILED = "siamese-post-pre"
 """The topology whose training step is compiled too: a minute each."""
-TIMM = {
-    "vit": ("vit_tiny_patch16_224", 0.1),
-    "deit": ("deit_tiny_patch16_224", None),
-    "deit-distilled": ("deit_tiny_distilled_patch16_224", None),
+TIMM: dict[str, tuple[str, dict[str, Any]]] = {
+    "vit": ("vit_tiny_patch16_224", {"init_values": 0.1}),
+    "deit": ("deit_tiny_patch16_224", {}),
+    "deit-distilled": ("deit_tiny_distilled_patch16_224", {}),
+    "eva02": ("eva02_tiny_patch14_224", {"img_size": 28, "use_fc_norm": False, "init_values": 0.1}),
+    "eva02, mean of tokens": ("eva02_tiny_patch14_224", {"img_size": 28}),
+    "beit": ("beit_base_patch16_224", {"use_fc_norm": False}),
+    "cait": ("cait_xxs24_224", {}),
 }
 SMALL = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 97,
@@ -48,7 +52,8 @@ class Family:
     call: Callable[[nn.Module], Tensor]
     save: Callable[[nn.Module, str], object]
     lora: tuple[str, ...] | str
-    generates: bool = True
+    prompt: Mapping[str, Tensor] | None = None
+    """The inputs of generation, None for a model that does not generate."""
     backend: str = "inductor"
     """With which torch.compile compiles the step: a minute each, or, without generated code, seconds."""
 
@@ -80,6 +85,7 @@ def decoders() -> dict[str, Family]:
             call=lambda model: model(tokens.to(next(model.parameters()).device)).logits,
             save=lambda model, directory: model.save_pretrained(directory),
             lora=targets.get(name, ("q_proj", "v_proj")),
+            prompt={"input_ids": torch.arange(3, 15).reshape(2, 6)},
         )
         for name, config in configs.items()
     }
@@ -90,22 +96,31 @@ def further() -> dict[str, Family]:
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     import huggingface_families as small
 
-    return {
-        name: Family(
-            build=lambda name=name: small.build_family(name),
-            call=lambda model: (model(small.IMAGE if model.main_input_name == "pixel_values" else small.TOKENS))[0],
+    def call(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+        found = model(**inputs)
+        output: Tensor = found["logits"] if "logits" in found else found[0]
+        return output
+
+    def of(name: str, model: nn.Module, inputs: Mapping[str, Tensor]) -> Family:
+        prompt = {key: value for key, value in inputs.items() if key != "decoder_input_ids"}
+        return Family(
+            build=lambda: copy.deepcopy(model),
+            call=lambda model: call(model, inputs),
             save=lambda model, directory: model.save_pretrained(directory),
             lora=small.LORA.get(name, "all-linear"),
-            generates=name in small.DECODERS,
+            prompt=prompt if name in (*small.DECODERS, *small.TWO_STACKS, *small.MULTIMODAL) else None,
             backend="aot_eager",
         )
-        for name in (*small.DECODERS, *small.ENCODERS, *small.POST_NORM)
-    }
+
+    names = (*small.DECODERS, *small.TWO_STACKS, *small.ENCODERS, *small.POST_NORM)
+    models = ((name, small.build_family(name)) for name in names)
+    families = {name: of(name, model, small.small_inputs(model)) for name, model in models}
+    return families | {name: of(name, *small.of_images_and_text(name)) for name in small.MULTIMODAL}
 
 
 def diffusion() -> dict[str, Family]:
-    """Return diffusers' DiT."""
-    from diffusers import DiTTransformer2DModel
+    """Return diffusers' DiT and PixArt."""
+    from diffusers import DiTTransformer2DModel, PixArtTransformer2DModel
 
     generator = torch.Generator().manual_seed(0)
     latents = torch.randn(2, 4, 4, 4, generator=generator)
@@ -119,8 +134,16 @@ def diffusion() -> dict[str, Family]:
             call=lambda model: model(latents, timestep=steps, class_labels=labels).sample,
             save=lambda model, directory: model.save_pretrained(directory),
             lora=("to_q", "to_v"),
-            generates=False,
-        )
+        ),
+        "PixArt": Family(
+            build=lambda: PixArtTransformer2DModel(
+                num_attention_heads=2, attention_head_dim=8, num_layers=1, cross_attention_dim=16, caption_channels=16,
+                sample_size=8,
+            ),
+            call=lambda model: model(latents.repeat(1, 1, 2, 2), torch.zeros(2, 3, 16), steps).sample,
+            save=lambda model, directory: model.save_pretrained(directory),
+            lora=("to_q", "to_v"),
+        ),
     }  # fmt: skip
 
 
@@ -131,17 +154,19 @@ def vision() -> dict[str, Family]:
 
     from siamesenorm.interop.timm import save_pretrained
 
-    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-
-    def build(name: str, layer_scale: float | None) -> nn.Module:
+    def build(name: str, options: dict[str, Any]) -> nn.Module:
         return timm.create_model(
-            name, img_size=32, depth=3, embed_dim=24, num_heads=2, num_classes=5, init_values=layer_scale
+            name, **{"img_size": 32, "depth": 3, "embed_dim": 24, "num_heads": 2, "num_classes": 5, **options}
         )
+
+    def call(model: nn.Module) -> Tensor:
+        size = model.patch_embed.img_size
+        return model(torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0)))
 
     return {
         name: Family(
-            build=lambda entry=entry: build(*entry), call=lambda model: model(images), save=save_pretrained,
-            lora=("qkv", "fc1"), generates=False,
+            build=lambda entry=entry: build(*entry), call=call, save=save_pretrained,
+            lora="all-linear" if "eva" in name else ("qkv", "fc1"),
         )
         for name, entry in TIMM.items()
     }  # fmt: skip
@@ -162,7 +187,7 @@ def measure(name: str, family: Family, topology: str) -> dict[str, Any]:
     model = perturbed(family.build())
     with torch.no_grad():
         before = family.call(model)
-    generated = greedy(model) if family.generates else None
+    generated = greedy(model, family.prompt) if family.prompt else None
     row: dict[str, Any] = {"family": name, "topology": topology}
     try:
         report = siamesenorm.rewire(model, topology)
@@ -176,7 +201,7 @@ def measure(name: str, family: Family, topology: str) -> dict[str, Any]:
         "largest_output": float(before.abs().max()),
     }
     if generated is not None:
-        row["same_generation"] = bool(torch.equal(greedy(model), generated))
+        row["same_generation"] = bool(torch.equal(greedy(model, family.prompt), generated))
     row["zeroed_gains_with_gradient"] = awake(family, model)
     row["reload_bit_equal"] = reloads(family, model)
     row["lora_starts_equal"] = attaches(family, model)
@@ -185,10 +210,12 @@ def measure(name: str, family: Family, topology: str) -> dict[str, Any]:
     return row
 
 
-def greedy(model: nn.Module) -> Tensor:
-    """Return twelve tokens generated with a cache."""
-    tokens = torch.arange(3, 15).reshape(2, 6)
-    out: Tensor = model.generate(tokens, max_new_tokens=12, min_new_tokens=12, do_sample=False, use_cache=True)
+def greedy(model: nn.Module, prompt: Mapping[str, Tensor]) -> Tensor:
+    """Return twelve tokens generated with a cache; Whisper's own `generate` cuts sound in pieces."""
+    from transformers import GenerationMixin
+
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "use_cache": True}
+    out: Tensor = GenerationMixin.generate(model, **prompt, **options)
     return out
 
 
@@ -196,7 +223,7 @@ def awake(family: Family, model: nn.Module) -> str:
     """Return how many of the zeroed gains, gates and biases receive a gradient that is not zero."""
     model.zero_grad()
     family.call(model).square().mean().backward()
-    zeroed = [parameter for parameter in model.parameters() if not parameter.any()]
+    zeroed = [parameter for parameter in model.parameters() if parameter.numel() and not parameter.any()]
     for norm in model.modules():
         # A gain that is stored as 1 + w is zero at w = -1.
         if isinstance(norm, Norm) and norm.function().offset and (norm.gain == -norm.function().offset).all():
@@ -222,8 +249,10 @@ def attaches(family: Family, model: nn.Module) -> bool:
         copy.deepcopy(model),
         peft.LoraConfig(target_modules="all-linear" if "all-linear" in family.lora else list(family.lora)),
     )
-    with torch.no_grad():
-        return torch.equal(family.call(adapted.base_model.model), family.call(model))
+    with torch.no_grad():  # torch may compute frozen weights by another kernel
+        return torch.equal(
+            family.call(adapted.base_model.model), family.call(copy.deepcopy(model).requires_grad_(False))
+        )
 
 
 def compiles(family: Family, model: nn.Module) -> bool:
@@ -242,20 +271,17 @@ def main() -> None:
     """Measure the families named on the command line, or all that this session can import."""
     path, asked = Path(sys.argv[1]), sys.argv[2:]
     warnings.filterwarnings("ignore")
-    families = vision() if set(asked) & set(TIMM) else {**decoders(), **diffusion(), **further()}
-    chosen = {name: family for name, family in families.items() if not asked or name in asked}
-    rows = []
+    families = vision() if asked == ["timm"] else {**decoders(), **diffusion(), **further()}
+    chosen = {name: family for name, family in families.items() if not asked or name in asked or asked == ["timm"]}
     for name, family in chosen.items():
-        for topology in TOPOLOGIES:
-            rows.append(measure(name, family, topology))
-            print(json.dumps(rows[-1]), flush=True)
-    kept = json.loads(path.read_text())["rows"] if path.exists() else []
-    record = {
-        "benchmark": "rewire",
-        "environment": describe_environment("cpu"),
-        "rows": [row for row in kept if row["family"] not in chosen] + rows,
-    }
-    path.write_text(json.dumps(record, indent=1) + "\n")
+        rows = [measure(name, family, topology) for topology in TOPOLOGIES]
+        print(*map(json.dumps, rows), sep="\n", flush=True)
+        kept = json.loads(path.read_text())["rows"] if path.exists() else []
+        order = list(dict.fromkeys([*(row["family"] for row in kept), name]))
+        rows += [row for row in kept if row["family"] != name]
+        rows.sort(key=lambda row: order.index(row["family"]))
+        record = {"benchmark": "rewire", "environment": describe_environment("cpu"), "rows": rows}
+        path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -73,6 +74,25 @@ ENCODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "siglip-text": ("SiglipText", "SiglipTextModel", {**SHAPE, "projection_size": DIM}),
     "roberta-prelayernorm": ("RobertaPreLayerNorm", "RobertaPreLayerNormForMaskedLM", {**SHAPE, "pad_token_id": 1}),
 }  # fmt: skip
+OF_BART = {"d_model": DIM, "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+           "forced_eos_token_id": None, "decoder_start_token_id": 1, "max_position_embeddings": 64,
+           **{f"{part}_{name}": value for part in ("encoder", "decoder")
+              for name, value in (("layers", DEPTH), ("attention_heads", 2), ("ffn_dim", 24))}}  # fmt: skip
+OF_T5 = {"d_model": DIM, "d_kv": 8, "d_ff": 24, "num_layers": DEPTH, "num_heads": 2, "vocab_size": VOCABULARY,
+         "pad_token_id": 0, "eos_token_id": None, "decoder_start_token_id": 1}  # fmt: skip
+OF_WHISPER = {**OF_BART, "num_mel_bins": 4, "max_source_positions": 6, "max_target_positions": 32}
+TWO_STACKS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "t5": ("T5", "T5ForConditionalGeneration", {**OF_T5, "num_decoder_layers": 1, "feed_forward_proj": "gated-gelu"}),
+    "whisper": ("Whisper", "WhisperForConditionalGeneration", OF_WHISPER),
+    "pegasus": ("Pegasus", "PegasusForConditionalGeneration", OF_BART),
+    "mbart": ("MBart", "MBartForConditionalGeneration", OF_BART),
+}
+ENCODERS |= {
+    "whisper-encoder": ("Whisper", "WhisperForAudioClassification", OF_WHISPER),
+    "t5-encoder": ("T5", "T5EncoderModel", OF_T5),
+    "modernbert": ("ModernBert", "ModernBertForMaskedLM", {**SHAPE, "num_hidden_layers": 3, "local_attention": 4,
+                                                           "cls_token_id": 1, "sep_token_id": 2}),
+}  # fmt: skip
 POST_NORM: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("Bert", "BertModel", SHAPE),
     "roberta": ("Roberta", "RobertaModel", SHAPE),
@@ -84,6 +104,7 @@ POST_NORM: dict[str, tuple[str, str, dict[str, Any]]] = {
 LORA = {**dict.fromkeys(("mixtral", "phimoe", "qwen2-moe", "qwen3-moe", "granite-moe", "llama4", "gpt-oss",
                          "deepseek-v3", "glm4-moe"), ["o_proj"]), "siglip": ["q_proj"]}  # fmt: skip
 IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(2))
+SOUND = torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(2))
 
 
 def build_family(family: str, **options: Any) -> Any:
@@ -93,14 +114,55 @@ def build_family(family: str, **options: Any) -> Any:
         kind, own = DECODERS[family]
         name = "AutoModelForCausalLM"
     else:
-        kind, name, own = {**ENCODERS, **POST_NORM}[family]
+        kind, name, own = {**ENCODERS, **TWO_STACKS, **POST_NORM}[family]
     config = getattr(transformers, f"{kind}Config")(**{**own, **options})
     if family in DECODERS:
         return moved(transformers.AutoModelForCausalLM.from_config(config))
     return moved(getattr(transformers, name)(config))
 
 
+def small_inputs(model: nn.Module) -> dict[str, Tensor]:
+    """Return the arguments of a model's forward."""
+    name = str(model.main_input_name)
+    given = {name: {"pixel_values": IMAGE, "input_features": SOUND}.get(name, TOKENS)}
+    decodes = "decoder_input_ids" in inspect.signature(model.forward).parameters
+    return {**given, "decoder_input_ids": TOKENS} if decodes else given
+
+
 @torch.no_grad()
 def first_output(model: nn.Module) -> Tensor:
     """Return the logits, or the last hidden states of a model without a head."""
-    return model(IMAGE)[0] if model.main_input_name == "pixel_values" else model(TOKENS)[0]
+    found = model(**small_inputs(model))
+    return found["logits"] if "logits" in found else found[0]
+
+
+SEEN = {**IMAGES, "image_size": 16}
+SPOKEN = {**GROUPED, "head_dim": 8}
+MULTIMODAL: dict[str, tuple[str, tuple[str, dict[str, Any]], tuple[str, dict[str, Any]], dict[str, Any], int]] = {
+    "llava": ("Llava", ("CLIPVision", SEEN), ("Llama", SPOKEN), {}, 16),
+    "paligemma2": ("PaliGemma", ("SiglipVision", SEEN), ("Gemma2", SPOKEN), {"projection_dim": DIM}, 16),
+    "internvl": ("InternVL", ("InternVLVision", {**SEEN, "image_size": [16, 16], "patch_size": [4, 4]}),
+                 ("Qwen2", GROUPED), {}, 4),
+    "mistral3": ("Mistral3", ("PixtralVision", {**SEEN, "head_dim": 8}), ("Mistral", SPOKEN),
+                 {"spatial_merge_size": 2}, 4),
+    "idefics3": ("Idefics3", ("Idefics3Vision", SEEN), ("Llama", SPOKEN), {"scale_factor": 2, "pad_token_id": 0}, 4),
+}  # fmt: skip
+"""Names of configurations: of the model, its images and its text, and the number of tokens of an image."""
+
+
+def of_images_and_text(family: str) -> tuple[Any, dict[str, Tensor]]:
+    """Return a small model of images and text, whose language model is rewired, and the arguments of its forward."""
+    name, (vision, seen), (text, spoken), own, count = MULTIMODAL[family]
+    kind, image = getattr(transformers, f"{name}Config"), VOCABULARY - 1
+    config = kind(
+        vision_config=getattr(transformers, f"{vision}Config")(**seen),
+        text_config=getattr(transformers, f"{text}Config")(**spoken),
+        **{"image_token_index" if "image_token_index" in kind.__annotations__ else "image_token_id": image, **own},
+    )
+    torch.manual_seed(0)
+    model = moved(transformers.AutoModelForImageTextToText.from_config(config))
+    tokens = torch.cat((torch.full((2, count), image), TOKENS.clamp(max=VOCABULARY - 2)), dim=1)
+    given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(2))
+    sizes = {"image_sizes": torch.tensor([[16, 16]] * 2)} if family == "mistral3" else {}
+    return model, {**given, "pixel_values": pixels[:, None] if family == "idefics3" else pixels, **sizes}

@@ -16,6 +16,7 @@ import torch
 import siamesenorm
 from huggingface_hosts import build_host
 from siamesenorm.cli import main
+from siamesenorm.interop import wiring
 
 transformers = pytest.importorskip("transformers")
 diffusers = pytest.importorskip("diffusers")
@@ -137,9 +138,15 @@ def test_the_report_for_machines(llama_directory: Path, capsys: pytest.CaptureFi
     assert report["out"] == str(llama_directory.parent / "out")
 
 
-def test_the_report_for_machines_says_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Parallel sublayers keep their input norms, behind the identity norm of the topology: a norm of a norm."""
+def test_the_report_for_machines_says_what_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms that stay in parallel sublayers are exact with an eps of their own, and have a bound without."""
     build_host("gpt-neox").save_pretrained(tmp_path / "neox")
+    report = json.loads(output(capsys, tmp_path / "neox", "--topology", "siamese-post-pre", "--json"))
+    assert report["function_kept"] is True and report["bound"] == 0 and report["differences"] == []
+    shutil.rmtree(tmp_path / "out")
+    monkeypatch.setattr(wiring, "_kept_eps", lambda norms, reader: {})
     report = json.loads(output(capsys, tmp_path / "neox", "--topology", "siamese-post-pre", "--json"))
     assert report["function_kept"] is False and report["bound"] > 0
     assert {one["kind"] for one in report["differences"]} == {"norm_of_norm"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,23 @@ def in_processes(rank: int, directory: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize(
+    ("options", "query"),
+    [
+        ({"topology": "pre", "attention_norm": "none", "activation": "gelu"}, "colwise"),
+        ({"topology": "siamese-post-pre"}, "colwise_gather_output"),
+        ({"topology": "siamese", "context_norm": True, "experts": 4}, "colwise"),
+    ],
+)
+def test_plans_name_modules(options: dict[str, Any], query: str) -> None:
+    with torch.device("meta"):
+        model = SiameseNormForCausalLM(SiameseNormConfig(**TINY, **options))
+    names = {re.sub(r"\d+", "*", name) for name, _ in model.named_modules()}
+    assert model.tp_plan.keys() <= names and model.fsdp_plan.keys() <= names
+    assert model.tp_plan["model.blocks.*.attention.query"] == query and "model.blocks.*" in model.fsdp_plan
+
+
+@pytest.mark.laws  # imports transformers in two processes
 def test_plans_of_tensor_parallelism_and_sharding_give_the_same_gradients(tmp_path: Path) -> None:
     for kind, name, options in (
         ("tensor", "none", {"topology": "pre", "attention_norm": "none", "activation": "gelu", "bias": True}),

@@ -224,10 +224,19 @@ def refusal(model: nn.Module, topology: str = "siamese-post-pre", **options: Any
     return str(caught.value)
 
 
-def test_pooling_before_the_last_norm_is_refused() -> None:
-    assert "fc_norm=False" in refusal(build_host(global_pool="avg"))
-    assert "final_norm=True" in refusal(build_host(final_norm=False))
-    assert "features_only" in refusal(build_host(features_only=True))
+@pytest.mark.parametrize("options", [{"global_pool": "avg"}, {"final_norm": False}], ids=str)
+@torch.no_grad()
+def test_without_a_norm_of_every_token_only_the_sum_of_streams_can_stay(options: dict[str, Any]) -> None:
+    assert "which no norm of every token follows" in refusal(build_host(**options))
+    host = build_host(**options)
+    model = copy.deepcopy(host)
+    assert rewire(model, "attnres").function_kept
+    torch.testing.assert_close(model(IMAGES), host(IMAGES), rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_returns_features_is_refused() -> None:
+    features = build_host(features_only=True)
+    assert "model.norm runs 0 times in one forward" in refusal(features, inputs={"x": IMAGES})
 
 
 def test_blocks_of_other_classes_are_refused() -> None:

@@ -5,13 +5,15 @@ A closed state is what the head would see after a block: one stream [batch, toke
 
 from __future__ import annotations
 
+import inspect
 import sys
+from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from siamesenorm.errors import UserError
-from siamesenorm.interop.rewired_blocks import RewiredClosing
+from siamesenorm.interop.rewired_blocks import RewiredBlock, RewiredClosing
 from siamesenorm.norms.parameters import declared_parameters
 
 
@@ -68,18 +70,36 @@ def keep_recording(model: nn.Module) -> None:
     capturing = sys.modules.get("transformers.utils.output_capturing")
     if capturing is not None and hasattr(model, "_can_record_outputs"):
         registry = capturing._CAN_RECORD_REGISTRY
+        recorders: Any = model._can_record_outputs or {}
+        called = {name: _of_core(model, each, capturing.OutputRecorder) for name, each in recorders.items()}
         # A dictionary, up to some 5.x, by the text of the class; then a registry that takes the model itself.
-        registry[str(type(model)) if type(registry) is dict else model] = model._can_record_outputs
+        registry[str(type(model)) if type(registry) is dict else model] = called
+
+
+def _of_core(model: nn.Module, recorder: Any, kind: type) -> Any:
+    """Return a recorder of an attention's outputs for one of the module around it, which a rewired block skips."""
+    if isinstance(recorder, kind):
+        for block in (module for module in model.modules() if isinstance(module, RewiredBlock)):
+            for core in (branch.core for sublayer in block.form.sublayers for branch in sublayer.branches):
+                owner, _, name = core.rpartition(".")
+                if owner and isinstance(block.get_submodule(owner), recorder.target_class):  # type: ignore[attr-defined]
+                    return replace(recorder, target_class=type(block.get_submodule(core)), layer_name=name)  # type: ignore[type-var]
+    return recorder
 
 
 class ClosedIntermediates(nn.Module):
     """Mixed in before a Vision Transformer's class: its features have the channels of one stream."""
 
-    def forward_intermediates(
-        self, x: Tensor, indices: Any = None, return_prefix_tokens: bool = False, norm: bool = False, **options: Any
-    ) -> Any:
+    def forward_intermediates(self, *args: Any, **options: Any) -> Any:
         """Return timm's intermediates closed, `norm` or not: the sum of streams before their norms has no meaning."""
-        return super().forward_intermediates(x, indices, return_prefix_tokens, True, **options)  # type: ignore[misc]
+        if not isinstance(self.norm, RewiredClosing):
+            raise UserError(
+                f"features of the blocks of a rewired {type(self).__name__}: only its last block closes them"
+            )
+        host: Any = super()
+        given = inspect.signature(host.forward_intermediates).bind(*args, **options)
+        given.arguments["norm"] = True
+        return host.forward_intermediates(*given.args, **given.kwargs)
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
@@ -93,9 +113,3 @@ class ClosedIntermediates(nn.Module):
         ours = {name for name, _, declaration in declared_parameters(self) if not declaration.decay}
         theirs: set[str] = super().no_weight_decay()  # type: ignore[misc]
         return theirs | ours
-
-
-def _check_vit(backbone: nn.Module) -> None:
-    """Raise UserError for a model that has no norm of each last token."""
-    if isinstance(backbone.norm, nn.Identity):
-        raise UserError("no norm: create the VisionTransformer with final_norm=True, fc_norm=False, no features_only")

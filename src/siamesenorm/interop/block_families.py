@@ -15,12 +15,11 @@ from siamesenorm.errors import UserError
 from siamesenorm.interop.rewired_blocks import (
     BlockForm,
     BlockSpec,
-    ParallelBlock,
+    Branch,
     RewiredBlock,
-    SequentialBlock,
+    SublayerBlock,
     SublayerSpec,
     original_class,
-    two_sublayers,
 )
 from siamesenorm.topologies import Connection
 
@@ -33,23 +32,32 @@ Part = Callable[..., Tensor]
 class Layout:
     """The modules of a block by their paths: "a|b" is one of the two, "a?" may be absent, and None counts as absent.
 
-    A connection replaces `attention_norm` and `mlp_norm`; the modules of a chain follow. Without one, the first module
-    of the chain is a norm that stays. `joint` acts on the sum of parallel sublayers. `when` gives the values of
-    attributes that the form needs, and `adding` the modules that add a residual to their output. A block with
-    `output_norms` and a `refusal` is no Pre-Norm block: starting from scratch drops these norms.
+    A connection replaces `attention_norm`, `cross_norm` and `mlp_norm`; the modules of a chain follow. Without one, the
+    first module of the chain is a norm that stays, and there is no cross-attention. `joint` acts on the sum of parallel
+    sublayers. `when` gives the values of attributes that the form needs, and `adding` the modules that add a residual
+    to their output. `returns` is the number of outputs after the state. A block with `output_norms` and a `refusal` is
+    no Pre-Norm block: starting from scratch drops these norms.
     """
 
     attention_norm: str
     attention: str
+    cross_norm: str = ""
+    cross: str = ""
     mlp_norm: str
     mlp: str
     joint: str = ""
     parallel: bool = False
     when: Mapping[str, Any] = field(default_factory=dict)
-    returns_tuple: bool = False
+    returns: int = 0
     adding: str = ""
     output_norms: str = ""
     refusal: str | None = None
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All paths: norm and chain of attention, cross-attention and MLP, then those of the whole block."""
+        parts = self.attention_norm, self.attention, self.cross_norm, self.cross, self.mlp_norm, self.mlp
+        return (*parts, self.joint, self.output_norms)
 
 
 def _sequential(attention_norm: str, attention: str, mlp_norm: str, mlp: str, **options: Any) -> Layout:
@@ -83,9 +91,9 @@ FORMS = (
     ),
     # Phi, Cohere, StableLM: attention and MLP in parallel behind one norm.
     _parallel("input_layernorm", "self_attn resid_dropout?", "mlp resid_dropout? dropout?"),
-    # GPT-2 and GPT-BigCode; GPT-J and CodeGen; OPT, and the encoders of Whisper, mBART and Pegasus.
+    # GPT-2 and GPT-BigCode; GPT-J and CodeGen; OPT, and encoders and decoders of Whisper, mBART and Pegasus.
     _sequential("ln_1", "attn", "ln_2", "mlp"),
-    _parallel("ln_1", "attn", "mlp", returns_tuple=True),
+    _parallel("ln_1", "attn", "mlp", returns=1),
     _sequential(
         "", "self_attn dropout", "", "fc1 activation_fn fc2 dropout", when={"do_layer_norm_before": False},
         output_norms="self_attn_layer_norm final_layer_norm", refusal=POST_NORM,
@@ -93,6 +101,17 @@ FORMS = (
     _sequential(
         "self_attn_layer_norm", "self_attn dropout",
         "final_layer_norm", "fc1 activation_fn activation_dropout? fc2 dropout",
+        cross_norm="encoder_attn_layer_norm?", cross="encoder_attn? dropout",
+    ),
+    # T5: encoder and decoder.
+    _sequential(
+        "layer.0.layer_norm", "layer.0.SelfAttention layer.0.dropout",
+        "layer.1.layer_norm", "layer.1.DenseReluDense layer.1.dropout", returns=2,
+    ),
+    _sequential(
+        "layer.0.layer_norm", "layer.0.SelfAttention layer.0.dropout",
+        "layer.2.layer_norm", "layer.2.DenseReluDense layer.2.dropout",
+        cross_norm="layer.1.layer_norm", cross="layer.1.EncDecAttention layer.1.dropout", returns=2,
     ),
     # GPT-NeoX.
     _sequential(
@@ -106,15 +125,15 @@ FORMS = (
     # Falcon, three forms; BLOOM and MPT, whose modules add the residual.
     _sequential(
         "input_layernorm", "self_attention config.attention_dropout",
-        "post_attention_layernorm", "mlp config.hidden_dropout", returns_tuple=True,
+        "post_attention_layernorm", "mlp config.hidden_dropout", returns=1,
     ),
-    _parallel("input_layernorm", "self_attention", "mlp", joint="config.hidden_dropout", returns_tuple=True),
-    _parallel("", "ln_attn self_attention", "ln_mlp mlp", joint="config.hidden_dropout", returns_tuple=True),
+    _parallel("input_layernorm", "self_attention", "mlp", joint="config.hidden_dropout", returns=1),
+    _parallel("", "ln_attn self_attention", "ln_mlp mlp", joint="config.hidden_dropout", returns=1),
     _sequential(
         "input_layernorm", "self_attention", "post_attention_layernorm", "mlp", adding="self_attention mlp",
-        returns_tuple=True,
+        returns=1,
     ),
-    _sequential("norm_1", "attn resid_attn_dropout", "norm_2", "ffn", adding="ffn", returns_tuple=True),
+    _sequential("norm_1", "attn resid_attn_dropout", "norm_2", "ffn", adding="ffn", returns=1),
     # Encoders: CLIP and SigLIP, ViT and DeiT, DINOv2 and v3, RoBERTa-PreLayerNorm.
     _sequential("layer_norm1", "self_attn", "layer_norm2", "mlp"),
     _sequential("layernorm_before", "attention dropout", "layernorm_after", "mlp dropout"),
@@ -131,16 +150,20 @@ FORMS = (
         output_norms="attention.output.LayerNorm output.LayerNorm", refusal=POST_NORM,
     ),
     _sequential("", "attention", "", "ffn", output_norms="sa_layer_norm output_layer_norm", refusal=POST_NORM),
-    # timm: LayerScale and drop-path belong to the sublayer.
+    # ModernBERT, whose first attention reads the normalised embedding as it is.
+    _sequential("attn_norm", "attn", "mlp_norm", "mlp"),
+    # timm: LayerScale and drop-path belong to the sublayer. ViT and DeiT; EVA-02 and BEiT; CaiT.
     _sequential("norm1", "attn ls1 drop_path1", "norm2", "mlp ls2 drop_path2"),
+    _sequential("norm1", "attn gamma_1? drop_path1", "norm2", "mlp gamma_2? drop_path2"),
+    _sequential("norm1", "attn gamma_1 drop_path", "norm2", "mlp gamma_2 drop_path"),
 )  # fmt: skip
 MODEL_TYPES = (
     "bloom", "clip_text_model", "clip_vision_model", "codegen", "cohere", "cohere2", "deepseek_v3", "deit", "dinov2",
     "dinov3_vit", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2",
     "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe", "helium", "llama", "llama4_text",
-    "ministral", "mistral", "mixtral", "mpt", "nanochat", "nemotron", "olmo", "olmo2", "olmoe", "opt",
-    "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "roberta-prelayernorm", "seed_oss",
-    "siglip_text_model", "siglip_vision_model", "smollm3", "stablelm", "starcoder2", "vit",
+    "mbart", "ministral", "mistral", "mixtral", "modernbert", "mpt", "nanochat", "nemotron", "olmo", "olmo2", "olmoe",
+    "opt", "pegasus", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "roberta-prelayernorm",
+    "seed_oss", "siglip_text_model", "siglip_vision_model", "smollm3", "stablelm", "starcoder2", "t5", "vit", "whisper",
 )  # fmt: skip
 """The families of transformers whose converted models load by the Auto classes without a word about them."""
 FINAL_NORMS = (
@@ -149,13 +172,17 @@ FINAL_NORMS = (
 )  # fmt: skip
 """The names of the norm after the blocks."""
 PROJECTIONS = {
-    "query": ("q_proj",), "key": ("k_proj",), "value": ("v_proj",),
-    "attention_output": ("o_proj", "out_proj", "dense", "c_proj", "proj"), "mlp_gate": ("gate_proj",),
-    "mlp_up": ("up_proj", "fc1", "c_fc", "dense_h_to_4h"),
-    "mlp_output": ("down_proj", "fc2", "c_proj", "dense_4h_to_h"),
+    "query": ("q_proj", "q"), "key": ("k_proj", "k"), "value": ("v_proj", "v"),
+    "attention_output": ("o_proj", "out_proj", "dense", "c_proj", "proj", "o"), "mlp_gate": ("gate_proj",),
+    "mlp_up": ("up_proj", "fc1", "c_fc", "dense_h_to_4h", "wi"),
+    "mlp_output": ("down_proj", "fc2", "c_proj", "dense_4h_to_h", "wo"),
 }  # fmt: skip
-ONE_TOKEN = ("CLIPVisionModel", "CLIPVisionTransformer")
-"""Models that apply the norm after their blocks to the class token alone: the last block closes the streams."""
+ONE_TOKEN = ("CLIPVisionModel", "CLIPVisionTransformer", "Cait")
+"""Models in which something else than a norm of every token follows the blocks: the last block closes the streams."""
+NORM_FIRST = ("NanoChatModel",)
+"""Models that normalise the embedding too with the norm after their blocks."""
+OF_ONE_TOKEN = ("LayerScaleBlockClassAttn",)
+"""Blocks that add to the class token alone (CaiT): no blocks of a stack."""
 HEAD_NORMS = {"query": ("q_norm", "q_layernorm"), "key": ("k_norm", "k_layernorm")}
 
 
@@ -163,58 +190,85 @@ def recognise(block: nn.Module) -> BlockSpec | None:
     """Return the specification of a block whose modules are those of a known form, None for any other."""
     if type(block).__name__ == "BasicTransformerBlock":
         return _read_dit(block)
+    if type(block).__name__ in OF_ONE_TOKEN:
+        return None
     specs = (_match(form, block) for form in FORMS)
     return next((spec for spec in specs if spec is not None), None)
 
 
 def _match(form: Layout, block: nn.Module) -> BlockSpec | None:
     """Return the specification of a block if it has the parts of a form, and no further ones with parameters."""
-    every = (form.attention_norm, form.attention, form.mlp_norm, form.mlp, form.joint, form.output_norms)
     try:
-        attention_norm, attention, mlp_norm, mlp, joint, output_norms = (_find(block, paths) for paths in every)
+        found = [_find(block, paths) for paths in form.paths]
         if any(attrgetter(path)(block) != value for path, value in form.when.items()):
             return None
     except AttributeError:
         return None
-    named = {
-        path.partition(".")[0]
-        for paths in (attention_norm, attention, mlp_norm, mlp, joint, output_norms)
-        for path in paths
-    }
+    named = {path.partition(".")[0] for paths in found for path in paths}
     if any(name not in named and next(child.parameters(), None) is not None for name, child in block.named_children()):
         return None
-    kept = [() if norm or output_norms else chain[:1] for norm, chain in ((attention_norm, attention), (mlp_norm, mlp))]
-    core = attention[len(kept[0])]
-    if form.parallel:
-        norms = () if attention_norm else (*kept[0], *kept[1])
-        sublayers: tuple[SublayerSpec, ...] = (
-            SublayerSpec(kind="attention", connection="connection", norm=next(iter(attention_norm), None), kept=norms),
-        )
-    else:
-        first, second = two_sublayers(next(iter(attention_norm), None), next(iter(mlp_norm), None))
-        sublayers = replace(first, kept=kept[0]), replace(second, kept=kept[1])
-    module = block.get_submodule(core)
-    taken = inspect.signature(module.forward).parameters
+    *parts, joint, output_norms = found
+    kinds = ("attention", "cross_attention", "mlp")
     host: Any = original_class(type(block))
-    renamed = ("layer_past", "past_key_values")
     arguments = tuple(inspect.signature(host.forward).parameters)[2:]
+    sublayers = []
+    for kind, norm, chain in zip(kinds, parts[::2], parts[1::2], strict=True):
+        if chain and (norm or kind != "cross_attention"):
+            kept = () if norm or output_norms or (form.parallel and form.attention_norm) else chain[:1]
+            core = "" if kind == "mlp" else chain[len(kept)]
+            branch = _branch(block, chain, core, form, arguments, CROSSING if kind == kinds[1] else RENAMED)
+            name = "connection" if form.parallel else f"{kind}_connection"
+            sublayers.append(
+                SublayerSpec(kind=kind, connection=name, norm=next(iter(norm), None), kept=kept, branches=(branch,))  # type: ignore[arg-type]
+            )
+    if form.parallel:
+        first, second = sublayers
+        both = {"branches": first.branches + second.branches, "kept": first.kept + second.kept}
+        sublayers = [replace(first, joint=joint, **both)]  # type: ignore[arg-type]
+    cores = [branch.core for sublayer in sublayers for branch in sublayer.branches if branch.core]
+    attention = block.get_submodule(cores[0])
     return BlockSpec(
-        rewired=ParallelBlock if form.parallel else SequentialBlock,
-        form=BlockForm(
-            attention=attention, mlp=mlp, joint=joint, core=core,
-            adding=tuple(form.adding.split()),
-            returns_tuple=form.returns_tuple,
-            arguments=arguments,
-            accepted=None if any(each.kind is each.VAR_KEYWORD for each in taken.values()) else frozenset(taken),
-            renamed=renamed if renamed[0] in arguments and renamed[0] not in taken else (),
-        ),
-        sublayers=sublayers,
-        attention=core,
-        projections=_projections(block, core, mlp),
-        head_norms=tuple(role for role, names in HEAD_NORMS.items() if any(hasattr(module, name) for name in names)),
+        rewired=SublayerBlock,
+        form=BlockForm(sublayers=tuple(sublayers), arguments=arguments, returns=form.returns),
+        attention=cores[0],
+        projections=_projections(block, cores, parts[5]),
+        head_norms=tuple(role for role, names in HEAD_NORMS.items() if any(hasattr(attention, name) for name in names)),
         output_norms=output_norms,
         pre_norm_refusal=form.refusal,
-    )  # fmt: skip
+    )
+
+
+RENAMED = {"past_key_values": "layer_past", "mask": "attention_mask"}
+"""Arguments of an attention, and the names that blocks have for them."""
+CROSSING = {
+    "key_value_states": "encoder_hidden_states", "mask": "encoder_attention_mask",
+    "attention_mask": "encoder_attention_mask", "position_bias": "encoder_decoder_position_bias",
+}  # fmt: skip
+"""The same for a cross-attention."""
+
+
+def _branch(
+    block: nn.Module,
+    chain: tuple[str, ...],
+    core: str,
+    form: Layout,
+    arguments: tuple[str, ...],
+    renamed: Mapping[str, str],
+) -> Branch:
+    """Return a chain of modules with the arguments of its core."""
+    adding = tuple(path for path in chain if path in form.adding.split())
+    if not core:
+        return Branch(paths=chain, adding=adding)
+    taken = inspect.signature(block.get_submodule(core).forward).parameters
+    any_name = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+    pairs = ((old, new) for new, old in renamed.items() if old in arguments and new in taken and old not in taken)
+    return Branch(
+        paths=chain,
+        core=core,
+        adding=adding,
+        accepted=None if any_name else frozenset(taken),
+        renamed=tuple(pairs),
+    )
 
 
 def _find(block: nn.Module, paths: str) -> tuple[str, ...]:
@@ -236,14 +290,15 @@ def _part(block: nn.Module, path: str) -> Any:
         return None
 
 
-def _projections(block: nn.Module, core: str, mlp: tuple[str, ...]) -> dict[str, str]:
+def _projections(block: nn.Module, cores: list[str], mlp: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     """Return the paths of the linear maps of a block by their roles, as far as each is one map of its own."""
-    found: dict[str, str] = {}
+    found: dict[str, tuple[str, ...]] = {}
     for role, names in PROJECTIONS.items():
-        for prefix in ("", *(f"{path}." for path in mlp)) if "mlp" in role else (f"{core}.",):
-            for name in names:
-                if getattr(_part(block, prefix + name), "weight", None) is not None:
-                    found.setdefault(role, prefix + name)
+        places = [("", *(f"{path}." for path in mlp))] if "mlp" in role else [(f"{core}.",) for core in cores]
+        each = [[prefix + name for prefix in prefixes for name in names] for prefixes in places]
+        maps = [next((path for path in paths if _part(block, f"{path}.weight") is not None), "") for paths in each]
+        if all(maps):
+            found[role] = tuple(maps)
     return found
 
 
@@ -291,17 +346,16 @@ class DiTBlock(RewiredBlock):
 
 DIT = BlockSpec(
     rewired=DiTBlock,
-    sublayers=(
+    form=BlockForm(sublayers=(
         SublayerSpec(kind="attention", connection="attention_connection", kept=("norm1.norm",)),
         SublayerSpec(kind="mlp", connection="mlp_connection", kept=("norm3",)),
-    ),
+    )),
     keeps_final_norm=True,
     attention="attn1",
     projections={
-        "query": "attn1.to_q", "key": "attn1.to_k", "value": "attn1.to_v", "attention_output": "attn1.to_out.0",
-        "mlp_up": "ff.net.0.proj", "mlp_output": "ff.net.2",
+        "query": ("attn1.to_q",), "key": ("attn1.to_k",), "value": ("attn1.to_v",),
+        "attention_output": ("attn1.to_out.0",), "mlp_up": ("ff.net.0.proj",), "mlp_output": ("ff.net.2",),
     },
-    head_dim=lambda attention: attention.inner_dim // attention.heads,
 )  # fmt: skip
 
 
@@ -310,5 +364,7 @@ def _read_dit(block: nn.Module) -> BlockSpec:
     extras = [name for name in ("attn2", "pos_embed", "fuser") if getattr(block, name, None) is not None]
     if block.norm_type != "ada_norm_zero" or extras:
         what = f"norm_type {block.norm_type}" + "".join(f" and {name}" for name in extras)
+        if block.norm_type == "ada_norm_single" and extras == ["attn2"]:
+            what += ", a cross-attention that reads the stream without a norm"
         raise UserError(f"BasicTransformerBlock with {what}: rewire supports that of DiT, with ada_norm_zero alone")
     return DIT

@@ -9,18 +9,18 @@ from torch import nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.interop.backbones import is_timm, is_transformers, owner_of
-from siamesenorm.interop.block_families import FINAL_NORMS, ONE_TOKEN, recognise
+from siamesenorm.interop.block_families import FINAL_NORMS, NORM_FIRST, ONE_TOKEN, recognise
 from siamesenorm.interop.rewired_blocks import BlockSpec, BlockStack, RewiredBlock, original_class, qualified_name
 from siamesenorm.topologies import Connection
 
 Blocks = nn.ModuleList | nn.Sequential
 
 
-def find_blocks(model: nn.Module) -> BlockStack:
-    """Return the one stack of blocks of a model whose form is known.
+def find_blocks(model: nn.Module) -> tuple[BlockStack, ...]:
+    """Return the stack of blocks of a model whose form is known, or those of an encoder and its decoder.
 
     Raises UserError, naming the module, for a model that was rewired before, has no known blocks, several stacks of
-    them, mixed, shared or patched blocks, and norms that sublayers share.
+    them, mixed, shared, skipped or patched blocks, and norms that sublayers share.
     """
     for name, module in model.named_modules():
         where = f"{name or 'the model'} is a {type(module).__name__}"
@@ -38,14 +38,23 @@ def find_blocks(model: nn.Module) -> BlockStack:
         # The longest row is where the user expects the blocks; a Sequential may be a stem, and counts if longer.
         longest = max(rows, key=lambda name: (len(rows[name]), isinstance(rows[name], nn.ModuleList)), default=None)
         raise UserError(f"the structure of {type(model).__name__} is unknown: {_unknown(longest, rows)}")
-    if len(stacks) > 1:
-        stacks = _of_language(model, stacks)
-    [(name, blocks)] = stacks.items()
-    spec = _common_spec(name, blocks)
-    stack = _surroundings(model, name, blocks, spec)
-    _refuse_patched(model, stack)
-    _refuse_shared_norms(model, stack)
-    return stack
+    specs = {name: _common_spec(name, blocks) for name, blocks in _chosen(model, stacks).items()}
+    found = tuple(_surroundings(model, name, stacks[name], spec) for name, spec in specs.items())
+    for stack in found:
+        _refuse_patched(model, stack)
+        _refuse_shared_norms(model, stack)
+    return found
+
+
+def _chosen(model: nn.Module, stacks: dict[str, Blocks]) -> dict[str, Blocks]:
+    """Return the only stack, that of the language model in a multimodal one, or those of an encoder and its decoder."""
+    specs = {name: recognise(blocks[0]) for name, blocks in stacks.items()}
+    decoders = [name for name, spec in specs.items() if spec is not None and spec.crosses]
+    if len(decoders) == 1 and len(stacks) == 2:
+        return {name: stacks[name] for name in sorted(stacks, key=decoders.__contains__)}
+    if decoders:
+        raise UserError(f"{decoders[0]} attends to the states of an encoder: rewire the model that has both")
+    return _of_language(model, stacks) if len(stacks) > 1 else stacks
 
 
 def _unknown(longest: str | None, rows: dict[str, Blocks]) -> str:
@@ -55,17 +64,21 @@ def _unknown(longest: str | None, rows: dict[str, Blocks]) -> str:
     block = rows[longest][0]
     what = f"{longest}.0 is a {qualified_name(block)}"
     if any(re.search(r"cross_?att|encoder_attn", name) for name, _ in block.named_children()):
-        return f"{what} with cross-attention, a third sublayer: rewire supports attention and MLP"
+        return f"{what} with cross-attention: rewire supports that of T5, Whisper and BART's Pre-Norm relatives"
     children = ", ".join(name for name, _ in block.named_children()) or "none"
     return f"{what}, and its parts ({children}) are those of no form that rewire supports: see docs/rewire.md"
 
 
 def _of_language(model: nn.Module, stacks: dict[str, Blocks]) -> dict[str, Blocks]:
     """Return the stack of the language model in a multimodal one; refuse several, and two towers of one rank."""
-    chosen = {name: blocks for name, blocks in stacks.items() if _input_of(owner_of(model, name)) == "input_ids"}
+    chosen = {name: blocks for name, blocks in stacks.items() if _reads_tokens(owner_of(model, name))}
     if len(chosen) == 1 and not hasattr(model, "get_text_features"):
         return chosen
     raise UserError(f"the model has {len(stacks)} stacks of blocks, {', '.join(stacks)}: rewire one backbone alone")
+
+
+def _reads_tokens(owner: nn.Module) -> bool:
+    return is_transformers(owner) and isinstance(owner.get_input_embeddings(), nn.Embedding)  # type: ignore[operator]
 
 
 def _input_of(owner: nn.Module) -> str:
@@ -79,10 +92,6 @@ def _surroundings(model: nn.Module, name: str, blocks: Blocks, spec: BlockSpec) 
     while place and not final:
         place = place.rpartition(".")[0]
         module = model.get_submodule(place)
-        if is_timm(module) and isinstance(module.norm, nn.Identity):
-            raise UserError(
-                "no norm: create the VisionTransformer with final_norm=True, fc_norm=False, no features_only"
-            )
         names = ("norm_out",) if spec.keeps_final_norm else FINAL_NORMS
         found = next((each for each in names if getattr(module, each, None) is not None), "")
         final = f"{place}.{found}" if place and found else found
@@ -95,11 +104,18 @@ def _surroundings(model: nn.Module, name: str, blocks: Blocks, spec: BlockSpec) 
     backbone = owner if is_transformers(owner) else model.get_submodule(final.rpartition(".")[0])
     if original_class(type(owner)).__name__ in ONE_TOKEN:
         final = ""
+    if getattr(owner, "layerdrop", 0):
+        raise UserError(f"layerdrop of {type(owner).__name__} is {owner.layerdrop}: it skips whole blocks, set it to 0")
     vision = is_timm(backbone) or spec.keeps_final_norm or _input_of(backbone) == "pixel_values"
     return BlockStack(
         name=name, blocks=blocks, spec=spec, backbone=backbone, final_norm=final,
         domain="vision" if vision else "language",
     )  # fmt: skip
+
+
+def norms_first(stack: BlockStack) -> bool:
+    """Return whether the norm after the blocks also normalises the embedding."""
+    return original_class(type(stack.backbone)).__name__ in NORM_FIRST
 
 
 def _common_spec(name: str, blocks: Blocks) -> BlockSpec:

@@ -17,6 +17,7 @@ from siamesenorm.interop.find_blocks import find_blocks
 from siamesenorm.interop.rewired_blocks import BlockStack, RewiredBlock
 from siamesenorm.interop.verify import confirm, verify
 from siamesenorm.interop.wiring import FROM_SCRATCH, HostNorms
+from siamesenorm.models.block import ResidualPath
 from siamesenorm.models.conversion import convert, converted_config
 from siamesenorm.models.language import LanguageModel
 from siamesenorm.norms import Inexact, Norm, NormFunction, NormSpec
@@ -35,12 +36,12 @@ def rewire(
 ) -> RewireReport:
     """Give `model`, in place, another residual topology ("siamese", "dhc-2:streams=4", ...), and return a report.
 
-    Supports Pre-Norm blocks of transformers, timm's ViT and DeiT and diffusers' DiT whose modules have a known form
-    (docs/rewire.md), sequential or parallel. Before anything is changed, every block and the whole model run on a copy
-    as the host calls them, and must give what the form says; `inputs` are arguments of the model's forward for that
-    check, small random ones by default. Attention, MLP, dropout, cache, the names of their weights, checkpointing and
-    hooks stay; blocks return the streams packed, [batch, tokens, streams, dim]. A `LanguageModel` of this library is
-    rewired with its configuration, and packs nothing.
+    Supports Pre-Norm blocks of transformers, timm and diffusers' DiT whose modules have a known form (docs/rewire.md),
+    sequential or parallel; of an encoder-decoder both stacks, of a multimodal model the language model. Before anything
+    is changed, every block and the whole model run on a copy as the host calls them, and must give what the form says;
+    `inputs` are arguments of the model's forward for that check, small random ones by default. Attention, MLP, dropout,
+    cache, the names of their weights, checkpointing and hooks stay; blocks return the streams packed, [batch, tokens,
+    streams, dim]. A `LanguageModel` of this library is rewired with its configuration, and packs nothing.
 
     `preserve=True` keeps the function: exactly where the topology allows it, else up to the eps of a norm of a norm, as
     the report says with a bound; the attention is not changed. `preserve=False` leaves the new norms and gates at their
@@ -57,28 +58,31 @@ def rewire(
     if isinstance(model, LanguageModel):
         return _rewire_native(model, wanted, preserve=preserve, norm=norm)
     refuse_unsavable(model, "rewire")
-    stack = find_blocks(model)
-    resolved = _resolve(wanted, stack, preserve=preserve)
-    if not stack.spec.pre_norm_refusal and not any(parameter.is_meta for parameter in stack.backbone.parameters()):
-        verify(model, stack, inputs)
-    old = wiring.read_norms(model, stack)
-    chosen = NormSpec.parse(norm) if isinstance(norm, str) else norm
-    operator = old.operator if chosen is None else inheriting(chosen, old.first)
-    path = wiring.build_parts(stack, resolved, operator, old)
+    stacks = find_blocks(model)
+    resolved, *_ = [_resolve(wanted, stack, preserve=preserve) for stack in stacks]
+    if not any(each.spec.pre_norm_refusal for each in stacks) and not any(map(_without_weights, stacks)):
+        verify(model, stacks, inputs)
+    old = [wiring.read_norms(model, stack) for stack in stacks]
+    chosen, first = NormSpec.parse(norm) if isinstance(norm, str) else norm, old[0].first
+    operator = old[0].operator if chosen is None else inheriting(chosen, first)
+    paths = [wiring.build_parts(stack, resolved, operator, norms) for stack, norms in zip(stacks, old, strict=True)]
+    parts = list(zip(stacks, paths, old, strict=True))
     differences = attention_norm = None
     if preserve:
-        found = wiring.init_as_pre_norm(path, stack, old)
         remedy = "make them alike with swap_norms first" if norm is None else "leave norm out"
-        differences = _small_differences(found, stack, topology_name(resolved), operator, remedy)
+        each = (_small_differences(*part, resolved, operator, remedy) for part in parts)
+        differences = tuple(dict.fromkeys(chain.from_iterable(each)))
         if not differences:
-            confirm(model, stack, resolved, operator, inputs)
+            confirm(model, stacks, resolved, operator, inputs)
     elif resolved.attention_norm == "qkv-head":
         # Of the host's operator and eps, whatever the operator of the residual path.
-        eps = {} if old.first.eps is None else {"eps": old.first.eps}
-        attention_norm = NormSpec.parse(old.first.statistic, **eps)
-    before, known = _fates_of_old_norms(model, stack, old, preserve=preserve), norms_of(model)
+        eps = {} if first.eps is None else {"eps": first.eps}
+        attention_norm = NormSpec.parse(first.statistic, **eps)
+    before, known = _fates_of_old_norms(model, stacks, old, preserve=preserve), norms_of(model)
     # Nothing of the model was changed above, and nothing can fail below.
-    wiring.install(model, stack, path, resolved, attention_norm=attention_norm, preserve=preserve)
+    for stack, path, norms in parts:
+        kept = norms if preserve else None
+        wiring.install(model, stack, path, resolved, attention_norm=attention_norm, kept=kept, scratch=not preserve)
     step = {
         "operation": "rewire",
         "topology": topology_to_json(resolved),
@@ -88,21 +92,27 @@ def rewire(
     }
     record_step(model, step)
     fates = (*before, *_fates_of_new_norms(model, known.values(), preserve=preserve))
-    return RewireReport(topology=resolved, blocks=stack.name, norms=fates, differences=differences)
+    names = ", ".join(stack.name for stack in stacks)
+    return RewireReport(topology=resolved, blocks=names, norms=fates, differences=differences)
+
+
+def _without_weights(stack: BlockStack) -> bool:
+    return any(parameter.is_meta for parameter in stack.backbone.parameters())
 
 
 def _small_differences(
-    found: Mapping[str, Sequence[Inexact]], stack: BlockStack, topology: str, operator: NormSpec, remedy: str
+    stack: BlockStack, path: ResidualPath, old: HostNorms, topology: Topology, operator: NormSpec, remedy: str
 ) -> tuple[Inexact, ...]:
-    """Return by what the new parts differ from the host's; raises UserError where that is more than an eps."""
+    """Set new parts and return by what they differ from the host's; raises UserError where that is more than an eps."""
+    found = wiring.init_as_pre_norm(path, stack, old, topology)
     for name, one in ((name, one) for name, each in found.items() for one in each):
         if not one.kind.only_eps_or_rounding:
             what = f"norm {operator} cannot keep the function of the host's norms ({name}: {one.detail})"
             raise UserError(f"{what}: {remedy}, or {FROM_SCRATCH}")
-    differences = tuple(dict.fromkeys(chain.from_iterable(found.values())))
-    if differences and not stack.final_norm:
+    differences = tuple(chain.from_iterable(found.values()))
+    if differences and old.final is None and not stack.spec.keeps_final_norm:
         raise UserError(
-            f"{topology} on {stack.name}, which no norm of every token follows: the sum of its "
+            f"{topology_name(topology)} on {stack.name}, which no norm of every token follows: the sum of its "
             f"streams has another scale; use attnres, which keeps it, or {FROM_SCRATCH}"
         )
     return differences
@@ -126,7 +136,7 @@ def _resolve(topology: Topology, stack: BlockStack, *, preserve: bool) -> Topolo
             f"{stack.name} has blocks of class {what}, {spec.pre_norm_refusal}: no function-preserving "
             f"{topology_name(topology)} exists; {FROM_SCRATCH}"
         )
-    if any(parameter.is_meta for parameter in stack.backbone.parameters()):
+    if _without_weights(stack):
         raise UserError(f"{stack.name} is on the meta device: load the weights first, or {FROM_SCRATCH}")
     return resolved
 
@@ -257,10 +267,11 @@ def _move(norm: NormFunction | None, target: str) -> str:
     return f"its {' and '.join(parameters)} {'go' if len(parameters) > 1 else 'goes'} to {target}"
 
 
-def _fates_of_old_norms(model: nn.Module, stack: BlockStack, old: HostNorms, *, preserve: bool) -> list[NormFate]:
+def _fates_of_old_norms(
+    model: nn.Module, stacks: Sequence[BlockStack], old: Sequence[HostNorms], *, preserve: bool
+) -> list[NormFate]:
     """Return the outcomes of a host's norms, before it is rewired."""
-    spec, fates = stack.spec, []
-    kept = {path for sublayer in spec.sublayers for path in sublayer.kept}
+    fates = []
 
     def moved(name: str, norm: NormFunction | None, place: str) -> NormFate:
         if not preserve:
@@ -268,18 +279,23 @@ def _fates_of_old_norms(model: nn.Module, stack: BlockStack, old: HostNorms, *, 
         return NormFate(name, "moved", _move(norm, f"the last norm {place}"))
 
     for name in (name for name, module in model.named_modules() if looks_like_norm(module)):
-        in_blocks = name.startswith(f"{stack.name}.")
-        path = name.removeprefix(f"{stack.name}.").partition(".")[2]
-        if name in old.inputs:
-            fates.append(moved(name, old.inputs[name], "before the sublayer"))
-        elif name == stack.final_norm and not spec.keeps_final_norm:
-            fates.append(moved(name, old.final, "of the closing"))
-        elif name == stack.final_norm:
-            fates.append(NormFate(name, "kept", "after the closing"))
-        elif in_blocks and path in spec.output_norms:
-            fates.append(NormFate(name, "dropped", "the topology decides where outputs are normalised"))
-        elif in_blocks and path in kept:
-            fates.append(NormFate(name, "kept", "the sublayer normalises its own input with it"))
+        for stack, norms in zip(stacks, old, strict=True):
+            spec, in_blocks = stack.spec, name.startswith(f"{stack.name}.")
+            if name in norms.inputs:
+                fates.append(moved(name, norms.inputs[name], "before the sublayer"))
+            elif name == stack.final_norm and not spec.keeps_final_norm:
+                fates.append(moved(name, norms.final, "of the closing"))
+            elif name == stack.final_norm:
+                fates.append(NormFate(name, "kept", "after the closing"))
+            elif in_blocks and name.removeprefix(f"{stack.name}.").partition(".")[2] in spec.output_norms:
+                fates.append(NormFate(name, "dropped", "the topology decides where outputs are normalised"))
+            elif in_blocks and any(name in kept for kept in norms.kept.values()):
+                fates.append(NormFate(name, "kept", "the sublayer normalises its own input with it"))
+            elif in_blocks:
+                fates.append(NormFate(name, "kept", "part of the sublayer"))
+            else:
+                continue
+            break
         else:
-            fates.append(NormFate(name, "kept", "part of the sublayer" if in_blocks else "outside of the blocks"))
+            fates.append(NormFate(name, "kept", "outside of the blocks"))
     return fates

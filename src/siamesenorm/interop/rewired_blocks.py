@@ -13,10 +13,12 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from siamesenorm.errors import UserError
+from siamesenorm.norms import NormFunction
 from siamesenorm.topologies import Closing, Connection, Opening, Streams, Topology
 
 # --- classes made at run time: a host's own class with another behaviour mixed in before it
@@ -74,25 +76,57 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockForm:
-    """Which attributes of a block compute the outputs of its sublayers, and how the host calls it.
+class Branch:
+    """The parts at `paths` of a block, applied one after the other to the input of a sublayer.
 
-    `attention`, `mlp` and `joint` are paths, applied one after the other: a module is called; a number is a dropout's
-    probability if its name says so, else a factor. `joint` acts on the sum of parallel sublayers. `core` is the module
-    that takes the arguments of the block: `arguments` are the names of positional ones after the first, `accepted`
-    those that it takes, None for any, and `renamed` is the block's name of one and the module's. The modules at
-    `adding` add a residual to their output: they get zero.
+    A module is called; a tensor is a factor; a number is a dropout's probability if its name says so, else a factor.
+    `core` is the module that takes the arguments of the block: those in `accepted`, None for any. `renamed` holds pairs
+    of the block's name of one and the module's. The modules at `adding` add a residual to their output: they get zero.
     """
 
-    attention: tuple[str, ...] = ()
-    mlp: tuple[str, ...] = ()
-    joint: tuple[str, ...] = ()
+    paths: tuple[str, ...]
     core: str = ""
     adding: tuple[str, ...] = ()
-    returns_tuple: bool = False
-    arguments: tuple[str, ...] = ()
     accepted: frozenset[str] | None = None
-    renamed: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SublayerSpec:
+    """One sublayer of a block: the attribute that will hold its connection, the norms of its input, and what it does.
+
+    `norm` names the input norm, which the connection replaces; None where the sublayer reads the raw stream. `kept`
+    names input norms that stay inside the sublayer instead: those of parallel attention and MLP, or conditioned ones.
+    The outputs of several `branches` (attention and MLP in parallel) are added, and the parts at `joint` follow.
+    """
+
+    kind: Literal["attention", "cross_attention", "mlp"]
+    connection: str
+    norm: str | None = None
+    kept: tuple[str, ...] = ()
+    branches: tuple[Branch, ...] = ()
+    joint: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the formula of the sublayer."""
+        chains = [" > ".join(branch.paths) for branch in self.branches] or [self.kind]
+        if len(chains) > 1:
+            joint = "".join(f" > {path}" for path in self.joint)
+            return f"x + ({' + '.join(chains)}){joint}" + (f" of {self.norm}(x)" if self.norm else "")
+        return f"x + {chains[0]}({self.norm or ''}(x))"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockForm:
+    """The sublayers of a block, and how the host calls it.
+
+    `arguments` are the names of positional ones after the first; `returns` is the number of outputs after the state,
+    each the second one of an attention, 0 for a block that returns a tensor.
+    """
+
+    sublayers: tuple[SublayerSpec, ...]
+    arguments: tuple[str, ...] = ()
+    returns: int = 0
 
 
 class RewiredBlock(nn.Module):
@@ -120,116 +154,132 @@ class RewiredBlock(nn.Module):
         return closed
 
 
-class SequentialBlock(RewiredBlock):
-    """Attention, then MLP, each behind a connection."""
+OF_SELF_ATTENTION = ("attention_mask", "position_bias")
+"""Arguments of a block that its cross-attention does not take."""
 
-    attention_connection: Connection
-    mlp_connection: Connection
+
+class SublayerBlock(RewiredBlock):
+    """A block whose sublayers are chains of the host's modules, each sublayer behind a connection."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the packed streams after both sublayers, in a tuple before the other outputs if the host does."""
+        """Return the packed streams after all sublayers, in a tuple before the other outputs if the host does."""
         others: list[Any] = []
         options = self._options(args, kwargs)
-        streams = self.attention_connection(self.enter(hidden_states), lambda h: self._attend(h, options, others))
-        packed = self.leave(self.mlp_connection(streams, lambda h: self._chain(self.form.mlp, h)))
-        return (packed, *others) if self.form.returns_tuple else packed
+        streams = self.enter(hidden_states)
+        for sublayer in self.form.sublayers:
+            connection: Connection = getattr(self, sublayer.connection)
+            streams = connection(streams, lambda h, sublayer=sublayer: self._compute(sublayer, h, options, others))
+        packed, count = self.leave(streams), self.form.returns
+        return (packed, *(*others, *[None] * count)[:count]) if count else packed
 
     def _options(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the attention by name; raises UserError for the states of an encoder."""
+        """Return the arguments by name; raises UserError for states of an encoder without a use for them."""
         options = {**dict(zip(self.form.arguments, args, strict=False)), **kwargs}
-        if options.pop("encoder_hidden_states", None) is not None:
+        attends = any(sublayer.kind == "cross_attention" for sublayer in self.form.sublayers)
+        if not attends and options.get("encoder_hidden_states") is not None:
             host = original_class(type(self)).__name__
             raise UserError(f"encoder_hidden_states in a rewired {host}: it has no cross-attention, leave them out")
-        options.pop("encoder_attention_mask", None)
-        if self.form.renamed:
-            old, new = self.form.renamed
-            options[new] = options.pop(old, None)
-        accepted = self.form.accepted
-        return options if accepted is None else {name: each for name, each in options.items() if name in accepted}
+        return options
 
-    def _attend(self, h: Tensor, options: Mapping[str, Any], others: list[Any]) -> Tensor:
-        return self._chain(self.form.attention, h, options, others)
+    def _compute(self, sublayer: SublayerSpec, h: Tensor, options: Mapping[str, Any], others: list[Any]) -> Tensor:
+        """Return the output of a sublayer: 0 of a cross-attention without an encoder, which the host leaves out."""
+        crosses = sublayer.kind == "cross_attention"
+        if crosses and options.get("encoder_hidden_states") is None:
+            return torch.zeros_like(h)
+        outputs = [self._chain(branch, h, options, others, crosses=crosses) for branch in sublayer.branches]
+        if len(outputs) == 1:
+            return outputs[0]
+        return self._chain(Branch(paths=sublayer.joint), outputs[1] + outputs[0])
 
     def _chain(
-        self, paths: Sequence[str], x: Tensor, options: Mapping[str, Any] = NOTHING, others: list[Any] | None = None
+        self,
+        branch: Branch,
+        x: Tensor,
+        options: Mapping[str, Any] = NOTHING,
+        others: list[Any] | None = None,
+        *,
+        crosses: bool = False,
     ) -> Tensor:
-        """Return x after the parts at `paths`, the core of the attention called with the options."""
+        """Return x after the parts of a branch, the core of an attention called with its options."""
         output = x
-        for path in paths:
+        for path in branch.paths:
             part = attrgetter(path)(self)
-            if isinstance(part, (int, float)):
-                drops = "dropout" in path
-                output = functional.dropout(output, part, self.training) if drops else output * part
+            if isinstance(part, (int, float)) and "dropout" in path:
+                output = functional.dropout(output, part, self.training)
                 continue
-            given = dict(options) if path == self.form.core else {}
-            if path in self.form.adding:
+            if isinstance(part, (int, float, Tensor)):
+                output = output * part
+                continue
+            given = self._given(branch, options, crosses) if path == branch.core else {}
+            if path in branch.adding:
                 given["residual"] = output.new_zeros(())
-            result = part(output, **given)
-            if isinstance(result, tuple):
-                output = result[0]
-                if others is not None:
-                    others.extend(result[1:])
-            else:
-                output = result
+            output = part(output, **given)
+            if isinstance(output, tuple):
+                if others is not None and path == branch.core:
+                    others.append(output[1])
+                output = output[0]
         return output if output.shape == x.shape else output.view(x.shape)
 
-
-class ParallelBlock(SequentialBlock):
-    """Attention and MLP read the same state, through one norm or each through its own: one connection, one sublayer."""
-
-    connection: Connection
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the packed streams after the sublayer MLP(N(h)) + Attention(N(h))."""
-        others: list[Any] = []
-        options = self._options(args, kwargs)
-
-        def both(h: Tensor) -> Tensor:
-            attention = self._attend(h, options, others)
-            return self._chain(self.form.joint, self._chain(self.form.mlp, h) + attention)
-
-        packed = self.leave(self.connection(self.enter(hidden_states), both))
-        return (packed, *others) if self.form.returns_tuple else packed
+    def _given(self, branch: Branch, options: Mapping[str, Any], crosses: bool) -> dict[str, Any]:
+        """Return the arguments of the core of a branch."""
+        dropped = (*OF_SELF_ATTENTION, *(old for old, _ in branch.renamed)) if crosses else ()
+        given = {k: v for k, v in options.items() if k not in dropped and not k.startswith("encoder_")}
+        for old, new in branch.renamed:
+            given.pop(old, None)
+            given[new] = options.get(old)
+        accepted = branch.accepted
+        return given if accepted is None else {name: each for name, each in given.items() if name in accepted}
 
 
 class RewiredClosing(nn.Module):
-    """Replaces the host's final norm: closes packed streams; `final_norm` is the host's, if conditioned."""
+    """Replaces the host's final norm: closes packed streams; `final_norm` is the host's, if conditioned.
 
-    def __init__(self, topology: Topology, closing: Closing, final_norm: nn.Module | None = None) -> None:
+    `embedding_norm` is the host's where it normalises the embedding with it too, which is not packed yet.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        closing: Closing,
+        final_norm: nn.Module | None = None,
+        embedding_norm: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.topology = topology
         self.closing = closing
         self.final_norm = nn.Identity() if final_norm is None else final_norm
+        self.embedding_norm = embedding_norm
 
     def forward(self, packed: Tensor) -> Tensor:
         """Return the input of the host's head."""
+        if self.embedding_norm is not None and packed.dim() == 3:
+            embedding: Tensor = self.embedding_norm(packed)
+            return embedding
         closed: Tensor = self.final_norm(self.closing(self.topology.unpack(packed)))
         return closed
 
 
-# --- the specification of a family
+class ScaledNorm(nn.Module):
+    """Mixed in before the class of an input norm that stays in a sublayer: f N(x), so that it equals the host's.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SublayerSpec:
-    """One sublayer of a block: the attribute that will hold its connection, and the norms of its input.
-
-    `norm` names the input norm, which the connection replaces; None where the sublayer reads the raw stream. `kept`
-    names input norms that stay inside the sublayer instead: those of parallel attention and MLP, or conditioned ones.
+    With another eps and a factor f, a norm after a norm, or of a multiple, is the host's norm of the stream.
     """
 
-    kind: Literal["attention", "mlp"]
-    connection: str
-    norm: str | None = None
-    kept: tuple[str, ...] = ()
+    factor: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the norm with its gain multiplied by the factor, and its bias as it is."""
+        bias: Tensor | None = getattr(self, "bias", None)
+        normed: Tensor = super().forward(x) * self.factor
+        return normed if bias is None else normed + (1 - self.factor) * bias
+
+    def function(self) -> NormFunction:
+        """Return the function of one of this library's norms."""
+        unscaled: NormFunction = super().function()  # type: ignore[misc]
+        return unscaled.divided(1 / self.factor, 1.0)
 
 
-def two_sublayers(attention_norm: str | None = None, mlp_norm: str | None = None) -> tuple[SublayerSpec, SublayerSpec]:
-    """Return attention, then MLP, each with a connection of its own, which replaces its input norm, if any."""
-    return (
-        SublayerSpec(kind="attention", connection="attention_connection", norm=attention_norm),
-        SublayerSpec(kind="mlp", connection="mlp_connection", norm=mlp_norm),
-    )
+# --- the specification of a family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,39 +288,43 @@ class BlockSpec:
 
     `keeps_final_norm` leaves the norm after the blocks in place behind the closing. `projections` names linear maps by
     the roles of this library's own ("query", "key", "value", "attention_output", "mlp_up", "mlp_gate", "mlp_output"),
-    as far as they are separate maps; `head_norms` are the roles whose output the host normalises itself; `head_dim`
-    returns the width of a head of the attention. `output_norms` normalise what a sublayer returns, on a block without
-    input norms: starting from scratch drops them. `pre_norm_refusal` is the reason why the block is no Pre-Norm block.
+    as far as they are separate maps, those of a cross-attention too; `head_norms` are the roles whose output the host
+    normalises itself. `attention` names the attention. `output_norms` normalise what a sublayer returns, on a block
+    without input norms: starting from scratch drops them. `pre_norm_refusal` is the reason why the block is no Pre-Norm
+    block.
     """
 
     rewired: type[RewiredBlock]
-    form: BlockForm = BlockForm()
-    sublayers: tuple[SublayerSpec, ...]
+    form: BlockForm
     keeps_final_norm: bool = False
     attention: str = "self_attn"
-    projections: Mapping[str, str] = field(default_factory=dict)
+    projections: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     head_norms: tuple[str, ...] = ()
-    head_dim: Callable[[Any], int] = attrgetter("head_dim")
     output_norms: tuple[str, ...] = ()
     pre_norm_refusal: str | None = None
 
+    @property
+    def sublayers(self) -> tuple[SublayerSpec, ...]:
+        """The sublayers in order."""
+        return self.form.sublayers
+
+    @property
+    def crosses(self) -> bool:
+        """Whether the block attends to the states of an encoder."""
+        return any(sublayer.kind == "cross_attention" for sublayer in self.sublayers)
+
     def __str__(self) -> str:
         """Return the formula of the block."""
-        names = {"attention": self.form.attention, "mlp": self.form.mlp}
-        chains = {kind: " > ".join(paths) for kind, paths in names.items()}
-        if len(self.sublayers) == 1 and self.form.mlp:
-            norm = self.sublayers[0].norm
-            joint = "".join(f" > {path}" for path in self.form.joint)
-            return f"x + ({chains['attention']} + {chains['mlp']}){joint}" + (f" of {norm}(x)" if norm else "")
-        return ", ".join(f"x + {chains[each.kind] or each.kind}({each.norm or ''}(x))" for each in self.sublayers)
+        return ", ".join(map(str, self.sublayers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStack:
     """The stack of blocks in a model: its name, the blocks, their specification, and what follows it.
 
-    `final_norm` is the qualified name of the norm after the blocks, "" where none follows on every token. `backbone`
-    returns the hidden states of the blocks. `domain` is that of the topology's options.
+    `final_norm` is the qualified name of the norm after the blocks, "" where none follows on every token; it is an
+    Identity in a model of timm that normalises the mean over tokens. `backbone` returns the hidden states of the
+    blocks. `domain` is that of the topology's options.
     """
 
     name: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -97,19 +98,20 @@ def small_inputs(model: Any, part: str = "") -> dict[str, Any] | None:
 def _inputs_of(model: Any, config: Any, part: str, floating: Tensor) -> dict[str, Any] | None:
     device = floating.device
     if is_transformers(model):
-        owner: Any = owner_of(model, part)
-        kind = str(owner.main_input_name)
+        decodes = "decoder_input_ids" in inspect.signature(model.forward).parameters
+        owner: Any = model if decodes else owner_of(model, part)
+        kind, settings = str(owner.main_input_name), owner.config
+        decoded = {"decoder_input_ids": torch.randint(settings.vocab_size, (1, 5), device=device)} if decodes else {}
         if kind == "input_ids":
             rows = owner.get_input_embeddings().weight.shape[0]
             tokens = torch.randint(0, min(rows, 1000), (1, 9), device=device)
-            return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+            return {kind: tokens, "attention_mask": torch.ones_like(tokens), **decoded}
         if kind == "pixel_values":
-            settings = owner.config
             height, width = (settings.image_size,) * 2 if isinstance(settings.image_size, int) else settings.image_size
-            return {"pixel_values": torch.randn(2, settings.num_channels, height, width, device=device).to(floating)}
+            return {kind: torch.randn(2, settings.num_channels, height, width, device=device).to(floating)}
         if kind == "input_features":
-            frames = 2 * owner.config.max_source_positions
-            return {kind: torch.randn(1, owner.config.num_mel_bins, frames, device=device).to(floating)}
+            frames = 2 * settings.max_source_positions
+            return {kind: torch.randn(1, settings.num_mel_bins, frames, device=device).to(floating), **decoded}
     if type(model).__module__.startswith("diffusers.") and hasattr(config, "num_embeds_ada_norm"):
         shape = (2, config.in_channels, config.sample_size, config.sample_size)
         labels = torch.tensor([0, config.num_embeds_ada_norm - 1], device=device)

@@ -7,7 +7,7 @@ dropout drops, so that no part of a block is silent. Random state, mode, hooks a
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,32 +15,38 @@ from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
 from siamesenorm.interop import wiring
-from siamesenorm.interop.find_blocks import find_blocks
+from siamesenorm.interop.find_blocks import find_blocks, norms_first
 from siamesenorm.interop.rewired_blocks import BlockSpec, BlockStack
 from siamesenorm.interop.shadow import awake_copy, share_copy, small_inputs, undisturbed
 from siamesenorm.models.block import ResidualPath
 from siamesenorm.norms import NormSpec
 from siamesenorm.norms.foreign_norms import looks_like_norm
-from siamesenorm.topologies import Streams, Topology, build_topology, topology_name
+from siamesenorm.topologies import (
+    Closing,
+    Connection,
+    Opening,
+    ResidualSpec,
+    Streams,
+    Topology,
+    build_topology,
+    topology_name,
+)
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+Stacks = tuple[BlockStack, ...]
 _VERIFIED: set[int] = set()
 """The structures that were run in this process, without their weights."""
 TOLERANCE = {2: 2e-2, 4: 1e-3, 8: 1e-3}
 """The largest difference from what a block adds to its input, relative to its size, by the bytes of a number."""
-TOPOLOGY = build_topology("pre")
+TOPOLOGY, SPEC = build_topology("pre"), ResidualSpec(dim=1)
 
 
-class _Residual(nn.Module):
+class _Residual(Connection):
     """The residual path of a Pre-Norm host, x + F(N(x)), with its own norm N: what `rewire` assumes of a sublayer."""
 
-    def __init__(self, norm: nn.Module | None = None) -> None:
-        super().__init__()
+    def __init__(self, norm: nn.Module | None) -> None:
+        super().__init__(SPEC)
         self.norm = nn.Identity() if norm is None else norm
-
-    def forward(self, streams: Streams, sublayer: Callable[[Tensor], Tensor]) -> Streams:
-        h, streams = self.read(streams)
-        return self.write(streams, sublayer(h))
 
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
         """Return the input of the sublayer, and the stream."""
@@ -51,69 +57,72 @@ class _Residual(nn.Module):
         return (streams[0] + output,)
 
 
-class _Opening(nn.Module):
-    def forward(self, x: Tensor) -> Streams:
-        return (x,)
-
-
-class _Closing(nn.Module):
+class _Closing(Closing):
     def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
+        super().__init__(SPEC)
         self.norm = norm
 
     def forward(self, streams: Streams) -> Any:
         return self.norm(streams[0])
 
 
-def verify(model: nn.Module, stack: BlockStack, inputs: Mapping[str, Any] | None = None) -> None:
+def verify(model: nn.Module, stacks: Stacks, inputs: Mapping[str, Any] | None = None) -> None:
     """Raise UserError, with the module and the difference, unless the host computes what its specification says.
 
     Every block runs as the host calls it, in evaluation and in training mode with the same random numbers, and then the
     whole model, with its own norms in the form in which it will be rewired. `inputs` are arguments of its forward.
     """
-    structure = _fingerprint(model, stack)
+    structure = _fingerprint(model, stacks)
     if inputs is None and structure in _VERIFIED:
         return
     with undisturbed(model):
         shadow = awake_copy(model)
-        given = small_inputs(shadow, stack.name) if inputs is None else dict(inputs)
+        given = small_inputs(shadow, stacks[-1].name) if inputs is None else dict(inputs)
         if given is None:
             what = type(model).__name__
             raise UserError(f"how to run a {what} is not known: give arguments of its forward, inputs={{...}}")
-        calls, before = _run(shadow, stack, given)
-        blocks = _blocks(shadow, stack)
-        _refuse_post_norm(f"{stack.name}.0", blocks[0], calls[0])
-        expected = [_both_modes(block, call) for block, call in zip(blocks, calls, strict=True)]
+        calls, before = _run(shadow, stacks, given)
+        blocks = {
+            f"{stack.name}.{index}": (shadow.get_submodule(f"{stack.name}.{index}"), stack)
+            for stack in stacks
+            for index in range(len(stack.blocks))
+        }
+        for stack in stacks:
+            first = f"{stack.name}.0"
+            _refuse_post_norm(first, blocks[first][0], calls[first])
+        expected = {name: _both_modes(block, calls[name]) for name, (block, _) in blocks.items()}
+        kinds = {name: type(block).__name__ for name, (block, _) in blocks.items()}
         _assume(shadow)
-        for index, (block, call, wanted) in enumerate(zip(blocks, calls, expected, strict=True)):
-            _compare(f"{stack.name}.{index} ({type(stack.blocks[index]).__name__})", block, call, wanted, stack.spec)
+        for name, (block, stack) in blocks.items():
+            _compare(f"{name} ({kinds[name]})", block, calls[name], expected[name], stack.spec)
         after = _attempt(shadow, given, "these inputs once rewired")
-    _refuse_other_outputs(
-        before,
-        after,
-        f"{stack.final_norm or 'nothing'} is not all that follows {stack.name}: with its blocks and this norm",
+    norms, names = (
+        ", ".join(parts) for parts in zip(*((s.final_norm or "nothing", s.name) for s in stacks), strict=True)
     )
+    what = f"{norms} is not all that follows {names}: with its blocks and this norm"
+    _refuse_other_outputs(before, after, what)
     _VERIFIED.add(structure)
 
 
-def confirm(model: nn.Module, stack: BlockStack, topology: Topology, norm: NormSpec, inputs: Any = None) -> None:
+def confirm(
+    model: nn.Module, stacks: Stacks, topology: Topology, norm: NormSpec, inputs: Mapping[str, Any] | None = None
+) -> None:
     """Raise UserError unless a copy that was rewired to `topology`, where that is exact, has the model's outputs."""
-    structure = hash((_fingerprint(model, stack), repr(topology), repr(norm)))
+    structure = hash((_fingerprint(model, stacks), repr(topology), repr(norm)))
     if inputs is None and structure in _VERIFIED:
         return
+    name = ", ".join(stack.name for stack in stacks)
     with undisturbed(model):
         shadow = share_copy(model).eval()
-        given = small_inputs(shadow, stack.name) if inputs is None else dict(inputs)
+        given = small_inputs(shadow, stacks[-1].name) if inputs is None else dict(inputs)
         before = _outputs(shadow(**given or {}))
-        other = find_blocks(shadow)
-        old = wiring.read_norms(shadow, other)
-        path = wiring.build_parts(other, topology, norm, old)
-        wiring.init_as_pre_norm(path, other, old)
-        wiring.install(shadow, other, path, topology, attention_norm=None, preserve=True)
+        for stack in find_blocks(shadow):
+            old = wiring.read_norms(shadow, stack)
+            path = wiring.build_parts(stack, topology, norm, old)
+            wiring.init_as_pre_norm(path, stack, old, topology)
+            wiring.install(shadow, stack, path, topology, attention_norm=None, kept=old)
         after = _attempt(shadow, given or {}, f"small inputs with {topology_name(topology)}")
-    _refuse_other_outputs(
-        before, after, f"{stack.name} is not all that uses the streams: with {topology_name(topology)}"
-    )
+    _refuse_other_outputs(before, after, f"{name} is not all that uses the streams: with {topology_name(topology)}")
     _VERIFIED.add(structure)
 
 
@@ -127,9 +136,10 @@ def _refuse_other_outputs(before: list[Tensor], after: list[Tensor], what: str) 
         raise UserError(f"{what} the output is off by {difference:.2g} of its size; see docs/rewire.md")
 
 
-def _fingerprint(model: nn.Module, stack: BlockStack) -> int:
+def _fingerprint(model: nn.Module, stacks: Stacks) -> int:
     """Return a number of everything that decides the structure: classes, their code, numbers, shapes and dtypes."""
-    parts: list[Any] = [repr(stack.spec), stack.name, stack.final_norm, str(getattr(model, "config", ""))]
+    parts: list[Any] = [str(getattr(model, "config", ""))]
+    parts += [(repr(stack.spec), stack.name, stack.final_norm) for stack in stacks]
     for name, module in model.named_modules():
         own = ((key, value) for key, value in vars(module).items() if key != "training")
         numbers = tuple((key, value) for key, value in own if isinstance(value, (int, float, str)))
@@ -161,18 +171,18 @@ def _refuse_post_norm(name: str, block: nn.Module, call: Call) -> None:
 
 def _assume(shadow: nn.Module) -> None:
     """Rewire a copy to the residual path that it should have already."""
-    stack = find_blocks(shadow)
-    norms = [sublayer.norm for sublayer in stack.spec.sublayers]
-    replaced = stack.final_norm and not stack.spec.keeps_final_norm
-    path = ResidualPath(
-        opening=_Opening(),  # type: ignore[arg-type]
-        connections=tuple(
-            tuple(_Residual(None if norm is None else block.get_submodule(norm)) for norm in norms)  # type: ignore[misc]
-            for block in stack.blocks
-        ),
-        closing=_Closing(shadow.get_submodule(stack.final_norm) if replaced else nn.Identity()),  # type: ignore[arg-type]
-    )
-    wiring.install(shadow, stack, path, TOPOLOGY, attention_norm=None, preserve=True)
+    for stack in find_blocks(shadow):
+        norms = [sublayer.norm for sublayer in stack.spec.sublayers]
+        replaced = stack.final_norm and not stack.spec.keeps_final_norm
+        path = ResidualPath(
+            opening=Opening(SPEC),
+            connections=tuple(
+                tuple(_Residual(None if norm is None else block.get_submodule(norm)) for norm in norms)
+                for block in stack.blocks
+            ),
+            closing=_Closing(shadow.get_submodule(stack.final_norm) if replaced else nn.Identity()),
+        )
+        wiring.install(shadow, stack, path, TOPOLOGY, attention_norm=None)
 
 
 def _compare(name: str, block: nn.Module, call: Call, wanted: list[Any], spec: BlockSpec) -> None:
@@ -195,33 +205,29 @@ def _compare(name: str, block: nn.Module, call: Call, wanted: list[Any], spec: B
             )
 
 
-def _blocks(shadow: nn.Module, stack: BlockStack) -> list[Any]:
-    """Return the blocks of a copy."""
-    return [shadow.get_submodule(f"{stack.name}.{index}") for index in range(len(stack.blocks))]
-
-
-def _run(shadow: nn.Module, stack: BlockStack, inputs: Mapping[str, Any]) -> tuple[list[Call], list[Tensor]]:
+def _run(shadow: nn.Module, stacks: Stacks, inputs: Mapping[str, Any]) -> tuple[dict[str, Call], list[Tensor]]:
     """Return how the host calls each block, and its outputs; raises UserError where a block does not run once."""
-    calls: list[list[Call]] = [[] for _ in stack.blocks]
+    calls: dict[str, list[Call]] = {}
+    for stack in stacks:
+        names = [f"{stack.name}.{index}" for index in range(len(stack.blocks))]
+        calls |= {name: [] for name in (*names, *filter(None, [stack.final_norm]))}
 
-    def keep(index: int) -> Any:
-        return lambda module, args, options: calls[index].append(copy.deepcopy((args, options)))
+    def keep(name: str) -> Any:
+        return lambda module, args, options: calls[name].append(copy.deepcopy((args, options)))
 
-    blocks = _blocks(shadow, stack)
-    handles = [block.register_forward_pre_hook(keep(i), with_kwargs=True) for i, block in enumerate(blocks)]
-    if stack.final_norm:
-        calls.append([])
-        handles.append(shadow.get_submodule(stack.final_norm).register_forward_pre_hook(keep(-1), with_kwargs=True))
+    handles = [shadow.get_submodule(name).register_forward_pre_hook(keep(name), with_kwargs=True) for name in calls]
     try:
         outputs = _attempt(shadow, inputs, "small inputs")
     finally:
         for handle in handles:
             handle.remove()
-    names = [*(f"{stack.name}.{index}" for index in range(len(blocks))), stack.final_norm]
-    for name, found in zip(names, calls, strict=False):
+    for stack in stacks:
+        if norms_first(stack):
+            del calls[stack.final_norm][:1]
+    for name, found in calls.items():
         if len(found) != 1:
             raise UserError(f"{name} runs {len(found)} times in one forward of the model: rewire needs it to run once")
-    return [_positional(call) for [call] in calls[: len(blocks)]], outputs
+    return {name: _positional(call) for name, [call] in calls.items()}, outputs
 
 
 def _attempt(shadow: nn.Module, inputs: Mapping[str, Any], what: str) -> list[Tensor]:
@@ -259,7 +265,8 @@ def _both_modes(block: nn.Module, call: Call) -> list[Any]:
 
 def _outputs(result: Any) -> list[Tensor]:
     """Return the floating tensors of a model's output."""
-    values = result.values() if isinstance(result, Mapping) else result if isinstance(result, tuple) else (result,)
+    several = result if isinstance(result, (tuple, list)) else (result,)
+    values = result.values() if isinstance(result, Mapping) else several
     return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
 
 

@@ -45,8 +45,11 @@ def norms_of(model: nn.Module) -> dict[str, Norm]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Norm)}
 
 
-def read_norm(module: nn.Module) -> NormFunction:
-    """Return the function of a norm, with the module's own tensors; raises Unreadable where no formula fits."""
+def read_norm(module: nn.Module, dim: int | None = None) -> NormFunction:
+    """Return the function of a norm, with the module's own tensors; raises Unreadable where no formula fits.
+
+    `dim` is its number of channels where the module does not say it.
+    """
     if isinstance(module, Norm):
         _refuse_attachments(module)
         return module.function()
@@ -61,6 +64,8 @@ def read_norm(module: nn.Module) -> NormFunction:
         if not (value is None or isinstance(value, nn.Parameter)):
             raise Unreadable(f"its {name} is not a parameter")
     shape = getattr(module, "normalized_shape", None) if weight is None else weight.shape
+    if shape is None and dim is not None:
+        shape = (dim,)
     if shape is None:
         raise Unreadable("it has no weight and no normalized_shape: its width is not known")
     if len(shape) != 1:

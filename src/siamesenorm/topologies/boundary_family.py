@@ -23,7 +23,7 @@ from siamesenorm.errors import UserError
 from siamesenorm.kernels.launch import refuse_transformations, suits_operator
 from siamesenorm.kernels.operators import boundary, has_boundary_kernels, start_recomputation
 from siamesenorm.norms import DeclaredModule, Inexact, LayerNorm, Norm, NormFunction, RMSNorm
-from siamesenorm.topologies.start_as_pre_norm import copy_function, zero_gain
+from siamesenorm.topologies.start_as_pre_norm import copy_function, eps_behind, zero_gain
 from siamesenorm.topologies.topology import BoundaryCost, Closing, Connection, Place, ResidualSpec, Streams, Topology
 
 
@@ -278,6 +278,10 @@ class BoundaryConnection(Connection):
         zero_gain(self.gate)
         return copy_function(norm, self.identity_norm, self.last_norm, self.constant_value("input_scale"))
 
+    def eps_behind(self, norm: NormFunction) -> tuple[float, float] | None:
+        """Return the eps and the factor of a norm of the identity stream's norm."""
+        return eps_behind(norm, self.identity_norm)
+
 
 class BoundaryClosing(Closing):
     """The closing of the boundary family, r output_norm(b post_norm(X) + identity_norm(Y)).
@@ -348,3 +352,7 @@ class BoundaryClosing(Closing):
         """Set X's contribution to 0, and copy the gain of `norm` to the last norm."""
         zero_gain(self.post_norm)
         return copy_function(norm, self.second_norm, self.last_norm, self.constant_value("output_scale"))
+
+    def eps_behind(self, norm: NormFunction) -> tuple[float, float] | None:
+        """Return the eps and the factor of a norm of the second stream's norm."""
+        return eps_behind(norm, self.second_norm)

@@ -25,7 +25,7 @@ class Siamese(BoundaryTopology):
     `normalized_input` is the norm N^in of the sum before the sublayer.
     `exact_eps` makes a norm of a norm equal one norm: with e^2 / (1 + e) = eps, both (and the bounded stream's norm of
     that read) have eps e, and the outer one is multiplied by sqrt(1 + e). A model that starts as a given Pre-Norm has
-    it; RMSNorm and LayerNorm (and SeeDNorm at beta = 0) are then exact.
+    it; RMSNorm and LayerNorm (and SeeDNorm at beta = 0) are then exact, where the outer norm is the sublayer's own too.
     """
 
     paper: ClassVar[str] = "SiameseNorm, arXiv 2602.08064"
@@ -50,7 +50,7 @@ class Siamese(BoundaryTopology):
 
         N^Y is the last norm before the sublayer where neither the read nor the sublayer has an N^in.
         """
-        doubled = self.normalized_input and not place.normalises_input
+        doubled = self.normalized_input or place.normalises_input
         spec, factor = self.exact_double_norm(spec) if doubled else (spec, None)
         identity_is_last = not (self.normalized_input or place.normalises_input)
         return BoundaryConnection(
@@ -60,12 +60,12 @@ class Siamese(BoundaryTopology):
             post_norm=spec.build_norm(place.kind) if post_norm else None,
             identity_norm=spec.build_input_norm(place) if identity_is_last else spec.build_norm(place.kind),
             input_norm=spec.build_input_norm(place) if self.normalized_input else None,
-            input_scale=factor,
+            input_scale=None if place.normalises_input else factor,
         )
 
     def build_closing(self, last: Place, spec: ResidualSpec, *, output_norm: bool) -> BoundaryClosing:
         """Return the closing N_out(N^X_f(X) + N^Y_f(Y))."""
-        doubled = output_norm and spec.final_norm
+        doubled = output_norm or not spec.final_norm
         spec, factor = self.exact_double_norm(spec) if doubled else (spec, None)
         return BoundaryClosing(
             self,
@@ -74,7 +74,7 @@ class Siamese(BoundaryTopology):
             post_norm=spec.build_norm("final"),
             identity_norm=spec.build_norm("final"),
             output_norm=spec.build_final_norm() if output_norm else None,
-            output_scale=factor,
+            output_scale=factor if spec.final_norm else None,
         )
 
     def exact_double_norm(self, spec: ResidualSpec) -> tuple[ResidualSpec, float | None]:
@@ -123,10 +123,8 @@ class SiamesePostPre(Siamese):
 
     def preserving(self) -> Topology:
         """Return the topology with X_0 = 0 (a gated opening, or the first post-norm where it is lazy) and exact eps."""
-        doubled = self.normalized_input or self.readout == "code"
-        return dataclasses.replace(
-            self, gated_opening=self.gated_opening or self.post_norm == "eager", exact_eps=self.exact_eps or doubled
-        )
+        gated = self.gated_opening or self.post_norm == "eager"
+        return dataclasses.replace(self, gated_opening=gated, exact_eps=True)
 
     def opening(self, spec: ResidualSpec) -> Opening:
         """Return two copies of the embedding, the first one gated if asked for."""
@@ -183,7 +181,8 @@ class SiameseHybridPre(Siamese):
         """Return the attention's or the MLP's connection."""
         if place.kind == "attention":
             own = place.normalises_input
-            identity_norm = spec.build_norm(place.kind) if own else spec.build_input_norm(place)
+            inner = self.exact_double_norm(spec)[0] if own else spec
+            identity_norm = inner.build_norm(place.kind) if own else spec.build_input_norm(place)
             return BoundaryConnection(self, place, spec, gate=Gate(spec), identity_norm=identity_norm)
         return self.build_sum_read(place, spec, post_norm=True)
 

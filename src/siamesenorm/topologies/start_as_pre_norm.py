@@ -26,6 +26,22 @@ def double_norm_eps(eps: float) -> float:
     return (eps + math.sqrt(eps * eps + 4 * eps)) / 2
 
 
+def eps_behind(norm: NormFunction, inner: nn.Module | None, multiple: float = 1.0) -> tuple[float, float] | None:
+    """Return (e, f) such that f N_e(inner(multiple x)) is `norm` of x, N_e being `norm` with eps e; None if none is.
+
+    Two norms of eps a and e, the outer one times sqrt(1 + e), equal one of eps a e / (1 + e).
+    """
+    if norm.eps is None:
+        return None
+    if not isinstance(inner, Norm):
+        return norm.eps * multiple**2, 1.0
+    eps = getattr(inner, "eps", 0.0)
+    if inner.statistic != norm.statistic or not inner.eps_in_mean_square or eps <= norm.eps:
+        return None
+    outer = norm.eps / (eps - norm.eps)
+    return outer, math.sqrt(1 + outer)
+
+
 def copy_function(
     source: NormFunction | None, inner: nn.Module | None, outer: nn.Module, scale: float = 1.0, multiple: float = 1.0
 ) -> list[Inexact]:
@@ -36,7 +52,7 @@ def copy_function(
     """
     if source is None:
         only = getattr(inner, "eps", None)
-        found = [] if inner is None else [Inexact.norm_of_norm(only, only)]
+        found = [Inexact.norm_of_norm(only, only)] if isinstance(inner, Norm) else []
         return found if multiple == 1.0 else [*found, Inexact.norm_of_multiple(multiple)]
     if not isinstance(outer, Norm):
         inner, outer = None, inner  # type: ignore[assignment]
@@ -72,6 +88,10 @@ class NormConnection(Connection):
         """Give the input norm the function of `norm`."""
         return copy_function(norm, None, self.norm, multiple=self.multiple)
 
+    def eps_behind(self, norm: NormFunction) -> tuple[float, float] | None:
+        """Return the eps and the factor of a norm of the multiple."""
+        return eps_behind(norm, None, self.multiple)
+
 
 class NormClosing(Closing):
     """A closing whose `norm` is the final one; `multiple` as in `NormConnection`."""
@@ -82,3 +102,7 @@ class NormClosing(Closing):
     def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
         """Give the final norm the function of `norm`."""
         return copy_function(norm, None, self.norm, multiple=self.multiple)
+
+    def eps_behind(self, norm: NormFunction) -> tuple[float, float] | None:
+        """Return the eps and the factor of a norm of the multiple."""
+        return eps_behind(norm, None, self.multiple)

@@ -80,8 +80,7 @@ class ResidualSpec:
     `kernels` applies to boundaries and norms. "plain": no custom operator. "fused": a write stays pending, and one
     operator completes it together with the next read. "auto": the same where it is faster (a GPU with Triton, norms
     that the operator supports), else the plain formulas. "lean": "fused" with one of two fp32 streams kept for the
-    backward pass and the other recomputed. With all but "plain", the norms outside of boundaries are fused where that
-    is faster. Topologies without a fused or lean form refuse these.
+    backward pass and the other recomputed. With all but "plain", norms outside of boundaries are fused where faster.
     """
 
     dim: int
@@ -164,6 +163,10 @@ class Reader(DeclaredModule):
         if spec.kernels in ("fused", "lean") and not self.has_kernels:
             raise UserError(f"{type(self).__name__} has no {spec.kernels} kernels: use kernels plain or auto")
         self.compute_dtype = spec.compute_dtype
+
+    def eps_behind(self, norm: NormFunction) -> tuple[float, float] | None:
+        """Return (e, f): f `norm` with eps e behind this is `norm` of Pre-Norm's stream at the start, None if none."""
+        return None
 
     def to_compute(self, h: Tensor) -> Tensor:
         """Return h in the compute dtype."""

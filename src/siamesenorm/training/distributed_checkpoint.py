@@ -69,13 +69,10 @@ class CheckpointSaver:
         """
         self.wait()
         writer = _Writer(self.root, step, state, self.keep, self.every)
-        with _without_warning():
-            writing = async_save(
-                _ordered(tensors),
-                storage_writer=writer,
-                process_group=self._group,
-                no_dist=self._group is None,
-            )
+        _allow_one_process()
+        writing = async_save(
+            _ordered(tensors), storage_writer=writer, process_group=self._group, no_dist=self._group is None
+        )
         assert isinstance(writing, Future)
         self._writing = writing, writer
 
@@ -91,13 +88,10 @@ class CheckpointSaver:
 
     def read_into(self, tensors: Groups, checkpoint: Checkpoint) -> None:
         """Fill tensors, whole or sharded, from those of the same names in a checkpoint of any number of processes."""
-        with _without_warning(), _first_failure():
-            load(
-                _ordered(tensors),
-                storage_reader=_Reader(checkpoint),
-                process_group=self._group,
-                no_dist=self._group is None,
-            )
+        _allow_one_process()
+        reader = _Reader(checkpoint)
+        with _first_failure():
+            load(_ordered(tensors), storage_reader=reader, process_group=self._group, no_dist=self._group is None)
 
     def end(self, *, keep_states: bool) -> None:
         """Remove what a finished run does not need, in the first process; with `keep_states` only leftovers."""
@@ -137,11 +131,9 @@ def _ordered(tensors: Groups) -> dict[str, dict[str, Tensor]]:
     return {group: dict(sorted(named.items())) for group, named in sorted(tensors.items())}
 
 
-@contextmanager
-def _without_warning() -> Iterator[None]:
-    # Not undone, since other threads may warn meanwhile: one process without a group is what is meant here.
+def _allow_one_process() -> None:
+    # PyTorch warns of a missing process group, also where `no_dist` says so. Not undone: a thread of its own saves.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-    yield
 
 
 @contextmanager
