@@ -235,7 +235,7 @@ def _groups(
 
 def clip_gradients(model: nn.Module, limit: float) -> Tensor:
     """Scale the gradients so that their norm is at most `limit`, and return their norm before, in one piece."""
-    meshes = by_mesh(parameter for parameter in model.parameters() if parameter.grad is not None)
+    meshes = by_mesh(model.parameters())
     norms = [whole(nn.utils.get_total_norm([each.grad for each in part if each.grad is not None])) for part in meshes]
     norm = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
     for part in meshes:
