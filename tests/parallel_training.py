@@ -79,7 +79,7 @@ PAIRED = [
     Run("pre", "shard", 2),
     Run("siamese", "replicate", 2),
     Run("attnres", "shard", 2),
-    Run("siamese, moe", "replicate", 2),
+    Run("siamese, moe", "experts", 2),
     Run("siamese, dropout", "replicate", 2),
     Run("siamese, accumulated", "shard", 2),
     Run("siamese, rounded", "shard", 2),

@@ -158,8 +158,8 @@ def test_a_lost_run_is_ended_early(data: Path, tmp_path: Path) -> None:
 def test_losses_that_are_not_finite_are_written_as_words(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(loop: TrainingLoop, position: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return torch.tensor(float("nan") if position else 2.5), {}
+    def broken(loop: TrainingLoop, position: int) -> dict[str, torch.Tensor]:
+        return {"loss": torch.tensor(float("nan") if position else 2.5)}
 
     monkeypatch.setattr(TrainingLoop, "_accumulate", broken)
     verdict = train(tiny_run(data, steps=100), tmp_path / "run")
@@ -180,7 +180,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(data: Path, tmp_path
         config = with_model(tiny_run(data, micro_batch=micro_batch), residual_dtype="inherit", compute_dtype="inherit")
         loop = TrainingLoop(config, RunDirectory(tmp_path), World())
         loop.model.double()
-        means.append(float(loop._accumulate(position=8)[0]))
+        means.append(float(loop._accumulate(position=8)["loss"]))
         gradients.append({name: parameter.grad for name, parameter in loop.model.named_parameters()})
     assert means[0] == pytest.approx(means[1], rel=1e-6)
     assert max(gradient.abs().max() for gradient in gradients[0].values()) > 1e-3
@@ -199,10 +199,11 @@ def test_auxiliary_losses_are_minimised_with_their_weights_and_recorded(
 
     config = tiny_run(data, micro_batch=2)
     loops = [TrainingLoop(config, RunDirectory(tmp_path), World()) for _ in range(2)]
-    plain, _ = loops[0]._accumulate(0)
+    plain = loops[0]._accumulate(0)["loss"]
     whole_loss = LanguageTask.loss
     monkeypatch.setattr(LanguageTask, "loss", with_balance)
-    total, auxiliary = loops[1]._accumulate(0)
+    auxiliary = loops[1]._accumulate(0)
+    total = auxiliary.pop("loss")
     weight = loops[1].model.head.weight
     assert torch.equal(total, plain)
     assert float(auxiliary["balance"]) == pytest.approx(float(weight.detach().square().mean()))

@@ -150,10 +150,7 @@ def share_experts(model: nn.Module, grid: DeviceMesh, *, mixed_precision: MixedP
         projections: list[nn.Module] = [mixture.up, mixture.gate, mixture.output]
         for projection in projections:
             parallelize_module(projection, grid["expert"], _expert_plan())
-        sharded = fully_shard(projections, mesh=grid["data"], shard_placement_fn=lambda _: Shard(1), mp_policy=policy)
-        # Gradients of an expert are sums over the processes that send it tokens. NCCL's AVG would divide by "data".
-        sharded[0].set_gradient_divide_factor(grid.size())
-        sharded[0].set_force_sum_reduction_for_comms(True)
+        fully_shard(projections, mesh=grid["data"], shard_placement_fn=lambda _: Shard(1), mp_policy=policy)
         mixture.exchange = partial(exchange, group=grid["expert"].get_group())
 
 
@@ -186,9 +183,14 @@ def exchange(experts: Experts, rows: Tensor, offsets: Tensor, *, group: ProcessG
     arriving = all_to_all_single(sent, None, None, group).view_as(sent)  # [sender, expert of this process]
     to, back = sent.sum(dim=1).tolist(), arriving.sum(dim=1).tolist()
     arrived = all_to_all_single_autograd(rows, back, to, group)
+    # Gradients of experts are sums over the processes of the group, and become means here; those of rows stay.
+    if arrived.requires_grad:
+        arrived.register_hook(lambda gradient: gradient * processes)
     numbers = torch.arange(arriving.numel(), device=rows.device) % arriving.shape[1]
     order = numbers.repeat_interleave(arriving.flatten()).argsort(stable=True)
     ends = arriving.sum(dim=0).cumsum(dim=0).to(offsets.dtype)
     outputs = experts(arrived.index_select(0, order), ends).index_select(0, order.argsort())
+    if outputs.requires_grad:
+        outputs.register_hook(lambda gradient: gradient / processes)
     result: Tensor = all_to_all_single_autograd(outputs, to, back, group)
     return result
