@@ -185,12 +185,12 @@ def exchange(experts: Experts, rows: Tensor, offsets: Tensor, *, group: ProcessG
     arrived = all_to_all_single_autograd(rows, back, to, group)
     # Gradients of experts are sums over the processes of the group, and become means here; those of rows stay.
     if arrived.requires_grad:
-        arrived.register_hook(lambda gradient: gradient * processes)
+        arrived.register_hook(lambda gradient: gradient * processes)  # type: ignore[no-untyped-call]
     numbers = torch.arange(arriving.numel(), device=rows.device) % arriving.shape[1]
     order = numbers.repeat_interleave(arriving.flatten()).argsort(stable=True)
     ends = arriving.sum(dim=0).cumsum(dim=0).to(offsets.dtype)
     outputs = experts(arrived.index_select(0, order), ends).index_select(0, order.argsort())
     if outputs.requires_grad:
-        outputs.register_hook(lambda gradient: gradient / processes)
+        outputs.register_hook(lambda gradient: gradient / processes)  # type: ignore[no-untyped-call]
     result: Tensor = all_to_all_single_autograd(outputs, to, back, group)
     return result
