@@ -42,6 +42,7 @@ SlurmdPidFile={root}/node.pid
 ReturnToService=2
 MpiDefault=none
 KillWait=10
+AuthInfo=cred_expire=20
 NodeName={host} CPUs={cpus} State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """

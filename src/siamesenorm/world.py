@@ -41,7 +41,7 @@ class World:
         A process group that exists is used, and left. A device "cuda" becomes that of the process's number on its
         machine.
         """
-        launched = dist.is_torchelastic_launched()
+        launched = dist.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) > 1
         if not (launched or even_alone or dist.is_initialized()):
             yield cls(device=device)
             return

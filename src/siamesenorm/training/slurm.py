@@ -6,9 +6,12 @@ A process that watches jobs finds those of a process before it by the file `slur
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -27,6 +30,8 @@ MOST_TIMEOUTS = 1000
 SECONDS_TO_LEAVE = 80
 """Of the 90 between Slurm's warning and the end of a job: for the step under way and its checkpoint."""
 CANCELLED = -15
+WARNED = 128 + getattr(signal, "SIGUSR2", 12)
+"""Exit code of a process that had the warning."""
 IN_JOB = "SIAMESENORM_IN_JOB"
 """Environment variable of a command that a job runs: it trains, and submits nothing."""
 COUNTED = ("nodes", "ntasks-per-node", "time")
@@ -38,7 +43,7 @@ class Command:
 
     def __init__(self, words: Sequence[str], log: Path) -> None:
         self.words, self.log = list(words), log
-        self.process: subprocess.Popen[bytes] | None = None
+        self.waiting: threading.Thread | None = None
 
     def __call__(self) -> None:
         """Run the command and wait; raises RuntimeError where it fails, so that the job has failed, too."""
@@ -47,24 +52,33 @@ class Command:
         submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
         with open(self.log, "ab") as log:
             # An open pipe: a worker ends when its standard input is closed.
-            self.process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, *self.words],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 env={**os.environ, IN_JOB: "1"},
             )
-            with self.process:
-                if code := self.process.wait():
-                    raise RuntimeError(f"exit code {code}: see {self.log}")
+        # In a thread: the handler of a signal, which waits, too, cannot while its own thread does.
+        self.waiting = threading.Thread(target=process.wait, daemon=True)
+        self.waiting.start()
+        self._wait()
+        if process.returncode == WARNED:
+            time.sleep(SECONDS_TO_LEAVE)  # the first task requeues the job, which ends this one; failing ends the first
+        if process.returncode:
+            raise RuntimeError(f"exit code {process.returncode}: see {self.log}")
 
     def checkpoint(self) -> Any:
         """Return what runs after the job is requeued, once the process, which has the signal, too, has stopped."""
         import submitit
 
-        if self.process is not None:
-            self.process.wait(SECONDS_TO_LEAVE)
+        self._wait(SECONDS_TO_LEAVE)
         return submitit.helpers.DelayedSubmission(Command(self.words, self.log))
+
+    def _wait(self, seconds: float = math.inf) -> None:
+        end = time.monotonic() + seconds
+        while self.waiting is not None and self.waiting.is_alive() and time.monotonic() < end:
+            time.sleep(0.1)
 
 
 class SlurmJob:

@@ -1,4 +1,7 @@
-"""SIGTERM and SIGINT while a run trains: it writes a checkpoint after the step under way, and leaves."""
+"""Signals to stop while a run trains: it writes a checkpoint after the step under way, and leaves.
+
+SIGTERM, SIGINT, and SIGUSR2, by which submitit has Slurm warn of the end of a job.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import signal
 import threading
 from typing import Any, Self
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR2] if hasattr(signal, "SIGUSR2") else []))
 
 
 class Interrupted(KeyboardInterrupt):
