@@ -11,7 +11,7 @@ import torch
 
 from siamesenorm import LanguageModel, build_language_model
 from siamesenorm.cli import main
-from siamesenorm.training.checkpoint import save_checkpoint
+from siamesenorm.training.distributed_checkpoint import save_checkpoint
 from siamesenorm.training.run_directory import RunDirectory
 
 CONTEXT = 32

@@ -166,7 +166,7 @@ def test_another_order_of_the_data_begins_at_its_front(data: Path, source: Path)
 
 def test_a_chain_of_runs_passes_over_all_of_their_samples(data: Path, source: Path, tmp_path: Path) -> None:
     train(continued(data, source, EXACT, steps=5), tmp_path / "second")
-    third = continued(data, tmp_path / "second", f"{EXACT},gated_opening=true")
+    third = continued(data, tmp_path / "second", f"{EXACT},gated_opening=true,exact_eps=true")
     assert third.warm_start.position == (SOURCE_STEPS + 5) * SAMPLES
     train(dataclasses.replace(third, steps=5), tmp_path / "third")
     assert records(tmp_path / "third", "validation")[0]["loss"] == last_loss(tmp_path / "second")

@@ -21,6 +21,8 @@ from checkpoint_stages import STAGES
 from killed_training import CHECKPOINT_EVERY, LIVES, STEPS, VALIDATION_EVERY
 from training_runs import records, write_data
 
+pytestmark = pytest.mark.laws  # test_faults.py kills at the same stages, fewer times
+
 KILLED = -signal.SIGKILL
 DRIVER = Path(__file__).with_name("killed_training.py")
 
