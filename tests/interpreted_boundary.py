@@ -246,6 +246,7 @@ def test_a_conditioned_model(topology: str, launched: list[str]) -> None:
         torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-4 * max(1.0, plain.abs().max().item()))
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize(
     ("topology", "norm", "part"),
     [

@@ -84,6 +84,7 @@ def test_pre_norm_is_measured_by_other_libraries(
     assert results.rows[2]["backward_ms"]["median"] > 0
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("library", ["flash-attn", "fla", "quack"])
 def test_streams_may_be_wider_than_outputs(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, library, STAND_INS[library])
@@ -95,6 +96,7 @@ def without_gain(x: Tensor, weight: Tensor, *rest: object, **options: object) ->
     return 2 * h, added
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize(
     ("library", "kernel", "output", "reason"),
     [

@@ -78,6 +78,7 @@ def test_one_token() -> None:
             assert inspect(launch).spilled_bytes == 0
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize(
     ("name", "dim", "centred"),
     [

@@ -258,6 +258,7 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.every_nth(2)
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("topology", ["siamese", "dhc-2"])
 def test_compiled_equals_eager(topology: str) -> None:

@@ -135,6 +135,7 @@ def test_feed_forward_in_chunks_changes_nothing() -> None:
     torch.testing.assert_close(denoise(model), expected)
 
 
+@pytest.mark.laws
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_compiled_training_step_is_the_plain_one() -> None:
     _, model = rewired()

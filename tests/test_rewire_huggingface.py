@@ -403,6 +403,7 @@ def test_checkpointing_changes_no_gradient(family: str, reentrant: bool) -> None
     torch.testing.assert_close(gradients(model), plain, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.every_nth(2)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(("family", "topology"), [("llama", "siamese"), ("gpt-neox", "siamese-post-pre")])
 def test_a_compiled_training_step_is_the_plain_one(family: str, topology: str) -> None:
@@ -541,6 +542,7 @@ def test_deepnorm_scales_what_is_drawn(tmp_path: Path) -> None:
 # --- saving and loading
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("family", HOSTS)
 def test_nothing_draws_the_weights_again(family: str, tmp_path: Path) -> None:
     model = build_host(family)
@@ -588,6 +590,7 @@ def test_inside_another_model_it_is_built_and_loaded(tmp_path: Path) -> None:
     assert torch.equal(logits(loaded.inner), logits(whole.inner))
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("family", PRE_NORM)
 def test_saving_and_loading_changes_nothing(family: str, tmp_path: Path) -> None:
     for topology in (topology_for(family), "dhc-2", "mhc-4"):
@@ -855,6 +858,7 @@ for model in (remote, local, pickled):
 """
 
 
+@pytest.mark.laws
 def test_another_process_refuses_it_or_loads_it_by_remote_code_and_pickle(tmp_path: Path) -> None:
     _, model = rewired()
     model.save_pretrained(tmp_path / "model")

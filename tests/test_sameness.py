@@ -98,7 +98,7 @@ def assert_compiled_equals_eager(model: LanguageModel, backend: Any) -> None:
         torch.testing.assert_close(run(model, tokens(seed=4)), second, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.every_nth(4)
+@pytest.mark.every_nth(9)
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.one_of_each_family
 @pytest.mark.parametrize(("topology", "norm"), COMBINATIONS)
@@ -140,6 +140,7 @@ def test_fused_blocks_are_of_two_kinds() -> None:
 CAN_BUILD = shutil.which("g++") is not None and Path(sysconfig.get_path("include"), "Python.h").exists()
 
 
+@pytest.mark.every_nth(2)
 @pytest.mark.skipif(not CAN_BUILD, reason="Inductor needs g++ and Python's headers")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, where Inductor is imported
 @pytest.mark.usefixtures("fresh_compiler")
