@@ -23,7 +23,7 @@ from siamesenorm.cli import COMMANDS, explain, main, sizes
 from siamesenorm.data import PreparedData
 from siamesenorm.files import decode_json
 from siamesenorm.models.cost import count_parameters
-from siamesenorm.models.language import SIZES
+from siamesenorm.models.language import SIZES, language_model_config
 from siamesenorm.topologies import topology_name
 from siamesenorm.training.loop import TrainingLoop
 from siamesenorm.training.presets import PRESETS
@@ -419,6 +419,24 @@ def test_an_unreadable_run_is_listed_as_such(
     assert (row["method"], row["verdict"].split(":")[0]) == (None, "unreadable")
 
 
+# Those of timm's ViT, and of MAE's and DiT's code but for fixed positions: of MAE's class token, and of DiT's patches.
+@pytest.mark.parametrize(
+    ("family", "size", "parameters"),
+    [
+        ("vision", "vit-b", 86_567_656),
+        ("autoencoder", "mae-b", 111_907_840 - 768 - 512),
+        ("diffusion", "dit-xl-2", 675_129_632 - 256 * 1152),
+    ],
+)
+def test_sizes_of_other_families_are_the_published_ones(
+    family: Any, size: str, parameters: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known, config_of = sizes.FAMILIES[family]
+    monkeypatch.setitem(sizes.FAMILIES, family, ({size: known[size]}, config_of))
+    (row,) = json.loads(output(capsys, "sizes", "--json", "--family", family, "--topologies", "pre"))
+    assert row["parameters"] == parameters
+
+
 def test_siamesenorm_adds_less_than_a_thousandth_of_the_parameters(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -431,7 +449,7 @@ def test_siamesenorm_adds_less_than_a_thousandth_of_the_parameters(
     # The paper's model: 16 blocks of 4 d^2 + 3 d 4d, embedding and head, two gains a block, one at the end, QK-norm.
     weights = 16 * (4 * 2048**2 + 3 * 2048 * 8192) + 2 * 50304 * 2048
     assert by_name["olmo-1.3b", "pre"]["parameters"] == weights + 16 * 2 * 2048 + 2048 + 16 * 2 * 2048
-    monkeypatch.setattr(sizes, "SIZES", {"olmo-1.3b": SIZES["olmo-1.3b"]})
+    monkeypatch.setitem(sizes.FAMILIES, "language", ({"olmo-1.3b": SIZES["olmo-1.3b"]}, language_model_config))
     said = output(capsys, "sizes", "--topologies", "pre", "siamese")
     assert f"{by_name['olmo-1.3b', 'siamese']['parameters']:,}" in said
 

@@ -22,7 +22,7 @@ from siamesenorm.models.language import GUESSED_SIZES, SIZES, language_model_con
 from siamesenorm.models.masked_autoencoder import MAE_SIZES, masked_autoencoder_config
 from siamesenorm.models.vision import SIZES as VISION_SIZES
 from siamesenorm.models.vision import vision_transformer_config
-from siamesenorm.topologies import available_topologies
+from siamesenorm.topologies import available_topologies, build_topology
 
 Family = Literal["language", "vision", "autoencoder", "diffusion"]
 FAMILIES: dict[Family, tuple[Mapping[str, Any], Callable[..., Any]]] = {
@@ -113,7 +113,8 @@ def count(family: Family, size: str, topologies: tuple[str, ...]) -> list[dict[s
     _, config_of = FAMILIES[family]
     reference = 0
     for name in topologies:
-        config = config_of(size, topology="pre").with_method(name)
+        needs = build_topology(name).attention_norm
+        config = config_of(size, topology=name, **({} if needs == "auto" else {"attention_norm": needs}))
         model = config.build(seed=0, device=torch.device("meta"))
         parameters, embedding = count_parameters(model)
         reference = reference or parameters
