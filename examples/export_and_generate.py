@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import siamesenorm.interop.huggingface  # noqa: F401  transformers knows our model type from here on
+import siamesenorm.interop.huggingface  # noqa: F401  registers our model type with transformers
 from siamesenorm import from_pretrained
 from siamesenorm.cli import main
 

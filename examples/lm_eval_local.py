@@ -31,7 +31,7 @@ with TemporaryDirectory() as name:
     )
     run(f"export {name}/run --out {name}/exported")
 
-    tasks = directory / "two_sums.jsonl"  # the harness knows a task by its name: that of the file
+    tasks = directory / "two_sums.jsonl"  # the name of a task is that of its file
     tasks.write_text("\n".join(json.dumps(question(*pair)) for pair in SUMS[::50]))
     results = []
     for model in ("run", "exported"):

@@ -1,4 +1,4 @@
-"""Small models of every Hugging Face family that `rewire` knows, with weights that are nothing special."""
+"""Small models of the first Hugging Face families of `rewire`, with weights that are all moved at random."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def live(config: RunConfig, run: Path, life: dict[str, Any] | None = None) -> in
         try:
             life = life or {}
             life.get("setup", lambda: None)()
-            killer = Killer(run.with_suffix(".told"), **life.get("moment", {"kind": None}))
+            killer = Killer(run.with_suffix(".lines"), **life.get("moment", {"kind": None}))
             train(config, run, instruments=(killer,))
             code = 0
         finally:

@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class PlainModel(nn.Module):
-    """A model that knows nothing of this package; `checkpointing` is that of `torch.utils.checkpoint`, if any."""
+    """A model without any part of this package; `checkpointing` is that of `torch.utils.checkpoint`, if any."""
 
     def __init__(self, depth: int = 3, checkpointing: bool | None = None) -> None:
         super().__init__()

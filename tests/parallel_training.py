@@ -97,7 +97,7 @@ CONTINUED = [
     (Run("pre", "shard", 2), Run("pre", "shard", 4)),
     (Run("siamese", "hybrid", 4), Run("siamese", "replicate", 1)),
 ]
-"""Who begins a run, and who ends it."""
+"""Runs that begin, and those that continue them."""
 
 
 def configuration(run: Run, data: Path) -> RunConfig:

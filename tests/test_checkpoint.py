@@ -173,7 +173,7 @@ def test_a_damaged_one_is_passed_over_and_told(tmp_path, fault):
     assert fault.strip() in line
 
 
-def test_unfinished_ones_are_told_when_they_are_newer(tmp_path):
+def test_unfinished_ones_are_reported_when_they_are_newer(tmp_path):
     save(tmp_path, 200)
     (tmp_path / "step-00000100.partial").mkdir()
     (tmp_path / "step-00000300.partial").mkdir()

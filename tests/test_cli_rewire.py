@@ -349,7 +349,7 @@ def test_a_remedy_is_none_that_is_refused(tmp_path: Path, capsys: pytest.Capture
     output(capsys, tmp_path / "gpt2", "--topology", "siamese-post-pre", "--scratch")
 
 
-def test_what_does_not_fit_is_told_in_one_line(dit_directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_reported_in_one_line(dit_directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from safetensors.torch import load_file, save_file
 
     file = dit_directory / "diffusion_pytorch_model.safetensors"

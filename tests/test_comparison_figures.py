@@ -1,4 +1,4 @@
-"""The figures: smoothing that spikes do not move, labels that do not overlap, colours that can be told apart."""
+"""The figures: smoothing that spikes do not move, labels that do not overlap, colours that can be distinguished."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def lab(rgb: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("theme", THEMES, ids=lambda theme: theme.name)
-def test_hues_stand_out_and_are_told_apart_with_any_vision(theme: Theme) -> None:
+def test_hues_stand_out_and_are_distinguished_with_any_vision(theme: Theme) -> None:
     assert all(contrast(color, theme.surface) > 3 for color in theme.hues.values())
     assert contrast(theme.ink, theme.surface) > 7 and contrast(theme.muted, theme.surface) > 4.5
     assert contrast(theme.danger, theme.fill) > 4.5

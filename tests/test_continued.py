@@ -238,7 +238,7 @@ def test_a_run_is_started_from_another_on_the_command_line(
     command = ["train", "mini", *map(str, arguments), "--validation-tokens", "128", "--execution.threads", "1"]
     assert main([*command, "--model.topology", EXACT, "--out", str(tmp_path / "run")]) == 0
     assert records(tmp_path / "run", "validation")[0]["loss"] == last_loss(source)
-    for options, told in (
+    for options, words in (
         (["--model.topology", "siamese"], "use siamese-post-pre"),
         (["--model.topology", "pre", "--model.dim", "32"], "dim of a model"),
         (["--model.topology", "pre", "--model.attention-norm", "none"], "attention_norm of a model"),
@@ -247,7 +247,7 @@ def test_a_run_is_started_from_another_on_the_command_line(
         capsys.readouterr()
         assert main([*command, *options, "--out", str(tmp_path / "refused")]) == 2
         error = capsys.readouterr().err
-        assert told in error and error.count("\n") == 1
+        assert words in error and error.count("\n") == 1
         assert not (tmp_path / "refused").exists()
 
 

@@ -1,4 +1,4 @@
-"""Prepared data as it is read: what is checked on opening, what a sample is, and how documents are told apart."""
+"""Prepared data as it is read: what is checked on opening, what a sample is, and how documents are separated."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ def test_pipelines_say_what_the_native_model_says(prompts: list[str], exported: 
         assert answer == tokenizer.decode(new[:length])
 
 
-def test_a_rewired_run_is_told_the_same_of_generation(data: Path, tmp_path: Path) -> None:
+def test_a_rewired_run_is_reported_the_same_of_generation(data: Path, tmp_path: Path) -> None:
     source = train(data, tmp_path / "run", "--steps", 4, "--model.topology", "pre")
     run("export", source, "--out", tmp_path / "exported")
     for name in ("run", "exported"):
@@ -300,7 +300,7 @@ def test_the_card_says_what_the_record_says(trained: Path, exported: Path) -> No
     assert facts["Tokens seen"] == f"2,560, {share:.2f} times the data"
     assert "sums.txt" in facts["Data"] and facts["Tokenizer"] == "bpe:300, 300 ids"
     assert card.startswith("---\nlibrary_name: transformers\n") and "siamese" in facts["Topology"]
-    assert str(trained.parent) not in card, "a card is public: it tells no path of this machine"
+    assert str(trained.parent) not in card, "a card is public: it has no path of this machine"
 
 
 def test_the_card_of_an_earlier_checkpoint_tells_its_own_numbers(trained: Path, tmp_path: Path) -> None:

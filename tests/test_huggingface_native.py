@@ -66,7 +66,7 @@ def tokens(batch: int = 2, count: int = 6, seed: int = 3) -> Tensor:
 
 
 def continued(model: SiameseNormForCausalLM, prompt: Tensor, count: int = 5, **options: Any) -> Tensor:
-    """Return what `generate` appends, greedily unless told otherwise; no token ends a text."""
+    """Return what `generate` appends, greedily by default; no token ends a text."""
     options = {"do_sample": False, "attention_mask": torch.ones_like(prompt), **options}
     found = model.generate(prompt, max_new_tokens=count, **options)
     return found[:, prompt.shape[1] :]

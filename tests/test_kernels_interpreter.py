@@ -1,6 +1,6 @@
 """Run the Triton kernels on the CPU, by Triton's interpreter, in a pytest of its own for each file of kernels.
 
-The interpreter is chosen before Triton is imported, for a whole process. It checks values and masks; it knows nothing
+The interpreter is chosen before Triton is imported, for a whole process. It checks values and masks; it shows nothing
 of races and coalescing, and it truncates where a GPU rounds to bf16.
 """
 

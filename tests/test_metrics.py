@@ -116,7 +116,7 @@ def test_a_broken_line_in_the_middle_is_named(path, broken):
         read_metrics(path)
 
 
-def test_a_missing_file_is_told_in_one_line(path):
+def test_a_missing_file_is_reported_in_one_line(path):
     with pytest.raises(UserError, match="metrics.jsonl"):
         read_metrics(path)
 

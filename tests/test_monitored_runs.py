@@ -167,7 +167,7 @@ def test_it_waits_for_the_device_once_a_measured_step_and_never_else(monkeypatch
 
 
 def fed(losses: list[float], **options: Any) -> StreamMonitor:
-    """Return a monitor that was told these losses by a loop that trains nothing."""
+    """Return a monitor that observed these losses in a loop that trains nothing."""
     monitor = StreamMonitor(PlainModel(), every=10**6, updates=False, **options)
     monitor.model(batches(1)[0])
     for loss in losses:

@@ -84,18 +84,18 @@ def test_the_run_never_interrupted_is_what_was_asked_for(ended: dict[str, Any], 
     assert {float(value) for name, value in optimizer.items() if name.endswith("/step")} == {STEPS}
 
 
-def test_a_damaged_checkpoint_is_told_and_the_one_before_it_leads_to_the_same_bits(
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_leads_to_the_same_bits(
     ended: dict[str, Any], out: Path
 ) -> None:
     assert (ended["before damage"], ended["damaged"], ended["after damage"]) == (KILLED, "step-00000030", 0)
-    (line,) = (out / "damaged.told").read_text().splitlines()
+    (line,) = (out / "damaged.lines").read_text().splitlines()
     assert "step-00000030" in line
     assert "the checksum of model.safetensors does not match" in line
     assert line.endswith("resumes after step 27")
     assert_same_bits(out / "damaged", out / "whole")
 
 
-def test_checkpoints_left_unfinished_are_told(ended: dict[str, Any], out: Path) -> None:
-    lines = (out / "killed.told").read_text().splitlines()
+def test_checkpoints_left_unfinished_are_reported(ended: dict[str, Any], out: Path) -> None:
+    lines = (out / "killed.lines").read_text().splitlines()
     assert lines
     assert all("never finished" in line for line in lines)

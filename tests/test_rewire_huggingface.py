@@ -248,10 +248,10 @@ def test_the_report_is_true_of_every_norm_before_and_after(family: str, topology
     before = {name for name, module in model.named_modules() if looks_like_norm(module)}
     report = rewire(model, topology, preserve=preserve)
     after = {name for name, module in model.named_modules() if looks_like_norm(module)}
-    told = {outcome: {fate.name for fate in report.norms if fate.outcome == outcome} for outcome in FATES}
-    assert told["kept"] | told["moved"] | told["dropped"] == before
-    assert told["kept"] == before & after and told["new"] == after - before
-    assert not told["moved" if report.differences is None else "dropped"]
+    reported = {outcome: {fate.name for fate in report.norms if fate.outcome == outcome} for outcome in FATES}
+    assert reported["kept"] | reported["moved"] | reported["dropped"] == before
+    assert reported["kept"] == before & after and reported["new"] == after - before
+    assert not reported["moved" if report.differences is None else "dropped"]
 
 
 def test_the_report_says_what_moved() -> None:
@@ -729,7 +729,7 @@ def test_the_options_of_the_library_apply(tmp_path: Path) -> None:
     assert loaded.score.weight.shape[0] == 4
 
 
-def test_an_error_of_the_library_is_told_whole_in_one_line(tmp_path: Path) -> None:
+def test_an_error_of_the_library_is_reported_whole_in_one_line(tmp_path: Path) -> None:
     _, model = rewired()
     model.save_pretrained(tmp_path)
     record = json.loads((tmp_path / "config.json").read_text())
@@ -839,7 +839,7 @@ def refused(*arguments, **options):
         AutoModelForCausalLM.from_pretrained(*arguments, **options)
     except ValueError as error:
         return str(error)
-    raise SystemExit("taken for a model that transformers knows")
+    raise SystemExit("taken for a model of transformers")
 
 assert "trust_remote_code=True" in refused(directory, trust_remote_code=False)
 plain = directory.parent / "plain"

@@ -165,7 +165,7 @@ def test_what_cannot_keep_the_function_is_refused_with_the_model_untouched(topol
 
 
 @pytest.mark.parametrize(
-    ("source", "change", "told"),
+    ("source", "change", "words"),
     [
         ({}, {"topology": "siamese"}, "needs attention norm 'qkv-head', and the model has 'qk'"),
         ({"norm": "dyt"}, {"topology": "siamese-post-pre"}, "norm dyt"),
@@ -178,12 +178,12 @@ def test_what_cannot_keep_the_function_is_refused_with_the_model_untouched(topol
         ({}, {"topology": "siamse"}, "siamese"),
     ],
 )
-def test_refusals_name_the_reason(source: dict[str, Any], change: dict[str, Any], told: str) -> None:
+def test_refusals_name_the_reason(source: dict[str, Any], change: dict[str, Any], words: str) -> None:
     model = trained(**source)
     before = logits(model)
     with pytest.raises(UserError) as refusal:
         rewire(model, **change)
-    assert told in str(refusal.value) and "\n" not in str(refusal.value)
+    assert words in str(refusal.value) and "\n" not in str(refusal.value)
     assert torch.equal(logits(model), before)
 
 
@@ -213,14 +213,14 @@ def test_rmsnorm_becomes_seednorm_and_the_configuration_says_so(swap: Any) -> No
 
 
 def test_a_swap_that_no_configuration_describes_is_refused() -> None:
-    for norm, where, told in (
+    for norm, where, words in (
         ("seednorm", "blocks.0.*", "leave it out"),
         ("layernorm", None, "other norms in the attention"),
         ("dyt", None, "another scale of the embedding"),
     ):
         model = trained()
         config, before = model.config, logits(model)
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=words):
             swap_norms(model, norm, where)
         assert model.config is config and torch.equal(logits(model), before)
 

@@ -312,7 +312,7 @@ def test_blocks_that_were_built_with_connections_were_never_rewired() -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "told"),
+    ("record", "words"),
     [
         ("rewire", "the configuration is damaged"),
         ({"operation": "rewire"}, "the configuration is damaged"),
@@ -326,8 +326,8 @@ def test_blocks_that_were_built_with_connections_were_never_rewired() -> None:
         ([{"operation": "anneal"}], "unknown operation of siamesenorm 'anneal'"),
     ],
 )
-def test_a_damaged_record(record: Any, told: str) -> None:
-    assert told in refusal(build_host("llama"), lambda model: replay_steps(model, record))
+def test_a_damaged_record(record: Any, words: str) -> None:
+    assert words in refusal(build_host("llama"), lambda model: replay_steps(model, record))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

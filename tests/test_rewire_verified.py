@@ -127,7 +127,7 @@ WRONG: dict[str, tuple[str, Change, str]] = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_assumption_is_refused_with_the_difference(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    family, change, told = WRONG[wrong]
+    family, change, words = WRONG[wrong]
     model = build_family(family)
     expected, names = first_output(model), list(model.state_dict())
 
@@ -139,7 +139,7 @@ def test_a_wrong_assumption_is_refused_with_the_difference(wrong: str, monkeypat
     with pytest.raises(UserError) as caught:
         rewire(model, "siamese-post-pre")
     reason = str(caught.value)
-    assert ".0 (" in reason and told in reason and "\n" not in reason
+    assert ".0 (" in reason and words in reason and "\n" not in reason
     assert torch.equal(first_output(model), expected) and list(model.state_dict()) == names
     monkeypatch.undo()
     monkeypatch.setattr(verify, "_VERIFIED", set())
@@ -179,14 +179,14 @@ def test_a_subclass_is_taken_for_what_it_computes() -> None:
             finally:
                 hook.remove()
 
-    for kind, told in ((ScaledLayer, "(ScaledLayer) does not compute"), (RenamedLayer, "")):
+    for kind, words in ((ScaledLayer, "(ScaledLayer) does not compute"), (RenamedLayer, "")):
         model = build_host("llama")
         for block in model.model.layers:
             block.__class__ = kind
-        if told:
+        if words:
             with pytest.raises(UserError) as caught:
                 rewire(model, "siamese")
-            assert told in str(caught.value)
+            assert words in str(caught.value)
         else:
             expected = logits(model)
             rewire(model, "siamese-post-pre:normalized_input=false")
@@ -204,14 +204,14 @@ def test_a_subclass_is_taken_for_what_it_computes() -> None:
             finally:
                 hook.remove()
 
-    for kind, told in (
+    for kind, words in (
         (TwiceModel, "runs 2 times in one forward"),
         (RawModel, "is not all that follows"),
         (MeanModel, "is not all that follows"),
     ):
         model = build_host("llama")
         model.model.__class__ = kind
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=words):
             rewire(model, "siamese")
 
 

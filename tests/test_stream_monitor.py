@@ -90,7 +90,7 @@ def test_the_streams_are_those_between_read_and_write(topology: str) -> None:
 
 
 @pytest.mark.parametrize("topology", STACKED)
-def test_stacked_streams_are_told_apart(topology: str) -> None:
+def test_stacked_streams_are_distinguished(topology: str) -> None:
     model = tiny_model(topology)
     seen, (end,) = streams_by_hand(model, batches(1)[0][:, :-1])
     _, records = train(model, 1)

@@ -726,8 +726,8 @@ def test_texts_fit(name: str) -> None:
 def test_every_option_is_explained_where_it_is_offered(name: str) -> None:
     """In the formula or in the summary of its own family: an inherited option is not taken for granted."""
     topology = build_topology(name)
-    told = topology.formula + (type(topology).__doc__ or "")
-    assert not [option.name for option in dataclasses.fields(topology) if option.name not in told]
+    described = topology.formula + (type(topology).__doc__ or "")
+    assert not [option.name for option in dataclasses.fields(topology) if option.name not in described]
 
 
 def test_what_is_not_published_is_said() -> None:

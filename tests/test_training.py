@@ -409,7 +409,7 @@ class Listener(Instrument):
         self.lines.append(line)
 
 
-def test_every_environment_of_a_run_is_kept_and_a_change_is_told(
+def test_every_environment_of_a_run_is_kept_and_a_change_is_reported(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, run = tiny_run(data, execution={"checkpoint_every": 2}), tmp_path / "run"
@@ -422,16 +422,16 @@ def test_every_environment_of_a_run_is_kept_and_a_change_is_told(
         ]
     )
     monkeypatch.setattr("siamesenorm.training.execution.describe_environment", lambda device: next(environments))
-    told = []
+    lines_seen = []
     for interrupt_at in (3, 5, 7, None):
         listener = Listener(interrupt_at)
         try:
             train(config, run, instruments=(listener,))
         except KeyboardInterrupt:
             assert interrupt_at is not None
-        told.append(listener.lines)
+        lines_seen.append(listener.lines)
     line = "resumes with device cuda (was cpu), torch 2.9 (was 2.8): its bits may differ from here on"
-    assert told == [[], [], [], [line]]
+    assert lines_seen == [[], [], [], [line]]
     kept = json.loads((run / "environment.json").read_text())
     earlier = kept.pop("earlier")
     chosen = {"kernels": "plain", "compiled": False, "operators": [], "processes": 1}
@@ -501,7 +501,7 @@ def test_data_of_another_digest_are_refused_before_anything_is_written(data: Pat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_damaged_verdict_or_configuration_is_told(data: Path, tmp_path: Path) -> None:
+def test_a_damaged_verdict_or_configuration_is_reported(data: Path, tmp_path: Path) -> None:
     config, run = tiny_run(data), tmp_path / "run"
     RunDirectory(run).prepare(config)
     (run / "verdict.json").write_text("{")
@@ -574,7 +574,9 @@ def test_trackers_mirror_the_record(data: Path, tmp_path: Path, mirrors: tuple[S
     assert wandb.calls[-1] == ("finish",)
 
 
-def test_a_tracker_that_is_not_installed_is_told(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_is_not_installed_is_reported(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     config = tiny_run(data, execution={"trackers": ("wandb",)})
     with pytest.raises(UserError, match="wandb"):

@@ -34,7 +34,7 @@ class World:
     @classmethod
     @contextmanager
     def joined(cls, device: torch.device, *, even_alone: bool = False) -> Iterator[World]:
-        """Join the processes that torchrun started, until the context ends; one process without torchrun.
+        """Join the processes that torchrun or Slurm started, until the context ends; one process without them.
 
         One process has a process group only if it needs one `even_alone`.
 
@@ -127,7 +127,7 @@ class World:
 
 
 def is_first_process() -> bool:
-    """Whether this is the first of the processes that torchrun started, which prints for all; true without torchrun."""
+    """Whether this is the first of the processes of a run, which prints for all; true for one alone."""
     return os.environ.get("RANK", "0") == "0"
 
 

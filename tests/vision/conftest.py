@@ -3,7 +3,7 @@
 Without them nothing is collected here: the session of all other tests has no torchvision.
 
 PyPI's torchvision is built for CUDA. Beside a torch for the CPU it fails to import, and transformers with it, at one
-module, which tells PyTorch the shapes of operators that are not there. No test uses them.
+module, which gives PyTorch the shapes of operators that are not there. No test uses them.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def test_another_size_of_images_resamples_the_position_embedding(build: Any, tmp
     assert torch.equal(loaded(images), model(images))
 
 
-def test_an_error_of_timm_is_told_whole_in_one_line(tmp_path: Path) -> None:
+def test_an_error_of_timm_is_reported_whole_in_one_line(tmp_path: Path) -> None:
     interop.save_pretrained(converted(), tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["blocks.1.mlp.fc1.weight"]

@@ -1,4 +1,4 @@
-"""The memory of a training step of a language model, counted without allocating it: `siamesenorm sizes --samples`."""
+"""The memory of a training step of a language model, counted without allocating it: `siamesenorm sizes --memory`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Where documents come from: files, directories and globs, a Hugging Face dataset, or the built-in corpus.
 
-A source is named by one string (`open_source`) and yields its documents in a fixed order. Its fingerprint tells whether
+A source is named by one string (`open_source`) and yields its documents in a fixed order. Its fingerprint shows whether
 an interrupted preparation can resume from the same input. Bad content raises a `UserError` with file, line and remedy.
 """
 
