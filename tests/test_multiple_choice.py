@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -286,6 +287,8 @@ def test_the_page_has_the_committed_comparison_with_the_harness() -> None:
     assert fill_tables(page.read_text(), page.parent) == page.read_text(), "python benchmarks/pages.py"
     rows = json.loads((root / "benchmarks/scorer_agreement.json").read_text())["rows"]
     compared = [row for row in rows if row["model"] != "known"]
-    assert len(compared) == 14 and len(rows) >= 20
-    assert all(row["largest_difference_in_nats"] < 1e-4 and row["other_answers"] == 0 for row in compared)
-    assert all(row["ratio"] > 1 and row.get("with_other_tokens", 0) == 0 for row in compared)
+    assert Counter(row["model"] for row in compared) == {"run": 7, "llama": 7, "small": 7}
+    # Whole files have continuations of hundreds of nats, summed in fp32.
+    assert all(row["largest_difference_in_nats"] < (2e-4 if row["model"] == "small" else 1e-4) for row in compared)
+    assert all(row["other_answers"] == 0 and row.get("with_other_tokens", 0) == 0 for row in compared)
+    assert all(row["ratio"] > 1 for row in compared if row["model"] != "small")
