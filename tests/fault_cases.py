@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 import kills
+from siamesenorm.comparison import worker
 from siamesenorm.errors import UserError
 from siamesenorm.files import exclusive
-from siamesenorm.training import worker
 from siamesenorm.training.checkpoint import keep_last_weights, load_checkpoint
 from siamesenorm.training.distributed_checkpoint import CheckpointSaver, save_checkpoint
 from siamesenorm.training.loop import train

@@ -27,7 +27,8 @@ from monitored_training import (
 )
 from siamesenorm import LanguageModel, StreamMonitor
 from siamesenorm.analysis import observe_streams
-from siamesenorm.analysis.probes import Measurements, plan_probes
+from siamesenorm.analysis.measurements import Measurements
+from siamesenorm.analysis.probes import plan_probes
 from siamesenorm.errors import UserError
 from siamesenorm.models.block import split_losses
 from siamesenorm.sublayers.attention import rotation

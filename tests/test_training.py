@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from siamesenorm import available_topologies, build_language_model, language_model_config
+from siamesenorm.comparison import worker
 from siamesenorm.errors import UserError
 from siamesenorm.files import StoppedError, decode_json, exclusive
 from siamesenorm.models.cost import count_flops, count_parameters
 from siamesenorm.tasks.language import LanguageTask
 from siamesenorm.tasks.task import Losses
-from siamesenorm.training import worker
 from siamesenorm.training.config import Execution, RunConfig
 from siamesenorm.training.console_and_trackers import build_trackers
 from siamesenorm.training.execution import Choices, choose, operators_in_use, require_compiler

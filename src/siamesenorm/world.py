@@ -126,6 +126,9 @@ class World:
         return value
 
 
+ALONE = World()
+
+
 def is_first_process() -> bool:
     """Whether this is the first of the processes of a run, which prints for all; true for one alone."""
     return os.environ.get("RANK", "0") == "0"
@@ -154,6 +157,15 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     for each in tensors:
         meshes.setdefault(getattr(each, "device_mesh", None), []).append(each)
     return list(meshes.values())
+
+
+def norms_of(tensors: list[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """Return the Euclidean norm of each tensor of one mesh, computed in `dtype`; those of sharded ones are partial."""
+    if not tensors:
+        return torch.zeros(0)
+    if hasattr(tensors[0], "full_tensor"):  # torch._foreach_norm refuses DTensors
+        return torch.stack([torch.linalg.vector_norm(each, dtype=dtype) for each in tensors])
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype))
 
 
 def shard_like(tensor: Tensor, like: Tensor | None) -> Tensor:

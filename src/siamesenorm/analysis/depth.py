@@ -20,7 +20,8 @@ from siamesenorm.analysis.held_out import (
     without_blocks,
     zeroed,
 )
-from siamesenorm.analysis.probes import Measurements, name_streams
+from siamesenorm.analysis.measurements import Measurements
+from siamesenorm.analysis.probes import name_streams
 from siamesenorm.errors import UserError
 from siamesenorm.topologies import Streams
 

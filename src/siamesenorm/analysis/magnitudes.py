@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from siamesenorm.analysis.held_out import Analysis, HeldOut, PathParts, Results, observed_reads, replaced
-from siamesenorm.analysis.probes import ClosingProbe, Key, Measurements, name_streams, plan_probes
+from siamesenorm.analysis.measurements import Key, Measurements
+from siamesenorm.analysis.probes import ClosingProbe, name_streams, plan_probes
 from siamesenorm.analysis.stream_terms import (
     closing_gains,
     closing_terms,

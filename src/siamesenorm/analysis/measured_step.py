@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from siamesenorm.analysis.probes import Measurements, ProbePlan, joint_norm
+from siamesenorm.analysis.measurements import Measurements, joint_norm
+from siamesenorm.analysis.probes import ProbePlan
 
 OTHER = "other"
 """Name of the trainable parameters outside the blocks."""
@@ -31,8 +32,9 @@ class MeasuredStep:
         self._model, self._blocks, self._updates, self._gradients_seen = model, plan.blocks, updates, False
         self._before: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self._probes = ExitStack()
-        # Compiled code would skip the probes, or be compiled again for them.
-        self._probes.enter_context(uncompiled())
+        if not plan.is_compiled:
+            # Compiled code would skip the probes, or be compiled again for them.
+            self._probes.enter_context(uncompiled())
         for probe in plan.probes:
             self._probes.enter_context(probe.attached(self.values))
         if updates and remember:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from siamesenorm.analysis.stream_monitor import StreamMonitor
 from siamesenorm.errors import UserError
 from siamesenorm.training.loop import Instrument, TrainingLoop
@@ -12,7 +14,7 @@ from siamesenorm.training.loop import Instrument, TrainingLoop
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorOptions:
-    """What to measure beside the loss; it is no part of the identity, for an eager run is the same without it."""
+    """What to measure beside the loss; it is no part of the identity, for the run is the same without it."""
 
     every: int = 0
     """Measure streams, gradients and updates at step 1 and every so many steps; 0 for never."""
@@ -30,10 +32,11 @@ class MonitorOptions:
 class MonitorInstrument(Instrument):
     """Writes lines of kind "streams" into the record of a run; see `StreamMonitor` for their fields.
 
-    They are cut back with the record, so that a resumed run has the lines of one never interrupted.
+    They are cut back with the record, so that a resumed run has the lines of one never interrupted. Of several
+    processes, streams are averaged over all, and norms are those of the whole model.
     """
 
-    reads_parameters = True
+    in_every_process = True
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -46,8 +49,14 @@ class MonitorInstrument(Instrument):
             if line["kind"] == "streams":
                 loop.record(line)
 
-        self.monitor = StreamMonitor(loop.model, *loop.optimizers, every=self.every, write=write)
+        self.monitor = StreamMonitor(loop.model, *loop.optimizers, every=self.every, write=write, world=loop.world)
         self.monitor.attach(*loop.optimizers, after=step)
+
+    def before_update(self, loop: TrainingLoop, record: dict[str, Any], norms: list[Tensor]) -> None:
+        """Measure the gradients of a step whose update is skipped: of others the optimizers announce it."""
+        if self.monitor is not None and record.get("skipped"):
+            for optimizer in loop.optimizers:
+                self.monitor.before_update(optimizer)
 
     def on_step(self, loop: TrainingLoop, record: dict[str, Any]) -> None:
         """Record what was measured in this step, if anything was."""

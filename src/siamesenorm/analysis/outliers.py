@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from siamesenorm.analysis.held_out import Analysis, HeldOut, PathParts, Results, observed_reads
-from siamesenorm.analysis.probes import Measurements, name_streams
+from siamesenorm.analysis.measurements import Measurements
+from siamesenorm.analysis.probes import name_streams
 from siamesenorm.errors import UserError
 from siamesenorm.topologies import Streams
 

@@ -7,105 +7,26 @@ copy of the model never carries a probe. What a backward pass recomputes is not 
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from siamesenorm.analysis.measurements import Measurements, mean_rms, tokens_of
 from siamesenorm.errors import UserError
+from siamesenorm.models.block import Block
 from siamesenorm.topologies import Closing, Connection, Streams, Topology
-from siamesenorm.world import whole
+from siamesenorm.topologies.hyper_connections import MultiStream
 
 Blocks = str | Sequence[nn.Module] | None
 """The path of a list of blocks, or blocks; None to find them."""
-Key = tuple[str, ...]
-"""The path of a quantity in the line of a measured step."""
 StreamNames = Callable[[int], tuple[str, ...]]
 """Returns the names of so many streams."""
-
-
-class Measurements:
-    """Scalars by key, left on their devices until `fetch`; a key may have several values."""
-
-    def __init__(self) -> None:
-        self._values: dict[Key, list[Tensor]] = {}
-        self._weights: dict[Key, list[float]] = {}
-
-    def add(self, key: Key, value: Tensor, weight: float = 1.0) -> None:
-        """Add a tensor of one element; `weight` is the number of tokens, or samples, that it is a mean over."""
-        self._values.setdefault(key, []).append(value.detach())
-        self._weights.setdefault(key, []).append(weight)
-
-    def add_rms(self, key: Key, x: Tensor) -> None:
-        """Add the RMS of x [..., dim], averaged over tokens."""
-        self.add(key, mean_rms(x), tokens_of(x))
-
-    def add_stream(self, key: Key, x: Tensor) -> None:
-        """Add the magnitude of a stream [..., dim]: its RMS, averaged over tokens, and its largest entry."""
-        self.add_rms((*key, "rms"), x)
-        self.add((*key, "max"), torch.linalg.vector_norm(x, ord=math.inf))
-
-    def fetch(self) -> dict[Key, float]:
-        """Return every key's value: the largest of several "max", the weighted mean of several others.
-
-        All numbers are fetched together, with one synchronisation of their devices.
-        """
-        values = [value for several in self._values.values() for value in several]
-        if not values:
-            return {}
-        device = next((value.device for value in values if value.device.type != "cpu"), values[0].device)
-        # torch.cat promotes the dtypes: what is in fp64 stays exact, and devices without fp64 need none.
-        numbers = iter(torch.cat([whole(value).reshape(1).to(device) for value in values]).tolist())
-        return {
-            key: _together(key, [next(numbers) for _ in each], self._weights[key]) for key, each in self._values.items()
-        }
-
-
-def _together(key: Key, values: list[float], weights: list[float]) -> float:
-    if any(map(math.isnan, values)):
-        return math.nan
-    if key[-1] == "max":
-        return max(values)
-    parts = [weight / weights[0] for weight in weights]  # exactly 1 for equal weights: then this is the plain mean
-    return sum(value * part for value, part in zip(values, parts, strict=True)) / sum(parts)
-
-
-def tokens_of(x: Tensor) -> int:
-    """Return the number of tokens of x [..., dim]."""
-    return x.numel() // max(1, x.shape[-1])
-
-
-def mean_rms(x: Tensor) -> Tensor:
-    """Return the mean over tokens of sqrt(mean_d x^2), for x [..., dim]; at least in fp32."""
-    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=wide(x))
-    return norms.mean() / math.sqrt(x.shape[-1])
-
-
-def joint_norm(tensors: Iterable[Tensor]) -> Tensor | None:
-    """Return the Euclidean norm of all tensors as one vector, at least in fp32; None without tensors.
-
-    Of sharded tensors it is the norm of the whole: all processes must call this together.
-    """
-    # Made whole one by one: norms of tensors on different meshes cannot be stacked.
-    norms = [whole(torch.linalg.vector_norm(tensor, dtype=wide(tensor))) for tensor in tensors]
-    if not norms:
-        return None
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-    return total
-
-
-def wide(x: Tensor) -> torch.dtype:
-    """Return the dtype to measure x in."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-# --- probes
 
 
 class Hook:
@@ -176,12 +97,45 @@ def observe_streams(model: nn.Module, observer: Callable[[str, Streams, Tensor, 
 
 
 class ConnectionProbe(Probe):
-    """Measures the streams at every connection of one block, before and after the write."""
+    """Measures the streams at every connection of one block, before and after the write.
 
-    def __init__(self, block: nn.Module, connections: Mapping[str, Connection], names: StreamNames) -> None:
+    Of a block that `Module.compile` compiled, it measures the streams before it and their change by it, outside the
+    graph, which stays as it is; where the block before left a write pending, they are the streams before that write.
+    """
+
+    def __init__(
+        self, name: str, block: nn.Module, connections: Mapping[str, Connection], topology: Topology | None
+    ) -> None:
         super().__init__(block)
-        self.connections, self.names = connections, names
+        self.name, self.connections, self.names = name, connections, _names_of(topology)
+        self._is_stacked = isinstance(topology, MultiStream)
         self._observed = ExitStack()
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the block is one of this package that was compiled as a graph of its own."""
+        return isinstance(self.module, Block) and self.module._compiled_call_impl is not None
+
+    @contextmanager
+    def attached(self, into: Measurements) -> Iterator[None]:
+        """Measure inside the context; a copy of a compiled block has no compiled call, and so no probe."""
+        if not self.is_compiled:
+            with super().attached(into):
+                yield
+            return
+        block, compiled = self.module, cast(Callable[..., Any], self.module._compiled_call_impl)
+
+        def measured(streams: Streams, *others: Any, **named: Any) -> Any:
+            result = compiled(streams, *others, **named)
+            if self.counts:
+                self._measure_block(into, streams, result[0])
+            return result
+
+        block._compiled_call_impl = measured
+        try:
+            yield
+        finally:
+            block._compiled_call_impl = compiled
 
     def enter(self, into: Measurements, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Observe the writes; raises UserError where another monitor does."""
@@ -192,6 +146,15 @@ class ConnectionProbe(Probe):
     def leave(self, into: Measurements, arguments: tuple[Any, ...], result: Any) -> None:
         """End the observation."""
         self._observed.close()
+
+    @torch.no_grad()
+    def _measure_block(self, into: Measurements, before: Streams, after: Streams) -> None:
+        like = before[0].select(-2, 0) if self._is_stacked else before[0]
+        changed = name_streams(after, self.names, like)
+        for stream, x in name_streams(before, self.names, like).items():
+            into.add_stream(("sublayers", self.name, "streams", stream), x)
+            if stream in changed:
+                into.add_rms(("sublayers", self.name, "streams", stream, "change"), changed[stream] - x)
 
     @torch.no_grad()
     def _measure(self, into: Measurements, name: str, streams: Streams, output: Tensor, written: Streams) -> None:
@@ -298,6 +261,11 @@ class ProbePlan:
     streams: tuple[str, ...]
     probes: tuple[Probe, ...]
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the blocks were compiled one by one: they are then measured at their edges."""
+        return any(isinstance(each, ConnectionProbe) and each.is_compiled for each in self.probes)
+
 
 def plan_probes(model: nn.Module, blocks: Blocks = None) -> ProbePlan:
     """Return where to measure the streams of a model.
@@ -328,10 +296,14 @@ def _plan_for_connections(model: nn.Module, connections: Mapping[str, Connection
         inside.setdefault(owner, {})[name.removesuffix("_connection")] = connection
     blocks = {name: modules[name] for name in inside}
     topology = topology_of(model)
-    names = topology.name_streams if topology else lambda count: tuple(f"stream{number}" for number in range(count))
+    names = _names_of(topology)
     closings = [ClosingProbe(module, names) for module in model.modules() if isinstance(module, Closing) and topology]
-    probes = (*(ConnectionProbe(blocks[name], own, names) for name, own in inside.items()), *closings)
+    probes = (*(ConnectionProbe(name, blocks[name], own, topology) for name, own in inside.items()), *closings)
     return ProbePlan(blocks=blocks, streams=topology.stream_names if topology else (), probes=probes)
+
+
+def _names_of(topology: Topology | None) -> StreamNames:
+    return topology.name_streams if topology else lambda count: tuple(f"stream{number}" for number in range(count))
 
 
 def topology_of(model: nn.Module) -> Topology | None:

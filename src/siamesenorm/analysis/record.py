@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from siamesenorm.analysis.probes import Key
+from siamesenorm.analysis.measurements import Key
 from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json, disk_errors
 from siamesenorm.training.loss_curve import LossCurve

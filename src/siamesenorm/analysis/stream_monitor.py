@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from siamesenorm.analysis.measured_step import MeasuredStep, listen, unwrapped
-from siamesenorm.analysis.probes import Blocks, Key, Measurements, plan_probes
+from siamesenorm.analysis.measurements import Key, Measurements
+from siamesenorm.analysis.probes import Blocks, plan_probes
 from siamesenorm.analysis.record import Line, LossHistory, Record, gradient_norm, streams_line, summary
 from siamesenorm.errors import UserError
 from siamesenorm.training.verdict import DEFAULT_THRESHOLDS, Thresholds, Verdict
+from siamesenorm.world import ALONE, World
 
 Number = Tensor | float
 
@@ -33,8 +35,9 @@ class StreamMonitor(AbstractContextManager["StreamMonitor"]):
         print(monitor.verdict().sentence())
 
     Probes are attached for a measured step only, and only read: an eager model is trained bit for bit as without them.
-    A compiled model runs uncompiled in a measured step, forward and backward, because probes are no part of a compiled
-    graph: its loss and gradients, and so the weights after it, may differ by rounding from those without a monitor.
+    So is a model of this package whose blocks are compiled one by one (`Module.compile`): it is measured at the edges
+    of its blocks, outside their graphs. Any other compiled model runs uncompiled in a measured step, forward and
+    backward: its loss and gradients, and so the weights after it, may differ by rounding from those without a monitor.
 
     Streams are measured in a model's connections (a model of this package, or a rewired one), or else at the edges of
     its blocks: `blocks` is the path of their list or the blocks, None finds the longest list of modules of one class.
@@ -43,7 +46,8 @@ class StreamMonitor(AbstractContextManager["StreamMonitor"]):
     * `sublayers`, by name: `output` |O|, and for each of its `streams` before the output is added, `rms` |x| and `max`;
       `ratio` |O| / |x|; and `change`, by how much the write changed the stream, relative to |x|: unlike the ratio it
       includes output norms, gates and scales (absent where a fused connection leaves the write to the next one).
-      |x| is the RMS over the width, averaged over tokens and micro-batches. For plain blocks O is what the block adds.
+      |x| is the RMS over the width, averaged over tokens and micro-batches. For plain blocks O is what the block adds;
+      compiled blocks have no O, and `change` is that of the whole block;
     * `end`: the streams after the last block, `rms` and `max`;
     * `blocks`, by name, and `other` for the rest: `gradient_norm`, `weight_norm` before the step, `update_norm`, and
       `update_ratio` ||delta w|| / ||w||; with `updates=False` neither is measured;
@@ -62,7 +66,10 @@ class StreamMonitor(AbstractContextManager["StreamMonitor"]):
         write: Function that takes every line, which is then not kept.
         steps_total, warmup_steps, floor, scale: What is known about the run, for the verdict; see `StabilityMonitor`.
 
-    In a distributed run every process needs a monitor; the first one writes the measurements of its own streams.
+        world: Processes over which streams are averaged, with a monitor in each; `write` is then called in all.
+
+    In a distributed run every process needs a monitor; the first one writes, without `world` the measurements of its
+    own streams. Norms of sharded gradients and weights are those of the whole.
     Raises UserError where no blocks can be found.
     """
 
@@ -81,6 +88,7 @@ class StreamMonitor(AbstractContextManager["StreamMonitor"]):
         floor: float | None = None,
         scale: float | None = None,
         thresholds: Thresholds = DEFAULT_THRESHOLDS,
+        world: World | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise UserError(f"model is {model!r}: give a torch.nn.Module")
@@ -93,7 +101,8 @@ class StreamMonitor(AbstractContextManager["StreamMonitor"]):
         parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
         first = not parallel or torch.distributed.get_rank() == 0
         file = Path(path) if path is not None and first else None
-        self._record = Record(file, resume=resume, write=write if first else None)
+        self._world = world or ALONE
+        self._record = Record(file, resume=resume, write=write if first or world else None)
         lines = self._record.lines
         self._step = max((line["step"] for line in lines if "step" in line), default=0)
         self._history.restore(lines)
@@ -200,7 +209,7 @@ class StreamMonitor(AbstractContextManager["StreamMonitor"]):
         self._attached = self._fresh = True
         self._optimizers = tuple(map(unwrapped, optimizers))
         for optimizer in self._optimizers:
-            self._hooks.callback(listen(optimizer, self._before_update).remove)
+            self._hooks.callback(listen(optimizer, self.before_update).remove)
         if self._is_due(self._step + 1):
             self._measure_next()
 
@@ -239,8 +248,8 @@ class StreamMonitor(AbstractContextManager["StreamMonitor"]):
             self._abandon()
         self._measured = None
 
-    def _before_update(self, optimizer: Optimizer, gradients_are_there: bool) -> None:
-        """Measure before an optimizer steps."""
+    def before_update(self, optimizer: Optimizer, gradients_are_there: bool = True) -> None:
+        """Measure before an optimizer steps; only a loop that leaves its step out calls this itself."""
         if optimizer is self._optimizers[0]:
             rate = optimizer.param_groups[0]["lr"]
             self._learning_rate = rate.detach().clone() if isinstance(rate, Tensor) else rate
@@ -283,7 +292,7 @@ class StreamMonitor(AbstractContextManager["StreamMonitor"]):
             for name, value in numbers.items():
                 if isinstance(value, Tensor):
                     measured.add(("train", str(step), name), value)
-        values = measured.fetch()
+        values = measured.fetch(self._world)
         for step, numbers in self._losses.items():
             line = {name: float(values.get(("train", str(step), name), value)) for name, value in numbers.items()}
             if step == at_step and (norm := gradient_norm(values)) is not None:

@@ -15,6 +15,7 @@ import tyro
 from typing_extensions import Doc
 
 from siamesenorm.analysis.monitor_instrument import MonitorOptions
+from siamesenorm.analysis.post_mortem import PostMortem
 from siamesenorm.errors import UserError
 from siamesenorm.evaluation.evaluation_instrument import EvaluationOptions
 from siamesenorm.files import encode_json
@@ -142,7 +143,7 @@ def run(arguments: Train) -> None:
         print(f"job {job.id} trains {directory}: siamesenorm runs {directory.parent} shows it")
         return
     watching = (*arguments.monitor.instruments(), *arguments.evaluation.instruments(config))
-    instruments = (Console(), *build_trackers(config, directory), *watching)
+    instruments = (Console(), *build_trackers(config, directory), *watching, PostMortem())
     verdict = train(config, directory, instruments=instruments)
     if not is_first_process():
         return

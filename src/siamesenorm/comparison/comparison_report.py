@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from siamesenorm.analysis.post_mortem import sentences
 from siamesenorm.comparison import formatting
 from siamesenorm.comparison.comparison_tables import comparison_tables, comparisons_csv, runs_csv, training_metric
 from siamesenorm.comparison.curve_figures import curve_figures, stream_figures
@@ -15,6 +16,7 @@ from siamesenorm.comparison.rate_figures import rate_figures
 from siamesenorm.comparison.report_parts import Block, Code, Gallery, Report, Statement, Statements, statements
 from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, STABLE, ExperimentResults, RunResult
 from siamesenorm.topologies import available_topologies, build_topology
+from siamesenorm.training.run_directory import RunDirectory
 
 ARXIV = "https://arxiv.org/abs/"
 
@@ -346,6 +348,8 @@ def _run_statements(run: RunResult) -> tuple[Statement, ...]:
     for metric in run.metrics:
         if (value := run.held_out.get(metric.name)) is not None:
             texts[f"Held-out {metric.label}"] = f"{formatting.formatted(value, metric.format)}{at}."
+    if finding := RunDirectory(run.path).read_post_mortem():
+        texts |= {topic: f"{text} (post-mortem.json)." for topic, text in sentences(finding).items()}
     if run.step_seconds is not None:
         step_time = formatting.seconds(run.step_seconds)
         texts["Step time"] = f"{step_time}, the median over the faster half of the steps."

@@ -313,6 +313,7 @@ def _run_record(run: RunResult) -> Record:
         "verdict": run.word,
         "reason": run.verdict and run.verdict.sentence(),
         "spikes": run.verdict and len(run.verdict.spikes),
+        "skipped_steps": run.verdict and len(run.verdict.skipped),
         "train_loss": run.train_loss,
         **{f"held_out_{metric.name}": run.held_out.get(metric.name) for metric in run.metrics},
         **{name: getattr(run, name) for name in RUN_COLUMNS},

@@ -326,7 +326,7 @@ def _error_of(job: Job, process: subprocess.Popen[bytes] | SlurmJob) -> str | No
 
 
 def _start(job: Job, place: int) -> subprocess.Popen[bytes] | SlurmJob:
-    words = ["-m", "siamesenorm.training.worker", str(job.directory.resolve())]
+    words = ["-m", "siamesenorm.comparison.worker", str(job.directory.resolve())]
     if job.config.execution.slurm:
         return SlurmJob(job.directory, words, job.config.execution.slurm_options)
     threads = str(job.config.execution.threads or 1)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -199,6 +201,14 @@ def describe_environment(device: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most memory held: of the accelerator, or of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def version_of(package: str) -> str | None:

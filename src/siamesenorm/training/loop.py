@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import resource
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -23,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.errors import UserError
+from siamesenorm.tasks.task import Losses
 from siamesenorm.training import execution
 from siamesenorm.training.checkpoint import (
     Checkpoint,
@@ -32,6 +31,7 @@ from siamesenorm.training.checkpoint import (
 )
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.optimizer import (
+    SpikeFilter,
     build_optimizers,
     clip_gradients,
     empty_state,
@@ -59,12 +59,17 @@ class Instrument:
 
     reads_parameters: ClassVar[bool] = False
     """Whether it needs whole parameters, which a process of a sharded run does not have."""
+    in_every_process: ClassVar[bool] = False
+    """Whether every process of a run has it, because it measures together with the others; else the first has."""
 
     def on_start(self, loop: TrainingLoop, step: int) -> None:
         """Training starts, or resumes after `step`."""
 
     def on_record(self, loop: TrainingLoop, record: Record) -> None:
         """A record of any kind was written."""
+
+    def before_update(self, loop: TrainingLoop, record: Record, norms: list[Tensor]) -> None:
+        """The gradients of a step are there, and clipped; `norms` are those of each before; see `clip_gradients`."""
 
     def on_step(self, loop: TrainingLoop, record: Record) -> None:
         """An optimizer step was recorded."""
@@ -117,12 +122,11 @@ class TrainingLoop:
         if config.execution.threads:
             torch.set_num_threads(config.execution.threads)
         self.config, self.run_directory, self.world = config, run, world
-        self.instruments = instruments if world.is_first else ()
+        self.instruments = tuple(each for each in instruments if world.is_first or each.in_every_process)
         sharded = config.is_sharded(world.size)
         if sharded and any(i.reads_parameters for i in instruments):
-            watching = "monitor.every and evaluation.every"
             cause = "bf16_parameters is true" if config.bf16_parameters else "parallel is shard"
-            raise UserError(f"{cause}: {watching} need whole parameters: change it, or leave them out")
+            raise UserError(f"{cause}: evaluation.every needs whole parameters: change it, or leave it out")
         if not run.checkpoints.exists():
             require_start(config)
         self.device = world.device
@@ -130,6 +134,8 @@ class TrainingLoop:
         self.task = config.task.build(config.seed)
         blueprint = self.task.build_model(torch.device("meta"))
         self.share, self.at_once = share_batch(blueprint, config, world)
+        self.parts = self.share // self.at_once
+        self.seen = config.warm_start.position if config.warm_start else 0
         execution.require_memory(blueprint, self.device, shards_of(config, world))
         self.description = self.task.describe(blueprint)
         operations = self.description["flops_per_sample"] * config.batch * config.steps
@@ -145,6 +151,7 @@ class TrainingLoop:
         self.optimizers = build_optimizers(self.model, config.optimizer, self.task.rate_factors(self.model))
         self.average = WeightAverage(self.model, config.ema) if config.ema else None
         self.schedule = config.optimizer.schedule(config.steps)
+        self.filter = SpikeFilter(config.optimizer.skip_above)
         self.monitor = StabilityMonitor(
             steps_total=config.steps,
             warmup_steps=config.optimizer.warmup_steps,
@@ -224,15 +231,9 @@ class TrainingLoop:
         config, begin = self.config, time.perf_counter()
         rate = config.optimizer.learning_rate * self.schedule.factor(step)
         set_learning_rate(self.optimizers, rate)
-        seen = config.warm_start.position if config.warm_start else 0
-        losses = self._accumulate(seen + (step - 1) * config.batch)
-        limit = config.optimizer.clip or math.inf
-        norm = clip_gradients(self.model, limit)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        if self.average:
-            self.average.update()
+        losses = self._accumulate(self.seen + (step - 1) * config.batch)
+        norm, norms = clip_gradients(self.model, config.optimizer.clip or math.inf)
+        # The one wait of a step for the device: before the update, which then runs beside the host's work.
         record: Record = {
             "kind": "train",
             "step": step,
@@ -241,23 +242,35 @@ class TrainingLoop:
             "learning_rate": rate,
             "gradient_norm": float(norm),
         }
-        self.monitor.observe(record["loss"], record["gradient_norm"])
+        skipped = self.filter.skips(record["gradient_norm"], self.world)
+        record |= {"skipped": True} if skipped else {}
+        self.monitor.observe(record["loss"], record["gradient_norm"], skipped=skipped)
+        for instrument in self.instruments:
+            instrument.before_update(self, record, norms)
+        for optimizer in self.optimizers:
+            if not skipped:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if self.average:
+            self.average.update()
         self.record({**record, "step_seconds": time.perf_counter() - begin})
+
+    def forward(self, position: int, part: int) -> Losses:
+        """Return the losses of a micro-batch of this process, in the batch at a position."""
+        with self._precision():
+            start = position + self.world.rank * self.share + part * self.at_once
+            return self.task.loss(self.replica, start, self.at_once)
 
     def _accumulate(self, position: int) -> dict[str, Tensor]:
         """Return the mean losses of a batch, main ("loss") and auxiliary, with the gradient in the parameters."""
-        parts = self.share // self.at_once
         sums: dict[str, Tensor] = {"loss": torch.zeros((), device=self.device)}
-        for part in range(parts):
-            synchronise_gradients(self.replica, part == parts - 1)
-            start = position + self.world.rank * self.share + part * self.at_once
-            with self._precision():
-                losses = self.task.loss(self.replica, start, self.at_once)
-                objective = losses.objective / parts
-            objective.backward()  # type: ignore[no-untyped-call]
+        for part in range(self.parts):
+            synchronise_gradients(self.replica, part == self.parts - 1)
+            losses = self.forward(position, part)
+            (losses.objective / self.parts).backward()  # type: ignore[no-untyped-call]
             found = {"loss": losses.mean, **{name: value for name, (value, _) in losses.auxiliary.items()}}
             for name, value in found.items():
-                sums[name] = sums.get(name, 0) + value.detach() / parts
+                sums[name] = sums.get(name, 0) + value.detach() / self.parts
         return dict(zip(sums, self.world.mean(torch.stack(list(sums.values()))).unbind(), strict=True))
 
     @torch.no_grad()
@@ -319,7 +332,8 @@ class TrainingLoop:
         self._restore(checkpoint)
         for record in records:
             if record["kind"] == "train":
-                self.monitor.observe(record["loss"], record["gradient_norm"])
+                self.monitor.observe(record["loss"], record["gradient_norm"], skipped=record.get("skipped", False))
+                self.filter.skips(record["gradient_norm"])
             elif record["kind"] == "validation":
                 self.monitor.observe_validation(record["loss"])
         return checkpoint
@@ -354,7 +368,8 @@ class TrainingLoop:
     def _finish(self, step: int) -> Verdict:
         verdict = self.monitor.verdict()
         status = "finished" if step == self.config.steps else "stopped_early"
-        self.record({"kind": "end", "step": step, "status": status, "peak_memory_bytes": _peak_memory(self.device)})
+        memory = execution.peak_memory(self.device)
+        self.record({"kind": "end", "step": step, "status": status, "peak_memory_bytes": memory})
 
         def close() -> None:
             self.log.sync()
@@ -368,10 +383,9 @@ class TrainingLoop:
 
     def record(self, record: Record) -> None:
         """Append to the run's record, with the time, and show it to the instruments."""
-        if not self.world.is_first:
-            return
         record = {**record, "time": time.perf_counter() - self.clock}
-        self.log.append(record)
+        if self.world.is_first:
+            self.log.append(record)
         for instrument in self.instruments:
             instrument.on_record(self, record)
             if record["kind"] == "train":
@@ -384,11 +398,3 @@ class TrainingLoop:
         self.record({"kind": "note", "text": line})
         for instrument in self.instruments:
             instrument.on_note(self, line)
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Return the most memory held: of the accelerator, or of this process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

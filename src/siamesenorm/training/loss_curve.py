@@ -27,15 +27,16 @@ GRADIENT_COLUMNS = ("gradient_norm", "grad_norm")
 class LossCurve:
     """Training losses at increasing steps, and what a verdict can use about the run.
 
-    `gradient_norms` has None where none was logged. `floor` is the loss of a model that has learned nothing (unigram
-    entropy, ln(classes), variance), `scale` the unit of a verdict's thresholds (1 nat for language), `held_out` the
-    last held-out loss, `unit` that of the losses ("nats/token"). The facts are those of a run's own record; of other
-    curves they are unknown unless given.
+    `gradient_norms` has None where none was logged; `skipped` says which updates were left out. `floor` is the loss of
+    a model that has learned nothing (unigram entropy, ln(classes), variance), `scale` the unit of a verdict's
+    thresholds (1 nat for language), `held_out` the last held-out loss, `unit` that of the losses ("nats/token"). The
+    facts are those of a run's own record; of other curves they are unknown unless given.
     """
 
     steps: tuple[int, ...]
     losses: tuple[float, ...]
     gradient_norms: tuple[float | None, ...] | None = None
+    skipped: tuple[bool, ...] | None = None
     steps_total: int | None = None
     warmup_steps: int = 0
     floor: float | None = None
@@ -205,8 +206,9 @@ def _curve(rows: Sequence[_Row], column: str, source: str) -> LossCurve:
     norm_column = _find(names, GRADIENT_COLUMNS)
     norms = tuple(row.number(norm_column) if row.has(norm_column) else None for row in rows) if norm_column else None
     steps, losses = _steps(rows, _find(names, STEP_COLUMNS)), tuple(row.number(loss_column) for row in rows)
+    skipped = tuple(row.cells.get("skipped") is True for row in rows)
     try:
-        return LossCurve(steps=steps, losses=losses, gradient_norms=norms, **facts)
+        return LossCurve(steps=steps, losses=losses, gradient_norms=norms, skipped=skipped, **facts)
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
 

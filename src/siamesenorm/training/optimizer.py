@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from siamesenorm.errors import UserError, unknown
 from siamesenorm.norms import declared_parameters
 from siamesenorm.sublayers.sublayer import Projection
-from siamesenorm.world import by_mesh, whole
+from siamesenorm.training.robust_statistics import RunningMedian
+from siamesenorm.world import ALONE, World, by_mesh, norms_of, whole
 
 Shape = Literal["cosine", "linear", "wsd", "constant"]
 Decay = Literal["declared", "all-but-embeddings"]
@@ -21,6 +22,8 @@ OptimizerName = Literal["adamw", "muon"]
 OPTIMIZER_TITLES: dict[OptimizerName, str] = {"adamw": "AdamW", "muon": "Muon for hidden matrices, AdamW for the rest"}
 OUTER_ROLES = ("head", "router", "other")
 """Roles of projections that are no hidden matrices: their inputs or outputs are classes, experts, pixels or times."""
+SKIP_WINDOW, SKIP_HISTORY = 128, 16
+"""Gradient norms in the median that skipped steps exceed, and those before the first step that can exceed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,9 @@ class OptimizerConfig:
     """What is decayed: matrices and what declares it, or, as in OLMo, everything but embeddings."""
     clip: float = 1.0
     """Largest norm of the gradient; 0 does not clip."""
+    skip_above: float = 0.0
+    """Skip an update whose gradient norm before clipping is not finite or above this many medians of the last 128; 0
+    skips none."""
 
     def __post_init__(self) -> None:
         """Refuse numbers out of range and choices that do not exist."""
@@ -71,6 +77,8 @@ class OptimizerConfig:
         for name in ("beta1", "beta2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: choose a number from 0 to below 1")
+        if self.skip_above and not 1 < self.skip_above < math.inf:
+            raise UserError(f"skip_above is {self.skip_above}: choose a number above 1, such as 5, or 0 to skip none")
         if self.name not in get_args(OptimizerName):
             raise unknown("optimizer", self.name, get_args(OptimizerName))
         if self.decay not in get_args(Decay):
@@ -233,14 +241,40 @@ def _groups(
     ]
 
 
-def clip_gradients(model: nn.Module, limit: float) -> Tensor:
-    """Scale the gradients so that their norm is at most `limit`, and return their norm before, in one piece."""
+class SpikeFilter:
+    """Decides by the norms of gradients before clipping which updates to skip.
+
+    Skipped are those with a norm that is not finite, or above `multiple` times the median of the last 128 finite norms,
+    skipped ones included: a lasting change of the norms is accepted after 64 steps. The first 16 norms are never too
+    large, and a multiple of 0 skips none. OLMo-core's SkipStepAdamW compares with mean and standard deviation instead.
+    """
+
+    def __init__(self, multiple: float) -> None:
+        self.multiple, self._recent = multiple, RunningMedian(SKIP_WINDOW)
+
+    def skips(self, norm: float, world: World = ALONE) -> bool:
+        """Return whether to skip the update with this norm, and remember the norm; one process decides for all."""
+        if not self.multiple:
+            return False
+        finite, known = math.isfinite(norm), len(self._recent) >= SKIP_HISTORY
+        skipped = not finite or (known and norm > self.multiple * self._recent.median)
+        if finite:
+            self._recent.push(norm)
+        return bool(world.largest(skipped))  # rounding may differ between devices
+
+
+def clip_gradients(model: nn.Module, limit: float) -> tuple[Tensor, list[Tensor]]:
+    """Scale the gradients so that their norm is at most `limit`; return their norm before, and that of every gradient.
+
+    The first is in one piece. The others are in a tensor for each mesh, in the order of the parameters that have one.
+    """
     meshes = by_mesh(model.parameters())
-    norms = [whole(nn.utils.get_total_norm([each.grad for each in part if each.grad is not None])) for part in meshes]
+    separate = [norms_of([each.grad for each in part if each.grad is not None]) for part in meshes]
+    norms = [whole(torch.linalg.vector_norm(part)) for part in separate]
     norm = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
     for part in meshes:
         nn.utils.clip_grads_with_norm_(part, limit, norm)
-    return norm
+    return norm, separate
 
 
 def set_learning_rate(optimizers: Iterable[torch.optim.Optimizer], rate: float) -> None:

@@ -21,10 +21,14 @@ class RunningMedian:
         self._sorted: list[float] = []
         self._size = size
 
+    def __len__(self) -> int:
+        """Return the number of values."""
+        return len(self._recent)
+
     @property
     def is_full(self) -> bool:
         """Whether the window is complete."""
-        return len(self._recent) == self._size
+        return len(self) == self._size
 
     def push(self, value: float) -> None:
         """Add a finite value; a full window drops its oldest."""

@@ -35,6 +35,7 @@ class RunDirectory:
         self.environment_file = path / "environment.json"
         self.metrics_file = path / "metrics.jsonl"
         self.verdict_file = path / "verdict.json"
+        self.post_mortem_file = path / "post-mortem.json"
         self.evaluations_file = path / "evaluations.jsonl"
         self.item_scores = path / "items"
         self.scores = path / "scores"
@@ -127,6 +128,20 @@ class RunDirectory:
     def write_verdict(self, verdict: Verdict) -> None:
         """Write the verdict, which marks the run as finished."""
         self._write(self.verdict_file, verdict.to_json())
+
+    def read_post_mortem(self) -> dict[str, Any] | None:
+        """Return what a run that diverged saw first, or None; raises UserError where that cannot be read."""
+        if not self.post_mortem_file.is_file():
+            return None
+        try:
+            record: dict[str, Any] = decode_json(self.post_mortem_file.read_bytes())
+            return record
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.post_mortem_file} cannot be read ({error}): remove it") from error
+
+    def write_post_mortem(self, record: dict[str, Any]) -> None:
+        """Write what a run that diverges saw first."""
+        self._write(self.post_mortem_file, record)
 
     def _require_same(self, config: RunConfig) -> None:
         if self.config_file.is_file():

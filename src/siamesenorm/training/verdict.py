@@ -132,9 +132,10 @@ class Verdict:
     `reasons` has all that hold, in order of precedence: the first gives the label, none means *stable*. `unchecked` has
     the rules that could not be applied. `divergence_step` is where the rise began, or the first loss that is not
     finite. `spikes` has the first step of each; `gradient_spikes` counts those of the gradient norm, which decide
-    nothing. `high_part` is the part of the steps far above the running lower quartile, None where none was compared.
-    `best` (None before the first whole window) and `final` are smoothed training losses, `held_out` is the last
-    held-out loss. `steps` of `steps_total` are in the record. `detector` is the version of the rules.
+    nothing. `skipped` has the steps whose update was left out. `high_part` is the part of the steps far above the
+    running lower quartile, None where none was compared.
+    `best` (None before the first whole window) and `final` are smoothed training losses, `held_out` the last held-out
+    loss. `steps` of `steps_total` are in the record. `detector` is the version of the rules.
     """
 
     label: Label
@@ -155,6 +156,7 @@ class Verdict:
     warmup_steps: int
     thresholds: Thresholds
     detector: int = DETECTOR
+    skipped: tuple[int, ...] = ()
 
     @property
     def ended(self) -> bool:
@@ -173,6 +175,7 @@ class Verdict:
                 "reasons": tuple(map(Reason, values["reasons"])),
                 "unchecked": tuple(map(Unchecked, values["unchecked"])),
                 "spikes": tuple(values["spikes"]),
+                "skipped": tuple(values.get("skipped", ())),
                 "thresholds": Thresholds(**values["thresholds"]),
             }
             return cls(**{**values, **parts})
@@ -182,7 +185,8 @@ class Verdict:
     def sentence(self) -> str:
         """Return the verdict in one line, with the numbers it rests on and what could not be checked."""
         left = [_UNCHECKED_SENTENCES[each] for each in self.unchecked if each in _UNCHECKED_SENTENCES]
-        text = self._evidence() + (f"; not checked: {', '.join(left)}" if left and self.label != "diverged" else "")
+        text = self._evidence() + (f"; updates skipped: {len(self.skipped)}" if self.skipped else "")
+        text += f"; not checked: {', '.join(left)}" if left and self.label != "diverged" else ""
         return text if self.ended else f"{text} (after {self.steps} of {self.steps_total} steps)"
 
     def _evidence(self) -> str:
@@ -208,8 +212,8 @@ class Verdict:
 class StabilityMonitor:
     """The verdict on a run while it happens: `observe` every step, read `should_stop`, and take the `verdict`.
 
-    To resume, observe the steps of the record again. Losses are in any unit: `scale` is the unit of the thresholds,
-    `floor` the loss of a model that has learned nothing (without it no run is *not learned*).
+    To resume, observe the record again. `scale` is the unit of the thresholds, `floor` the loss of a model that has
+    learned nothing (without it no run is *not learned*). `steps_up` is for how long the smoothed loss has been up.
     """
 
     def __init__(
@@ -230,32 +234,35 @@ class StabilityMonitor:
         self._patience = thresholds.steps(thresholds.patience_fraction, steps_total)
         self._recent = robust_statistics.RunningMedian(thresholds.smoothing_window(steps_total))
         self._losses: list[float] = []
+        self._skipped: list[int] = []
         self._gradient_norms: list[float] = []
         self._held_out: float | None = None
         self._best, self._best_step = math.inf, 0
         self._final = math.nan
-        self._steps_up = self._steps_nonfinite = 0
-        self._rise_step: int | None = None
+        self.steps_up = self._steps_nonfinite = 0
+        self.rise_step: int | None = None
 
-    def observe(self, loss: float, gradient_norm: float | None = None) -> None:
-        """Add the training loss and the gradient norm of the next step."""
+    def observe(self, loss: float, gradient_norm: float | None = None, *, skipped: bool = False) -> None:
+        """Add the training loss and the gradient norm of the next step, and whether its update was left out."""
         self._losses.append(loss)
         if gradient_norm is not None:
             self._gradient_norms.append(gradient_norm)
         step = len(self._losses)
+        self._skipped += [step] * skipped
         if math.isfinite(loss):
             self._recent.push(loss)
             self._final = self._recent.median
             if self._recent.is_full and self._final < self._best:
                 self._best, self._best_step = self._final, step
             up = self._final > self._best + self._thresholds.rise * self._scale
+            self.steps_up = self.steps_up + 1 if up else 0
             self._steps_nonfinite = 0
         else:
-            self._final, up = loss, True
+            self._final = loss
             self._steps_nonfinite += 1
-        self._steps_up = self._steps_up + 1 if up else 0
-        if self._steps_up >= self._persistence and self._rise_step is None:
-            self._rise_step = step - self._steps_up + 1
+            self.steps_up += not skipped
+        if self.steps_up >= self._persistence and self.rise_step is None:
+            self.rise_step = step - self.steps_up + 1
 
     def observe_validation(self, loss: float) -> None:
         """Add a held-out loss: the last one counts."""
@@ -264,7 +271,7 @@ class StabilityMonitor:
     @property
     def should_stop(self) -> bool:
         """Whether the run has been lost for longer than the patience: ending it now cannot change its verdict."""
-        return self._steps_up >= self._patience or self._steps_nonfinite >= self._thresholds.nonfinite_patience
+        return self.steps_up >= self._patience or self._steps_nonfinite >= self._thresholds.nonfinite_patience
 
     def verdict(self) -> Verdict:
         """Return the verdict on the steps so far; raises UserError before the first."""
@@ -309,6 +316,7 @@ class StabilityMonitor:
             steps_total=self._steps_total,
             warmup_steps=self._warmup_steps,
             thresholds=thresholds,
+            skipped=tuple(self._skipped),
         )
 
     @property
@@ -323,12 +331,12 @@ class StabilityMonitor:
 
     def _divergence(self) -> tuple[Reason | None, int | None]:
         for step, loss in enumerate(self._losses, start=1):
-            if not math.isfinite(loss):
+            if not math.isfinite(loss) and not (step in self._skipped and any(map(math.isfinite, self._losses[step:]))):
                 return Reason.NOT_FINITE, step
-        if self._rise_step is not None:
-            return Reason.ROSE_AND_STAYED, self._rise_step
-        if self._ended and self._steps_up:
-            return Reason.ROSE_AT_THE_END, len(self._losses) - self._steps_up + 1
+        if self.rise_step is not None:
+            return Reason.ROSE_AND_STAYED, self.rise_step
+        if self._ended and self.steps_up:
+            return Reason.ROSE_AT_THE_END, len(self._losses) - self.steps_up + 1
         return None, None
 
     def _has_not_learned(self) -> bool:
@@ -352,8 +360,8 @@ class StabilityMonitor:
 def judge(record: LossCurve | Iterable[Mapping[str, Any]], thresholds: Thresholds = DEFAULT_THRESHOLDS) -> Verdict:
     """Return the verdict on a run, given its record (the lines of its `metrics.jsonl`) or any loss curve.
 
-    * *diverged*: a loss is not finite; or the smoothed loss stays above its best so far + 0.5 for 5 % of the run, or to
-      its end.
+    * *diverged*: a loss is not finite (of a skipped step: and none after it); or the smoothed loss stays above its best
+      so far + 0.5 for 5 % of the run, or to its end.
     * *not learned*: the final loss, training and held-out, is not below the floor - 0.2, and no longer falls.
     * *spiked*: after the warm-up, for at least two steps in a row, the loss is six robust standard deviations and 0.1
       above its running median; or more than 5 % of the steps are 0.5 above the running lower quartile.
@@ -371,8 +379,9 @@ def judge(record: LossCurve | Iterable[Mapping[str, Any]], thresholds: Threshold
         scale=curve.scale,
         thresholds=thresholds,
     )
-    for loss, gradient_norm in zip(curve.losses, curve.gradient_norms or (None,) * points, strict=True):
-        monitor.observe(loss, gradient_norm)
+    norms, skipped = curve.gradient_norms or (None,) * points, curve.skipped or (False,) * points
+    for loss, gradient_norm, left_out in zip(curve.losses, norms, skipped, strict=True):
+        monitor.observe(loss, gradient_norm, skipped=left_out)
     if curve.held_out is not None:
         monitor.observe_validation(curve.held_out)
     verdict = monitor.verdict()
@@ -383,6 +392,7 @@ def judge(record: LossCurve | Iterable[Mapping[str, Any]], thresholds: Threshold
         verdict,
         divergence_step=step_of[verdict.divergence_step],
         spikes=tuple(curve.steps[point - 1] for point in verdict.spikes),
+        skipped=tuple(curve.steps[point - 1] for point in verdict.skipped),
         best_step=step_of[verdict.best_step],
         steps=curve.steps[-1],
         steps_total=max(curve.steps[-1], curve.steps_total or 0),

@@ -1,4 +1,4 @@
-"""Train one prepared run directory in a process of its own: `python -m siamesenorm.training.worker DIRECTORY`.
+"""Train one prepared run directory in a process of its own: `python -m siamesenorm.comparison.worker DIRECTORY`.
 
 It ends when its standard input is closed, with a checkpoint, so that no worker outlives the experiment that started it.
 """
@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+from siamesenorm.analysis.post_mortem import PostMortem
 from siamesenorm.errors import UserError
 from siamesenorm.training.console_and_trackers import WorkerLog, build_trackers
 from siamesenorm.training.loop import train
@@ -28,7 +29,7 @@ def main() -> int:
     directory = Path(sys.argv[1])
     try:
         config = RunDirectory(directory).read_config()
-        train(config, directory, instruments=(WorkerLog(), *build_trackers(config, directory)))
+        train(config, directory, instruments=(WorkerLog(), *build_trackers(config, directory), PostMortem()))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
