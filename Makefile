@@ -7,6 +7,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 TIMM := .timm/ready
+# Tests start hundreds of processes, which would each compile what they import where the environment forbids bytecode.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test laws check vision docs pages peers registers rewire-table clean
 
