@@ -36,7 +36,7 @@ docs: $(READY)
 
 pages: $(READY)
 	$(BIN)/python benchmarks/pages.py docs/performance.md docs/cost.md docs/rewire.md docs/vision.md docs/evaluation.md docs/scale.md
-	$(BIN)/python benchmarks/report_tables.py docs/comparison.md docs/digits.md docs/moe.md docs/diffusion.md docs/continued.md
+	$(BIN)/python benchmarks/report_tables.py docs/comparison.md docs/digits.md docs/moe.md docs/diffusion.md docs/continued.md docs/reproduced.md
 
 peers: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
