@@ -67,7 +67,6 @@ class Run(NamedTuple):
         return "-".join(map(str, self))
 
 
-ALONE = [Run(case, "replicate", 1) for case in CASES if case not in RANDOM]
 TOGETHER = [
     Run(case, layout, size)
     for size in (2, 4)
@@ -82,17 +81,15 @@ PAIRED = [
     Run("siamese, moe", "experts", 2),
     Run("siamese, dropout", "replicate", 2),
     Run("siamese, accumulated", "shard", 2),
-    Run("siamese, rounded", "shard", 2),
-    Run("digits siamese", "shard", 2),
-    Run("mae siamese", "replicate", 2),
     Run("dit siamese", "replicate", 2),
     Run("siamese", "hybrid", 4),
     Run("dhc-2", "replicate", 4),
-    Run("siamese, moe", "experts", 4),
 ]
-"""What is trained where not everything is: every case, every layout, and every world size."""
+"""What is trained where not everything is: every topology, every layout, and every world size."""
+ALONE = [Run(case, "replicate", 1) for case in CASES if case not in RANDOM]
+ALONE_OF_PAIRS = [run for run in ALONE if run.case in {paired.case for paired in PAIRED}]
 RESUMED = [run for run in TOGETHER if run.size == 2 and (run.layout == "shard" or run.case in RANDOM)]
-RESUMED_OF_PAIRS = [run for run in PAIRED if run in RESUMED and ", " in run.case and run.case not in ROUNDED]
+RESUMED_OF_PAIRS = [run for run in PAIRED if run in RESUMED and ", " in run.case]
 CONTINUED = [
     (Run("pre", "shard", 2), Run("pre", "shard", 4)),
     (Run("siamese", "hybrid", 4), Run("siamese", "replicate", 1)),
@@ -158,7 +155,7 @@ def interrupt(directory: Path, copy: Path) -> None:
 def train_all(size: int, data: Path, out: Path, *, everything: bool) -> None:
     """Train what a world of this size has to train, as one of its processes."""
     resumed = RESUMED if everything else RESUMED_OF_PAIRS
-    for run in ALONE if size == 1 else TOGETHER if everything else PAIRED:
+    for run in (*ALONE, *TOGETHER) if everything else (*ALONE_OF_PAIRS, *PAIRED):
         if run.size != size:
             continue
         train_run(run, data, out / run.name)
