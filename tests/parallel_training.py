@@ -28,6 +28,8 @@ import torch.distributed.fsdp
 import torch.distributed.tensor.parallel  # noqa: F401 - once, before forking
 
 import sharded_training
+from siamesenorm.analysis.monitor_instrument import MonitorInstrument
+from siamesenorm.analysis.post_mortem import PostMortem
 from siamesenorm.cli import main as command
 from siamesenorm.models.diffusion import DiffusionTransformerConfig
 from siamesenorm.models.masked_autoencoder import MaskedAutoencoderConfig
@@ -37,8 +39,9 @@ from siamesenorm.tasks.classification import ClassificationTaskConfig
 from siamesenorm.tasks.diffusion import DiffusionTaskConfig
 from siamesenorm.topologies import build_topology
 from siamesenorm.training.config import Execution, RunConfig
-from siamesenorm.training.loop import train
+from siamesenorm.training.loop import TrainingLoop, train
 from siamesenorm.training.optimizer import OptimizerConfig
+from siamesenorm.training.verdict import Reason
 from training_runs import tiny_run
 
 STEPS, SAVED = 20, 8
@@ -118,9 +121,10 @@ def configuration(run: Run, data: Path) -> RunConfig:
     model = {"topology": topology, "dropout": 0.2 if what == "dropout" else 0.0}
     if what == "moe":
         model |= {"experts": 4, "residual_dtype": "float64", "compute_dtype": "float64"}
+    others = {"optimizer": {"skip_above": 1.02}} if run.case == "pre" else {}
     rounded = {"precision": "bfloat16", "bf16_parameters": True} if what == "rounded" else {}
     accumulates = what in ("accumulated", "moe")
-    config = tiny_run(data, model=model, steps=STEPS, batch=8, micro_batch=2 if accumulates else 0, **rounded)
+    config = tiny_run(data, model=model, steps=STEPS, batch=8, micro_batch=2 if accumulates else 0, **rounded, **others)
     return dataclasses.replace(config, execution=execution)
 
 
@@ -135,10 +139,20 @@ def image_task(kind: str, topology: str) -> ClassificationTaskConfig | Autoencod
     return DiffusionTaskConfig(model=DiffusionTransformerConfig(**shape, classes=10), validation_images=8)
 
 
+class Examined(PostMortem):
+    """Examines a step of a run that is well, which goes on."""
+
+    def before_update(self, loop: TrainingLoop, record: dict[str, Any], norms: list[torch.Tensor]) -> None:
+        super().before_update(loop, record, norms)
+        if record["step"] == STEPS // 2:
+            self._examine(loop, Reason.NOT_FINITE)
+
+
 def train_run(run: Run, data: Path, directory: Path) -> None:
     """Train or resume a run in this process, as one of those of its world."""
     torch.set_default_dtype(torch.float64 if run.case in EXACT else torch.float32)
-    train(configuration(run, data), directory)
+    watching = (MonitorInstrument(7), Examined()) if run.case == "pre" else ()
+    train(configuration(run, data), directory, instruments=watching)
     torch.set_default_dtype(torch.float32)
 
 

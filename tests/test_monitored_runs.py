@@ -13,7 +13,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from monitored_training import VOCABULARY, Block, PlainModel, batches, cross_entropy, near, of_kind, tiny_model, train
+from monitored_training import (
+    VOCABULARY,
+    Block,
+    PlainModel,
+    batches,
+    cross_entropy,
+    near,
+    of_kind,
+    rms,
+    tiny_model,
+    train,
+)
 from siamesenorm import StreamMonitor
 from siamesenorm.errors import UserError
 from siamesenorm.training.execution import compile_blocks
@@ -69,6 +80,35 @@ def test_compiled_blocks_are_not_compiled_again(attached_first: bool) -> None:
     assert losses == expected
     assert [record["step"] for record in of_kind("streams", records)] == [1, 3, 6]
     assert backend.graphs == 1
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("topology", ["siamese", "dhc-2"])
+def test_compiled_blocks_are_measured_at_their_edges(topology: str) -> None:
+    model, batch = tiny_model(topology), batches(1)[0]
+    edges = {}
+    handles = [
+        block.register_forward_hook(lambda _, given, result, i=i: edges.update({f"blocks.{i}": (given[0], result[0])}))
+        for i, block in enumerate(model.blocks)
+    ]
+    with torch.no_grad():
+        cross_entropy(model, batch)
+    for handle in handles:
+        handle.remove()
+    compile_blocks(model, backend="aot_eager")
+    (line,) = of_kind("streams", train(model, 1)[1])
+    assert list(line["sublayers"]) == list(edges)
+    for name, (before, after) in edges.items():
+        found = line["sublayers"][name]["streams"].values()
+        stacked = [
+            [x for each in streams for x in (each.unbind(-2) if each.dim() == 4 else [each])]
+            for streams in (before, after)
+        ]
+        for entry, x, y in zip(found, *stacked, strict=True):
+            expected = {"rms": rms(x), "max": float(x.abs().max()), "change": rms(y - x) / rms(x)}
+            assert entry == {quantity: near(value) for quantity, value in expected.items()}
+    assert all(block["update_norm"] > 0 for block in line["blocks"].values()) and line["end"]
 
 
 @pytest.mark.usefixtures("fresh_compiler")

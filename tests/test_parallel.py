@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,10 @@ from parallel_training import (
     Run,
     configuration,
 )
-from siamesenorm.analysis.monitor_instrument import MonitorInstrument
 from siamesenorm.errors import UserError
 from siamesenorm.training.checkpoint import load_checkpoint
 from siamesenorm.training.config import Execution
-from siamesenorm.training.loop import TrainingLoop
+from siamesenorm.training.loop import Instrument, TrainingLoop
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.run_record import read_metrics
 from siamesenorm.world import World
@@ -100,6 +99,28 @@ def test_processes_train_as_one(run: Run, out: Path) -> None:
     assert_same_losses(out / run.name, out / alone(run), tolerance)
     expected = numbers(out / alone(run))
     assert expected[STEPS - 1][0] < 0.95 * expected[0][0], "a run that learns"
+
+
+def test_a_sharded_run_is_measured_as_a_whole(out: Path) -> None:
+    """Norms and streams of the monitor and of a post-mortem are those of one process, and so are skipped steps."""
+    together, single = (out / name for name in (PAIRED[0].name, alone(PAIRED[0])))
+    metrics = [list(read_metrics(each / "metrics.jsonl")) for each in (together, single)]
+    measured = [[dict(flat({**line, "time": 0})) for line in lines if line["kind"] == "streams"] for lines in metrics]
+    assert len(measured[0]) == 3
+    for ours, expected in zip(*measured, strict=True):
+        assert ours == pytest.approx(expected, rel=1e-4) and ".blocks.blocks.0.update_ratio" in ours
+    skipped = [[line["step"] for line in lines if "skipped" in line] for lines in metrics]
+    assert skipped[0] == skipped[1] and skipped[0]
+    ours, expected = (dict(flat(json.loads((each / "post-mortem.json").read_text()))) for each in (together, single))
+    assert ours == pytest.approx(expected, rel=1e-4) and ".layers.blocks.1.mlp.usual_gradient_norm" in ours
+
+
+def flat(values: dict[str, Any], name: str = "") -> Iterator[tuple[str, float]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{name}.{key}")
+        elif isinstance(value, float):
+            yield f"{name}.{key}", value
 
 
 @over_runs(RESUMED_OF_PAIRS, RESUMED)
@@ -222,9 +243,12 @@ def test_layouts_that_cannot_train_as_one_process_are_refused(
 
 
 def test_instruments_that_need_whole_parameters_are_refused(data: Path, tmp_path: Path) -> None:
+    class Reader(Instrument):
+        reads_parameters = True
+
     run = RunDirectory(tmp_path / "run")
-    with pytest.raises(UserError, match=r"monitor\.every"):
-        TrainingLoop(configuration(Run("pre", "shard", 2), data), run, World(size=2), (MonitorInstrument(5),))
+    with pytest.raises(UserError, match=r"evaluation\.every"):
+        TrainingLoop(configuration(Run("pre", "shard", 2), data), run, World(size=2), (Reader(),))
 
 
 def test_shares_of_the_work() -> None:

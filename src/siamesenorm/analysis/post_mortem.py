@@ -24,8 +24,10 @@ from siamesenorm.world import by_mesh, norms_of, whole
 
 HISTORY, RECENT, SHOWN = 512, 8, 20
 """Steps whose gradient norms by layer are kept; those that are compared with the ones before; those in the file."""
-LEAST_GROWTH = 2.0
+LEAST_GROWTH = 1.5
 """Growth of a suspect."""
+KINDS = ("weight", "update", "stream", "gradient")
+"""What may have grown: causes before consequences."""
 Rows = list[list[Tensor]]
 """The norms of all parameters, or of their gradients, at several steps: a tensor for each mesh."""
 
@@ -38,7 +40,7 @@ class PostMortem(Instrument):
     * `suspects`: `layer`, `what` ("weight", "output", "stream", "gradient", "update"), its `value`, and where it is
       finite the `usual` value before and their quotient `growth`. First is what is not finite: the first layer with
       such weights, or of the forward pass the first layer, or of gradients the last one, where the backward pass comes
-      first. Then what has grown most of each kind, at least twofold;
+      first. Then what has grown most, by half at least: of weights, updates, streams and gradients;
     * `layers`: by name the norms of weight and gradient, and the usual ones;
     * `sublayers` and `end`: the streams in a second forward pass over the batch, without dropout; see `StreamMonitor`.
 
@@ -205,7 +207,7 @@ def _not_finite(line: Record, layers: Mapping[str, Record]) -> list[Record]:
 
 
 def _grown(layers: Mapping[str, Record], monitored: Sequence[Record], rise: int) -> list[Record]:
-    """Return what has grown most in relation to its own usual value: one of each kind, the most grown first."""
+    """Return what has grown most in relation to its own usual value, one of each kind."""
     grown = [
         _suspect(name, what, layer[f"{what}_norm"], usual=layer[f"usual_{what}_norm"])
         for name, layer in layers.items()
@@ -221,7 +223,7 @@ def _grown(layers: Mapping[str, Record], monitored: Sequence[Record], rise: int)
                 grown.append(_suspect(name, what, value, usual=median(usual), **extra))
     grown = [each for each in grown if LEAST_GROWTH <= each["growth"] < math.inf]
     most = {each["what"]: each for each in sorted(grown, key=lambda each: each["growth"])}
-    return sorted(most.values(), key=lambda each: -each["growth"])
+    return [most[what] for what in KINDS if what in most]
 
 
 def _quantities(record: Record) -> dict[tuple[str, str, str], float]:
@@ -249,4 +251,7 @@ def sentences(finding: Mapping[str, Any]) -> dict[str, str]:
         what = f"stream {each['stream']}" if "stream" in each else each["what"]
         usual = f", {each['growth']:.3g} times its usual {each['usual']:.3g}" if "growth" in each else ""
         seen.append(f"{what} of {each['layer']} {each['value']:.3g}{usual}")
-    return {"Lost": rose + numbers, "Seen first": "; then ".join(seen) or "nothing that is not finite or has doubled"}
+    return {
+        "Lost": rose + numbers,
+        "Seen first": "; then ".join(seen) or "all is finite, and nothing has grown by half",
+    }

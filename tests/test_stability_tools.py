@@ -1,0 +1,194 @@
+"""Skipped steps, and the post-mortem of a run that diverges."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from siamesenorm.analysis.monitor_instrument import MonitorInstrument
+from siamesenorm.analysis.post_mortem import PostMortem
+from siamesenorm.cli import main
+from siamesenorm.comparison.comparison_report import run_report
+from siamesenorm.comparison.report_parts import Statements
+from siamesenorm.comparison.results import read_single_run
+from siamesenorm.errors import UserError
+from siamesenorm.training.loop import Instrument, TrainingLoop, train
+from siamesenorm.training.optimizer import OptimizerConfig, SpikeFilter
+from siamesenorm.training.run_directory import RunDirectory
+from siamesenorm.training.verdict import StabilityMonitor, judge
+from training_runs import records, tiny_run, write_data
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data") / "data")
+
+
+class Fault(Instrument):
+    """From a step on, multiply the output of a sublayer, or its gradient, or the learning rate of its weights."""
+
+    def __init__(self, layer: str, what: str, factor: float, steps: range) -> None:
+        self.layer, self.what, self.factor, self.steps = layer, what, factor, steps
+
+    def on_start(self, loop: TrainingLoop, step: int) -> None:
+        self.now = step + 1
+        loop.model.get_submodule(self.layer).register_forward_hook(self.change)
+
+    def change(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
+        if self.now in self.steps and self.what == "gradient" and output.requires_grad:
+            output.register_hook(lambda gradient: gradient * self.factor)
+        return output * self.factor if self.now in self.steps and self.what == "output" else output
+
+    def before_update(self, loop: TrainingLoop, record: dict[str, Any], norms: list[Tensor]) -> None:
+        if self.now in self.steps and self.what == "rate":
+            with torch.no_grad():
+                for weight in loop.model.get_submodule(self.layer).parameters():
+                    weight.sub_(self.factor * record["learning_rate"] * weight.grad.sign())
+
+    def on_step(self, loop: TrainingLoop, record: dict[str, Any]) -> None:
+        self.now = record["step"] + 1
+
+
+# --- skipped steps
+
+
+def test_a_norm_is_a_spike_above_a_multiple_of_the_median() -> None:
+    spikes = SpikeFilter(3.0)
+    assert not any(spikes.skips(norm) for norm in [1.0] * 15 + [100.0]), "too few are known"
+    assert [spikes.skips(norm) for norm in (2.9, 3.1, math.nan, math.inf, 1.0)] == [False, True, True, True, False]
+    assert [spikes.skips(4.0) for _ in range(200)].count(True) in range(10, 65), "a lasting change is accepted"
+    assert not any(SpikeFilter(0.0).skips(norm) for norm in [1.0] * 20 + [1e9, math.nan])
+
+
+@pytest.mark.parametrize("value", [1.0, -2.0, 0.5, math.inf, math.nan])
+def test_a_bad_multiple_is_refused(value: float) -> None:
+    with pytest.raises(UserError, match="skip_above"):
+        OptimizerConfig(skip_above=value)
+
+
+@pytest.mark.parametrize(("optimizer", "factor"), [("adamw", 1e4), ("muon", math.nan)])
+def test_a_skipped_step_changes_neither_weights_nor_moments(
+    optimizer: str, factor: float, data: Path, tmp_path: Path
+) -> None:
+    states: dict[tuple[int, str], dict[str, Tensor]] = {}
+
+    class Spy(Instrument):
+        def before_update(self, loop: TrainingLoop, record: dict[str, Any], norms: list[Tensor]) -> None:
+            self.copy(loop, record["step"], "before")
+
+        def on_step(self, loop: TrainingLoop, record: dict[str, Any]) -> None:
+            self.copy(loop, record["step"], "after")
+
+        def copy(self, loop: TrainingLoop, step: int, when: str) -> None:
+            moments = [x for each in loop.optimizers for state in each.state.values() for x in state.values()]
+            tensors = [*loop.model.parameters(), *moments]
+            states[step, when] = {str(number): x.detach().clone() for number, x in enumerate(tensors)}
+
+    fault = Fault("blocks.1.mlp", "gradient", factor, range(18, 19))
+    config = tiny_run(data, optimizer={"name": optimizer, "skip_above": 3.0}, execution={"checkpoint_every": 20})
+    verdict = train(config, tmp_path / "run", instruments=(fault, Spy(), MonitorInstrument(6), PostMortem()))
+    changed = [
+        step
+        for step in range(2, 21)
+        if any(not torch.equal(x, states[step, "after"][name]) for name, x in states[step, "before"].items())
+    ]
+    assert changed == [step for step in range(2, 21) if step != 18]
+    assert [record["step"] for record in records(tmp_path / "run", "train") if "skipped" in record] == [18]
+    assert verdict.skipped == (18,) and verdict == judge(records(tmp_path / "run")) and verdict.label == "stable"
+    measured = records(tmp_path / "run", "streams")[-1]
+    assert measured["step"] == 18 and {block["update_norm"] for block in measured["blocks"].values()} == {0.0}
+    assert not (tmp_path / "run" / "post-mortem.json").exists(), "the run is not lost"
+
+
+def test_the_window_of_norms_is_resumed(data: Path, tmp_path: Path) -> None:
+    """Interrupted before the window is full: without the norms before, the step would not be skipped."""
+    config = tiny_run(data, optimizer={"skip_above": 3.0}, execution={"keep_checkpoints": 9, "keep_states": True})
+    fault = Fault("blocks.0.mlp", "gradient", 1e4, range(18, 19))
+    train(config, tmp_path / "whole", instruments=(fault,))
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(max((tmp_path / "cut" / "checkpoints").iterdir()))
+    (tmp_path / "cut" / "verdict.json").unlink()
+    train(config, tmp_path / "cut", instruments=(fault,))
+    assert records(tmp_path / "cut") == records(tmp_path / "whole")
+    assert [record["step"] for record in records(tmp_path / "cut", "train") if "skipped" in record] == [18]
+
+
+def test_a_filter_that_skips_nothing_changes_no_bit(data: Path, tmp_path: Path) -> None:
+    without, never = tiny_run(data), tiny_run(data, optimizer={"skip_above": 1e9})
+    assert without.identity != never.identity and "optimizer.skip_above" not in str(without.to_json())
+    for name, config in (("without", without), ("never", never)):
+        train(config, tmp_path / name, instruments=(PostMortem(),) if name == "never" else ())
+    assert records(tmp_path / "without")[1:] == records(tmp_path / "never")[1:]
+
+
+def test_a_skipped_loss_that_is_not_finite_is_no_divergence_unless_it_stays() -> None:
+    for values, label in (([2.0, math.nan, 2.0], "stable"), ([2.0, 2.0, math.nan], "diverged")):
+        monitor = StabilityMonitor(steps_total=3)
+        for loss in values:
+            monitor.observe(loss, loss, skipped=math.isnan(loss))
+        assert monitor.verdict().label == label
+
+
+# --- the post-mortem
+
+
+def finding(run: Path) -> dict[str, Any]:
+    found = RunDirectory(run).read_post_mortem()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("layer", "what"), [("blocks.1.attention", "output"), ("blocks.0.mlp", "gradient")])
+def test_the_layer_that_is_not_finite_is_named(layer: str, what: str, data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(tiny_run(data, steps=15), run, instruments=(Fault(layer, what, math.nan, range(12, 13)), PostMortem()))
+    found = finding(run)
+    assert (found["step"], found["cause"], found["skipped"]) == (12, "not finite", [])
+    first = found["suspects"][0]
+    assert (first["layer"], first["what"]) == (layer, what) and math.isnan(first["value"])
+    assert [record["step"] for record in found["last"]] == list(range(1, 13))
+    (note,) = records(run, "note")
+    assert "post-mortem.json" in note["text"] and layer in note["text"]
+    shown = run_report(read_single_run(run)).sections["What came out"]
+    assert isinstance(shown, Statements)
+    assert any(each.topic == "Seen first" and layer in each.text for each in shown.items)
+
+
+def test_a_run_is_the_same_with_a_post_mortem_and_the_file_goes_with_its_steps(data: Path, tmp_path: Path) -> None:
+    config = tiny_run(data, stop_early=False, execution={"keep_checkpoints": 9, "keep_states": True})
+    fault = Fault("blocks.1.mlp", "output", math.inf, range(12, 13))
+    for name, watching in (("alone", ()), ("examined", (PostMortem(),))):
+        train(config, tmp_path / name, instruments=(fault, *watching))
+    assert records(tmp_path / "alone") == records(tmp_path / "examined")
+    examined = RunDirectory(tmp_path / "examined")
+    shutil.rmtree(max(examined.checkpoints.iterdir()))
+    examined.verdict_file.unlink()
+    train(config, examined.path, instruments=(PostMortem(),))
+    assert not examined.post_mortem_file.exists(), "trained again from step 10, without the fault"
+
+
+def test_the_layer_whose_learning_rate_explodes_is_named(data: Path, tmp_path: Path) -> None:
+    config = tiny_run(data, steps=40, optimizer={"learning_rate": 3e-3}, execution={"checkpoint_every": 50})
+    fault = Fault("blocks.1.attention", "rate", 1e3, range(25, 41))
+    verdict = train(config, tmp_path / "run", instruments=(PostMortem(), MonitorInstrument(3), fault))
+    assert verdict.label == "diverged"
+    found = finding(tmp_path / "run")
+    assert found["cause"] == "rose and stayed" and found["rise_step"] == verdict.divergence_step
+    (cause, *others) = found["suspects"]
+    assert (cause["layer"], cause["what"]) == ("blocks.1.attention", "weight") and cause["growth"] > 5
+    assert others[0]["what"] == "stream" and others[0]["layer"] == "blocks.1.mlp", "which reads what it wrote"
+
+
+def test_the_command_names_the_file(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "mini", "--data", str(data), "--out", str(tmp_path / "run"), "--optimizer.learning-rate", "1e30"]
+    words += ["--model.depth", "1", "--model.dim", "16", "--model.heads", "2", "--model.hidden", "16", "--steps", "9"]
+    words += ["--model.context", "16", "--optimizer.warmup-steps", "0", "--optimizer.clip", "0", "--batch", "2"]
+    main([*words, "--execution.compile", "off", "--model.kv-heads", "0"])
+    assert str(tmp_path / "run" / "post-mortem.json") in capsys.readouterr().err.replace("\n", "")
+    assert finding(tmp_path / "run")["suspects"]
