@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pages import fill_tables
 from siamesenorm.analysis.monitor_instrument import MonitorInstrument
 from siamesenorm.analysis.post_mortem import PostMortem
 from siamesenorm.cli import main
@@ -22,6 +24,7 @@ from siamesenorm.training.loop import Instrument, TrainingLoop, train
 from siamesenorm.training.optimizer import OptimizerConfig, SpikeFilter
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.verdict import StabilityMonitor, judge
+from stability import TOOLS, Settings, measure
 from training_runs import records, tiny_run, write_data
 
 
@@ -192,3 +195,23 @@ def test_the_command_names_the_file(data: Path, tmp_path: Path, capsys: pytest.C
     main([*words, "--execution.compile", "off", "--model.kv-heads", "0"])
     assert str(tmp_path / "run" / "post-mortem.json") in capsys.readouterr().err.replace("\n", "")
     assert finding(tmp_path / "run")["suspects"]
+
+
+# --- what the tools cost
+
+
+def test_the_page_has_what_was_measured() -> None:
+    page = Path(__file__).parents[1] / "docs/stability.md"
+    assert fill_tables(page.read_text(), page.parent) == page.read_text(), (
+        "python benchmarks/pages.py docs/stability.md"
+    )
+    rows = json.loads((page.parents[1] / "benchmarks/stability.json").read_text())["rows"]
+    assert [(row["blocks"], row["tool"]) for row in rows] == [(b, t) for b in ("plain", "compiled") for t in TOOLS]
+
+
+def test_every_tool_is_measured() -> None:
+    settings = Settings(depth=1, dim=16, heads=2, hidden=16, vocabulary=32, context=8, rounds=1, candidates=("plain",))
+    rows = measure(settings)
+    assert [row["tool"] for row in rows] == list(TOOLS) and rows[0]["to_nothing"]["median"] == 1
+    monitored = rows[-1]
+    assert monitored["every_50"]["median"] == pytest.approx(1 + (monitored["to_nothing"]["median"] - 1) / 50)
