@@ -111,7 +111,7 @@ def measure(settings: Settings) -> list[Row]:
 
 
 def rows_of(candidate: str, timings: Timings, every: int) -> list[Row]:
-    """Return the rows of a candidate; of monitored steps also what one in so many adds to the time of all, in percent."""
+    """Return the rows of a candidate; of monitored steps also what one in so many adds to the time of all."""
     rows: list[Row] = []
     for tool in timings:
         row: Row = {"blocks": candidate, "tool": tool, "step_ms": milliseconds(timings, tool)}
