@@ -5,6 +5,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+VENV := .venv/pyvenv.cfg
 READY := .venv/ready
 TIMM := .timm/ready
 # Tests start hundreds of processes, which would each compile what they import where the environment forbids bytecode.
@@ -15,12 +16,14 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(READY)
 	$(BIN)/siamesenorm demo
 
-test: $(READY) $(TIMM)
+test:
+	$(MAKE) --no-print-directory -j 2 $(READY) $(TIMM)
 	$(MAKE) --no-print-directory -j 2 check vision
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Every combination of a topology and a norm, where `make test` runs pairs.
-laws: $(READY)
+laws: $(READY) $(TIMM)
+	OMP_NUM_THREADS=1 PYTHONPATH=.timm $(BIN)/python -m pytest tests/vision --laws
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --laws
 
 check: $(READY)
@@ -28,7 +31,7 @@ check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-vision: $(TIMM)
+vision: $(READY) $(TIMM)
 	OMP_NUM_THREADS=1 PYTHONPATH=.timm $(BIN)/python -m pytest tests/vision
 
 docs: $(READY)
@@ -50,17 +53,19 @@ rewire-table: $(READY) $(TIMM)
 	PYTHONPATH=.timm $(BIN)/python benchmarks/rewire_table.py benchmarks/rewire.json timm
 	$(BIN)/python benchmarks/pages.py docs/rewire.md
 
+$(VENV):
+	$(PYTHON) -m venv .venv
+
 # The constraints come first: without them an index may bring a torch with gigabytes of CUDA. Bytecode is compiled when
 # a module is first imported: most never are.
-$(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
+$(READY): $(VENV) pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[lab,diffusion,dev]'
 	touch $(READY)
 
 # Beside a torch for the CPU no torchvision of the index imports, and transformers with it: timm, which needs one, and
 # torchvision live in a directory of their own, on the path of their own tests alone.
-$(TIMM): $(READY)
+$(TIMM): $(VENV) constraints.txt
 	rm -rf .timm
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps -c constraints.txt --target .timm timm torchvision
 	touch $(TIMM)

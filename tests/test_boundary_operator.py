@@ -42,6 +42,7 @@ def test_gains_at_zero(case: Case) -> None:
     torch.testing.assert_close(gradients, torch.autograd.grad(weighted(expected), inputs.learned), rtol=0, atol=1e-12)
 
 
+@pytest.mark.every_nth(2)
 @CENTRED
 @EACH
 def test_gradcheck(case: Case, centred: bool) -> None:
@@ -89,6 +90,7 @@ def test_a_second_derivative_is_refused() -> None:
         first.sum().backward()
 
 
+@pytest.mark.every_nth(2)
 @EACH
 def test_results_are_contiguous_whatever_the_inputs(case: Case) -> None:
     inputs = draw_inputs(case, (3, 4, 6), streams=torch.float32)

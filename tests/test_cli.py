@@ -145,7 +145,8 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "siamesenorm[lab]" in refusal(capsys, "explain")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["explain"], ["sizes", "--help"]])
+@pytest.mark.every_nth(3)
+@pytest.mark.parametrize("arguments", [["explain"], ["--help"], ["sizes", "--help"]])
 def test_a_reader_that_leaves_is_no_error(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -95,6 +95,7 @@ def test_logits_are_the_native_ones_also_after_saving_and_loading(topology: str,
     assert stored.keys() == {f"model.{name}" for name in native.state_dict()}
 
 
+@pytest.mark.one_of_each_family
 @pytest.mark.parametrize("topology", available_topologies())
 def test_generation_with_a_cache_is_generation_without_and_the_native_one(topology: str) -> None:
     model = causal_model(topology, kv_heads=2)
@@ -471,6 +472,7 @@ def test_streams_of_fused_kernels_are_refused() -> None:
 # --- training
 
 
+@pytest.mark.one_of_each_family
 @pytest.mark.parametrize("topology", available_topologies())
 def test_gradient_checkpointing_changes_no_gradient(topology: str) -> None:
     model = causal_model(topology).train()

@@ -146,7 +146,7 @@ CAN_BUILD = shutil.which("g++") is not None and Path(sysconfig.get_path("include
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(("topology", "norm"), [("siamese", "rmsnorm"), ("pre", "seednorm")])
 def test_inductor_equals_eager(topology: str, norm: str) -> None:
-    assert_compiled_equals_eager(tiny_model(topology, norm, depth=2), "inductor")
+    assert_compiled_equals_eager(tiny_model(topology, norm, depth=1), "inductor")
 
 
 # --- checkpointed = not

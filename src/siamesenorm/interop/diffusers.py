@@ -37,7 +37,7 @@ def adopt(model: nn.Module, steps: Sequence[Step]) -> None:
     """Give a converted model the class that saves and loads it, and its configuration the steps."""
     assert isinstance(model, ModelMixin)
     model.__class__ = converted_class(type(model))
-    model.register_to_config(siamesenorm=list(steps))  # type: ignore[operator]
+    model.register_to_config(siamesenorm=list(steps))
 
 
 def converted_class(host: type) -> type:
@@ -66,7 +66,7 @@ class ConvertedDiffusersModel:
         if wide and dtype is not None:
             options["torch_dtype"] = torch.float32
         # Of ModelMixin itself: hosts that diffusers replaces by others look these up by the name of the class.
-        loaded = ModelMixin.from_pretrained.__func__(cls, path, **options)  # type: ignore[attr-defined]
+        loaded = ModelMixin.from_pretrained.__func__(cls, path, **options)
         if wide and dtype is not None:
             model = loaded[0] if isinstance(loaded, tuple) else loaded
             for name, value in (*model.named_parameters(), *model.named_buffers()):
@@ -77,7 +77,7 @@ class ConvertedDiffusersModel:
     @classmethod
     def from_config(cls, config: Any = None, **options: Any) -> Any:
         """Build a model from its configuration, never one of a class by which diffusers replaces the host."""
-        return ConfigMixin.from_config.__func__(cls, config, **options)  # type: ignore[attr-defined]
+        return ConfigMixin.from_config.__func__(cls, config, **options)
 
     @classmethod
     def extract_init_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:

@@ -36,7 +36,7 @@ FIELDS = "question, choices and label"
 
 
 @register_model("siamesenorm")
-class SiameseNormLM(HFLM):  # type: ignore[misc]
+class SiameseNormLM(HFLM):
     """The harness's Hugging Face model, which reads our directories too.
 
     `pretrained` is a path (a run, a checkpoint, an exported directory), whose tokenizer is used, or a model of

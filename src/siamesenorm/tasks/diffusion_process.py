@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from siamesenorm.errors import UserError
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 BetaSchedule = Literal["linear", "scaled_linear", "squaredcos_cap_v2"]
 Sampler = Literal["ddpm", "ddim", "dpm-solver"]
@@ -115,7 +112,7 @@ def level_log_likelihood(images: Tensor, mean: Tensor, log_std: Tensor) -> Tenso
     return (above - below).clamp(min=LEAST_PROBABILITY).log()
 
 
-def import_diffusers() -> ModuleType:
+def import_diffusers() -> Any:
     """Return diffusers; raises UserError where it is not installed."""
     try:
         import diffusers

@@ -77,7 +77,7 @@ class SiameseNormConfig(OwnRemoteCode, PreTrainedConfig):
         return _native({name: getattr(self, name) for name in FIELDS})
 
     @property
-    def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]
+    def base_model_tp_plan(self) -> dict[str, str]:
         """The plan of tensor parallelism: heads and hidden units are divided, experts and the residual path are not."""
         attention, plan = self.to_native().attention_shape, {"embedding": "embedding_rowwise"}
         # A norm over the whole width needs all heads.

@@ -109,8 +109,9 @@ def host_classes(config: type) -> dict[type[Any], type[Any]]:
     """Return the host's class for each Auto class with the host's class of configurations."""
     found: dict[type[Any], type[Any]] = {}
     for auto in vars(modeling_auto).values():
-        if isinstance(auto, type) and issubclass(auto, _BaseAutoModelClass) and auto._model_mapping is not None:
-            known = auto._model_mapping.get(config, None)
+        is_auto_class = isinstance(auto, type) and issubclass(auto, _BaseAutoModelClass)
+        if is_auto_class and (mapping := auto._model_mapping) is not None:
+            known = mapping.get(config, None)
             kind = known[0] if isinstance(known, (tuple, list)) else known
             if kind is not None and kind.config_class is config:
                 found[auto] = kind

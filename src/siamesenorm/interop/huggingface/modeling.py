@@ -100,7 +100,7 @@ class SiameseNormModel(SiameseNormPreTrainedModel):
         self.gradient_checkpointing = False
         self.hold(LanguageModel(config.to_native()))
         self.layers = nn.ModuleList(CheckpointedCall() for _ in self.blocks)
-        self.post_init()  # type: ignore[no-untyped-call]
+        self.post_init()
 
     def hold(self, native: LanguageModel) -> None:
         """Take the modules of a native model, which it shares from then on; the head is not among them."""
@@ -217,7 +217,7 @@ class SiameseNormModel(SiameseNormPreTrainedModel):
         return attend
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         self._compute_in_dtype_of_parameters()
         return self
 
@@ -236,7 +236,7 @@ class SiameseNormForCausalLM(SiameseNormPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = SiameseNormModel(config)
         self.lm_head = Projection(config.dim, config.vocabulary, role="head")
-        self.post_init()  # type: ignore[no-untyped-call]
+        self.post_init()
 
     @classmethod
     def from_native(cls, native: LanguageModel, **options: Any) -> Self:
