@@ -75,7 +75,7 @@ class Step:
         )
         run = RunDirectory(directory / f"{tool}-{candidate}")
         run.prepare(config)
-        instruments = tuple(kind(1) if kind is MonitorInstrument else kind() for kind in kinds)  # type: ignore[call-arg]
+        instruments = tuple(kind(1) if kind is MonitorInstrument else kind() for kind in kinds)
         self.loop, self.step = TrainingLoop(config, run, ALONE, instruments), 0
         self.loop.log, self.loop.clock = MetricsLog(run.metrics_file), time.perf_counter()
         for instrument in instruments:
