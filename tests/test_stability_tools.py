@@ -23,7 +23,7 @@ from siamesenorm.errors import UserError
 from siamesenorm.training.loop import Instrument, TrainingLoop, train
 from siamesenorm.training.optimizer import OptimizerConfig, SpikeFilter, optimizer_tensors
 from siamesenorm.training.run_directory import RunDirectory
-from siamesenorm.training.verdict import StabilityMonitor, Verdict, judge
+from siamesenorm.training.verdict import Reason, StabilityMonitor, Verdict, judge
 from stability import TOOLS, Settings, measure
 from training_runs import records, tiny_run, write_data
 
@@ -177,17 +177,27 @@ def test_the_layer_that_is_not_finite_is_named(layer: str, what: str, data: Path
     assert any(each.topic == "Seen first" and layer in each.text for each in shown.items)
 
 
+class Examined(PostMortem):
+    """Examines a step of a run that is well."""
+
+    def before_update(self, loop: TrainingLoop, record: dict[str, Any], norms: list[Tensor]) -> None:
+        super().before_update(loop, record, norms)
+        if record["step"] == 12:
+            self._examine(loop, Reason.NOT_FINITE)
+
+
 def test_a_run_is_the_same_with_a_post_mortem_and_the_file_goes_with_its_steps(data: Path, tmp_path: Path) -> None:
-    config = tiny_run(data, stop_early=False, execution={"keep_checkpoints": 9, "keep_states": True})
-    fault = Fault("blocks.1.mlp", "output", math.inf, range(12, 13))
-    for name, watching in (("alone", ()), ("examined", (PostMortem(),))):
-        train(config, tmp_path / name, instruments=(fault, *watching))
-    assert records(tmp_path / "alone") == records(tmp_path / "examined")
+    model, execution = {"dropout": 0.2}, {"keep_checkpoints": 9, "keep_states": True}
+    config = tiny_run(data, model=model, micro_batch=2, execution=execution)
+    train(config, tmp_path / "alone")
+    train(config, tmp_path / "examined", instruments=(Examined(), MonitorInstrument(12)))
     examined = RunDirectory(tmp_path / "examined")
+    kept = [record for record in records(examined.path) if record["kind"] != "streams"]
+    assert kept == records(tmp_path / "alone") and finding(examined.path)["suspects"] == []
     shutil.rmtree(max(examined.checkpoints.iterdir()))
     examined.verdict_file.unlink()
     train(config, examined.path, instruments=(PostMortem(),))
-    assert not examined.post_mortem_file.exists(), "trained again from step 10, without the fault"
+    assert not examined.post_mortem_file.exists(), "trained again from step 10, without a finding"
 
 
 def test_the_layer_whose_learning_rate_explodes_is_named(data: Path, tmp_path: Path) -> None:
