@@ -51,7 +51,6 @@ def check(inputs: Inputs, error: float = 1e-6) -> None:
 
 
 @pytest.mark.every_nth(3)
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("centred", [False, True], ids=["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("dim", [100, 257])
 @EACH
@@ -97,8 +96,7 @@ def test_a_row_of_zeros() -> None:
     check(inputs, 1e-5)
 
 
-@pytest.mark.every_nth(3)
-@pytest.mark.every_nth(3)
+@pytest.mark.every_nth(5)
 @pytest.mark.parametrize("centred", [False, True], ids=["rmsnorm", "layernorm"])
 @EACH
 def test_rows_in_parts(case: Case, centred: bool, monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
@@ -109,7 +107,6 @@ def test_rows_in_parts(case: Case, centred: bool, monkeypatch: pytest.MonkeyPatc
     assert launched == ["boundary_forward", "boundary_projections", "boundary_backward"]
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.every_nth(3)
 @pytest.mark.parametrize("centred", [False, True], ids=["rmsnorm", "layernorm"])
 @EACH
@@ -156,7 +153,6 @@ def assert_rounded(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> N
         torch.testing.assert_close(x.double(), y, rtol=ERROR[x.dtype], atol=1e-6 * max(1.0, y.abs().max().item()))
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.every_nth(3)
 @pytest.mark.parametrize(
     ("streams", "output"),
@@ -246,7 +242,7 @@ def test_a_conditioned_model(topology: str, launched: list[str]) -> None:
         torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-4 * max(1.0, plain.abs().max().item()))
 
 
-@pytest.mark.every_nth(3)
+@pytest.mark.every_nth(5)
 @pytest.mark.parametrize(
     ("topology", "norm", "part"),
     [

@@ -41,7 +41,6 @@ def assert_close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], error:
         torch.testing.assert_close(x.double(), y, rtol=0, atol=error * max(1.0, y.abs().max().item()))
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.every_nth(4)
 @EACH
 @pytest.mark.parametrize(("rows", "dim"), [(6, 100), (19, 60), (3, 1000)], ids=str)
@@ -96,7 +95,6 @@ def test_rows_of_zeros_and_of_large_numbers(case: str) -> None:
     assert_close(found, expected, 1e-5)
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.every_nth(4)
 @EACH
 def test_sums_of_long_rows(case: str, monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
@@ -120,7 +118,6 @@ def test_a_row_of_five_thousand(launched: list[str]) -> None:
     assert launched == ["norm_forward", "norm_backward", "norm_sums"]
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.every_nth(3)
 @EACH
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

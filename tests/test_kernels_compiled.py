@@ -116,7 +116,7 @@ def test_persistent_programs_of_boundaries_are_resident(name: str, centred: bool
                     assert_one_wave(f"{name}, d={dim}, {streams}", launch)
 
 
-@pytest.mark.every_nth(3)
+@pytest.mark.laws
 @pytest.mark.parametrize("names", ["gain", "gain bias", "alpha beta gain"])
 def test_persistent_programs_of_norms_are_resident(names: str) -> None:
     from siamesenorm.kernels.norm_triton import plan
