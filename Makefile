@@ -38,7 +38,7 @@ docs: $(READY)
 	$(BIN)/siamesenorm explain --markdown > docs/topologies.md
 
 pages: $(READY)
-	$(BIN)/python benchmarks/pages.py docs/performance.md docs/cost.md docs/rewire.md docs/vision.md docs/evaluation.md docs/scale.md
+	$(BIN)/python benchmarks/pages.py docs/performance.md docs/cost.md docs/rewire.md docs/vision.md docs/evaluation.md docs/scale.md docs/stability.md
 	$(BIN)/python benchmarks/report_tables.py docs/comparison.md docs/digits.md docs/moe.md docs/diffusion.md docs/continued.md docs/reproduced.md
 
 peers: $(READY)

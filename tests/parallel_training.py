@@ -26,6 +26,8 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel  # noqa: F401 - once, before forking
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import sharded_training
 from siamesenorm.analysis.monitor_instrument import MonitorInstrument
@@ -43,10 +45,10 @@ from siamesenorm.training.config import Execution, RunConfig
 from siamesenorm.training.loop import TrainingLoop, train
 from siamesenorm.training.optimizer import OptimizerConfig
 from siamesenorm.training.verdict import Reason
+from siamesenorm.world import World
 from training_runs import tiny_run
 
 STEPS, SAVED = 20, 8
-optimizer.SKIP_HISTORY = 4  # so that "pre" skips its fifth and sixth step
 LANGUAGE = ("pre", "siamese", "dhc-2", "attnres")
 EXACT = ("siamese, moe",)
 """In fp64: rounding may choose another expert."""
@@ -191,11 +193,26 @@ def continue_run(first: Run, second: Run, data: Path, copy: Path, out: Path) -> 
     train_run(second, data, copy)
 
 
-def train_by_command(rank: int, size: int, port: int, out: Path) -> None:
-    """Train by the command line in the environment that torchrun makes; OUT/printed-RANK has what it prints."""
+def launch(rank: int, size: int, port: int) -> None:
+    """Make the environment that torchrun makes."""
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in world.items()}
     os.environ |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_RUN_ID": "none"}
+
+
+def leave_before_a_replica(rank: int, port: int) -> None:
+    """Release a replica after its process group, as `train` may; this must not wait for the group's thread."""
+    launch(rank, 2, port)
+    with World.joined(torch.device("cpu")):
+        replica = DistributedDataParallel(nn.Linear(2, 2))
+        replica(torch.ones(1, 2)).sum().backward()
+        dist.broadcast_object_list([rank])
+    del replica
+
+
+def train_by_command(rank: int, port: int, out: Path) -> None:
+    """Train by the command line in the environment that torchrun makes; OUT/printed-RANK has what it prints."""
+    launch(rank, 2, port)
     options = "--steps 3 --optimizer.warmup-steps 1 --batch 6 --execution.compile off --json"
     with open(out / f"printed-{rank}", "w") as file, contextlib.redirect_stdout(file):
         assert command(["train", "digits", *options.split(), "--out", str(out / "command")]) == 0
@@ -240,12 +257,14 @@ def main() -> None:
     """Train everything."""
     data, out = Path(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
+    optimizer.SKIP_HISTORY = 4  # so that "pre" skips its fifth and sixth step
     for size in (2, 4, 1):
         fork_world(size, partial(join_and_train, size=size, data=data, out=out, everything=sys.argv[3:] == ["all"]))
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    fork_world(2, partial(train_by_command, size=2, port=port, out=out))
+    for work in (leave_before_a_replica, partial(train_by_command, out=out)):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        fork_world(2, partial(work, port=port))
 
 
 if __name__ == "__main__":

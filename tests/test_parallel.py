@@ -65,7 +65,7 @@ def out(data: Path, pytestconfig: pytest.Config) -> Path:
     everything = ["all"] if pytestconfig.getoption("--laws") else []
     result = subprocess.run(
         [sys.executable, DRIVER, data, trained, *everything],
-        capture_output=True, text=True, env=ENVIRONMENT, timeout=1800, check=False,
+        capture_output=True, text=True, env=ENVIRONMENT, timeout=1800 if everything else 300, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     return trained

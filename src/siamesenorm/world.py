@@ -23,6 +23,11 @@ Parallelism = Literal["replicate", "shard"]
 T = TypeVar("T")
 
 
+_LEFT: list[Any] = []
+"""Process groups that were left, kept as long as the process: DDP's reducer may hold one longer, and as its last owner
+would wait for the group's thread without releasing the interpreter's lock, which that thread may wait for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """Process `rank` of `size`, on `device`."""
@@ -57,6 +62,7 @@ class World:
             yield cls(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
         finally:
             if joins:
+                _LEFT.append(dist.group.WORLD)
                 dist.destroy_process_group()
 
     @property

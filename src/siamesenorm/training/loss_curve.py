@@ -206,7 +206,7 @@ def _curve(rows: Sequence[_Row], column: str, source: str) -> LossCurve:
     norm_column = _find(names, GRADIENT_COLUMNS)
     norms = tuple(row.number(norm_column) if row.has(norm_column) else None for row in rows) if norm_column else None
     steps, losses = _steps(rows, _find(names, STEP_COLUMNS)), tuple(row.number(loss_column) for row in rows)
-    skipped = tuple(row.cells.get("skipped") is True for row in rows)
+    skipped = tuple(row.cells.get("skipped") is True for row in rows) if "skipped" in names else None
     try:
         return LossCurve(steps=steps, losses=losses, gradient_norms=norms, skipped=skipped, **facts)
     except UserError as error:
