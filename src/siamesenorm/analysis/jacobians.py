@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from siamesenorm.analysis.held_out import Analysis, HeldOut, PathParts, Results, stack_of
+from siamesenorm.analysis.stream_terms import stream_count
 from siamesenorm.analysis.transitions import Map, Transition, find_transitions, first_inputs, in_double
 from siamesenorm.errors import UserError
 from siamesenorm.topologies import Topology
-from siamesenorm.topologies.hyper_connections import MultiStream
 
 ROWS_AT_ONCE = 256
 """Rows of a Jacobian that one backward pass computes."""
@@ -60,9 +60,7 @@ class Jacobians(Analysis):
         super().require_model(model)
         config: Any = getattr(model, "config", None)
         dim: int = getattr(config, "dim", 0) or getattr(config, "hidden_size", 0)
-        topology = PathParts.of(model).topology
-        count = topology.streams if isinstance(topology, MultiStream) else len(topology.stream_names)
-        self._require_size(count * dim * self.tokens)
+        self._require_size(stream_count(PathParts.of(model).topology) * dim * self.tokens)
 
     def _require_size(self, numbers: int) -> None:
         if numbers > self.largest:

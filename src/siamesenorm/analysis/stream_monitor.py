@@ -65,7 +65,6 @@ class StreamMonitor(AbstractContextManager["StreamMonitor"]):
             file back to that step.
         write: Function that takes every line, which is then not kept.
         steps_total, warmup_steps, floor, scale: What is known about the run, for the verdict; see `StabilityMonitor`.
-
         world: Processes over which streams are averaged, with a monitor in each; `write` is then called in all.
 
     In a distributed run every process needs a monitor; the first one writes, without `world` the measurements of its

@@ -38,10 +38,14 @@ class ClosingTerms(NamedTuple):
     finish: Callable[[Tensor], Tensor]
 
 
+def stream_count(topology: Topology) -> int:
+    """Return the number of streams that a topology opens."""
+    return topology.streams if isinstance(topology, MultiStream) else len(topology.stream_names)
+
+
 def require_several_streams(name: str, topology: Topology) -> None:
     """Raise UserError for a topology with one stream."""
-    count = topology.streams if isinstance(topology, MultiStream) else len(topology.stream_names)
-    if count < 2:
+    if stream_count(topology) < 2:
         raise UserError(f"{name}: {topology.title} has one stream: choose a run with several, such as siamese")
 
 
