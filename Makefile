@@ -11,25 +11,27 @@ TIMM := .timm/ready
 # Tests start hundreds of processes, which would each compile what they import where the environment forbids bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test laws check vision docs pages peers registers rewire-table clean
+.PHONY: demo test laws check vision suite docs pages peers registers rewire-table clean
 
 demo: $(READY)
 	$(BIN)/siamesenorm demo
 
 test:
 	$(MAKE) --no-print-directory -j 2 $(READY) $(TIMM)
-	$(MAKE) --no-print-directory -j 2 check vision
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	$(MAKE) --no-print-directory -j 3 check vision suite
 
 # Every combination of a topology and a norm, where `make test` runs pairs.
 laws: $(READY) $(TIMM)
 	OMP_NUM_THREADS=1 PYTHONPATH=.timm $(BIN)/python -m pytest tests/vision --laws
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --laws
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --laws
 
 check: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+suite: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 vision: $(READY) $(TIMM)
 	OMP_NUM_THREADS=1 PYTHONPATH=.timm $(BIN)/python -m pytest tests/vision

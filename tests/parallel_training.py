@@ -83,11 +83,9 @@ TOGETHER = [
 ]
 PAIRED = [
     Run("pre", "shard", 2),
-    Run("siamese", "replicate", 2),
     Run("attnres", "shard", 2),
     Run("siamese, moe", "experts", 2),
     Run("siamese, dropout", "replicate", 2),
-    Run("siamese, accumulated", "shard", 2),
     Run("dit siamese", "replicate", 2),
     Run("siamese", "hybrid", 4),
     Run("dhc-2", "replicate", 4),
@@ -96,7 +94,7 @@ PAIRED = [
 ALONE = [Run(case, "replicate", 1) for case in CASES if case not in RANDOM]
 ALONE_OF_PAIRS = [run for run in ALONE if run.case in {paired.case for paired in PAIRED}]
 RESUMED = [run for run in TOGETHER if run.size == 2 and (run.layout == "shard" or run.case in RANDOM)]
-RESUMED_OF_PAIRS = [run for run in PAIRED if run in RESUMED and ", " in run.case]
+RESUMED_OF_PAIRS = [Run("pre", "shard", 2), Run("siamese, dropout", "replicate", 2)]
 CONTINUED = [
     (Run("pre", "shard", 2), Run("pre", "shard", 4)),
     (Run("siamese", "hybrid", 4), Run("siamese", "replicate", 1)),

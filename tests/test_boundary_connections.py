@@ -356,10 +356,9 @@ LAWS = pytest.mark.laws
     ("topology", "checkpointed"),
     [
         ("siamese", True),
-        ("residual", False),
         *(
             pytest.param(*case, marks=pytest.mark.laws)
-            for case in [("siamese", False), ("pre", True), ("deepnorm", False)]
+            for case in [("siamese", False), ("pre", True), ("residual", False), ("deepnorm", False)]
         ),
     ],
 )

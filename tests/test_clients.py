@@ -25,7 +25,6 @@ from siamesenorm.norms import NormSpec
 from siamesenorm.sublayers.mlp import GatedMLP
 from siamesenorm.sublayers.sublayer import Context, Modulated, Rotation
 from siamesenorm.topologies import Closing, Connection, Opening, transformer_places
-from siamesenorm.training.execution import checkpoint_blocks, compile_blocks
 
 TOPOLOGIES = available_topologies()
 
@@ -191,27 +190,6 @@ def test_a_loss_on_the_streams_has_the_same_gradients() -> None:
         torch.stack([weighted_sum(stream.square()) for stream in collected]).sum().backward()
         assert gradients(model).keys() == dict(model.named_parameters()).keys()
     torch.testing.assert_close(gradients(fused), gradients(plain), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # PyTorch's compiler asks for it, and hides this
-def test_fused_blocks_compiled_and_checkpointed_equal_the_plain_model() -> None:
-    plain, fused = tiny_model("siamese"), tiny_model("siamese", kernels="fused")
-    operators: list[str] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
-        operators.extend(str(node.target) for part in parts for node in part.graph.nodes)
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-    torch._dynamo.reset()
-    checkpoint_blocks(fused)
-    compile_blocks(fused, backend=backend)
-    output, expected = fused(tokens()).logits, plain(tokens()).logits
-    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
-    for logits in (output, expected):
-        weighted_sum(logits).backward()
-    torch.testing.assert_close(gradients(fused), gradients(plain), rtol=1e-12, atol=1e-12)
-    assert any("siamesenorm.boundary" in operator for operator in operators), "the operator is one node of the graph"
 
 
 def test_streams_of_a_fused_model_keep_their_dtype() -> None:

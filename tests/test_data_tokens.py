@@ -124,7 +124,7 @@ def test_ids_outside_the_vocabulary_are_seen_on_request(path: Path) -> None:
 
 
 def test_a_changed_tokenizer_is_seen(path: Path) -> None:
-    data = prepare(PrepareConfig(source="builtin", out=path / "bpe", tokenizer="bpe:300", max_documents=50))
+    data = prepare(PrepareConfig(**sources(path.parent), out=path / "bpe", tokenizer="bpe:300"))
     file = data.path / "shards/tokenizer.json"
     file.write_bytes(file.read_bytes() + b" ")
     with pytest.raises(UserError, match="tokenizer.json"):

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -50,14 +51,31 @@ def below(package: str) -> frozenset[str]:
     return frozenset({package}).union(*(below(other) for other in DEPENDS_ON[package]))
 
 
-def imports(file: Path) -> Iterator[str]:
-    """Yield the full name of everything that a file imports, inside functions too; no import is relative."""
-    for node in ast.walk(ast.parse(file.read_text())):
+class Contents(NamedTuple):
+    """What the rules ask of a file."""
+
+    docstring: str | None
+    imports: set[str]
+    classes: list[str]
+    strings: list[str]
+
+
+@cache
+def contents(file: Path) -> Contents:
+    """Return the full name of everything that a file imports, inside functions too, its classes and its strings."""
+    tree = ast.parse(file.read_text())
+    found = Contents(ast.get_docstring(tree), set(), [], [])
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.imports.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found.imports.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ClassDef):
+            found.classes.append(node.name)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.strings.append(node.value)
+    return found
 
 
 def home(file: Path) -> str:
@@ -67,14 +85,14 @@ def home(file: Path) -> str:
 
 def packages_imported(file: Path) -> set[str]:
     """Return the packages and ground modules of ours that a file imports."""
-    ours = [name.split(".")[1] for name in imports(file) if name.startswith("siamesenorm.")]
+    ours = [name.split(".")[1] for name in contents(file).imports if name.startswith("siamesenorm.")]
     # What the top level re-exports comes from the models and below; its version is a constant.
     return {part if part in {*DEPENDS_ON, *GROUND} else "models" for part in ours if part != "__version__"}
 
 
 def foreign(file: Path) -> set[str]:
     """Return the top-level names that a file imports from outside the standard library and this package."""
-    return {name.split(".")[0] for name in imports(file)} - sys.stdlib_module_names - {"siamesenorm"}
+    return {name.split(".")[0] for name in contents(file).imports} - sys.stdlib_module_names - {"siamesenorm"}
 
 
 def short(file: Path) -> str:
@@ -134,7 +152,7 @@ def test_names_say_what_is_inside() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=short)
 def test_every_module_says_what_it_is_for(file: Path) -> None:
-    assert ast.get_docstring(ast.parse(file.read_text()))
+    assert contents(file).docstring
 
 
 # --- files and classes
@@ -153,14 +171,12 @@ def named_modules(file: Path) -> Iterator[str]:
 
     The top level is left out: it imports by name, lazily, whatever is asked for.
     """
-    names = set(imports(file))
-    for node in ast.walk(ast.parse(file.read_text())):
-        if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
-            continue
-        if re.fullmatch(r"siamesenorm(\.\w+)+(:\w+)?", node.value) and node.value not in ENTRY_POINT_GROUPS:
-            names.add(node.value.partition(":")[0])
-        elif re.fullmatch(r"siamesenorm(\.\w+)+\.", node.value):  # the rest is formatted in
-            names.update(module for module in MODULES if module.startswith(node.value))
+    names = set(contents(file).imports)
+    for text in contents(file).strings:
+        if re.fullmatch(r"siamesenorm(\.\w+)+(:\w+)?", text) and text not in ENTRY_POINT_GROUPS:
+            names.add(text.partition(":")[0])
+        elif re.fullmatch(r"siamesenorm(\.\w+)+\.", text):  # the rest is formatted in
+            names.update(module for module in MODULES if module.startswith(text))
     for name in names:
         while name not in MODULES and "." in name:
             name = name.rpartition(".")[0]
@@ -192,9 +208,7 @@ def test_a_cycle_is_found() -> None:
 
 def test_each_class_name_exists_once() -> None:
     """But for `Arguments`, which every command has."""
-    classes = [
-        node.name for file in FILES for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef)
-    ]
+    classes = [name for file in FILES for name in contents(file).classes]
     repeated = {name for name, count in Counter(classes).items() if count > 1}
     assert repeated - {"Arguments"} <= REPEATED_TO_MEND
 

@@ -1,4 +1,4 @@
-"""Run the Triton kernels on the CPU, by Triton's interpreter, in a pytest of its own for each file of kernels.
+"""Run the Triton kernels on the CPU, by Triton's interpreter, in a pytest of its own.
 
 The interpreter is chosen before Triton is imported, for a whole process. It checks values and masks; it shows nothing
 of races and coalescing, and it truncates where a GPU rounds to bf16.
@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-FILES = sorted(Path(__file__).parent.glob("interpreted_*.py"))
+FILES = sorted(map(str, Path(__file__).parent.glob("interpreted_*.py")))
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_interpreted(file: Path, pytestconfig: pytest.Config) -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", str(file)]
+def test_interpreted(pytestconfig: pytest.Config) -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *FILES]
     command += ["--laws"] if pytestconfig.getoption("--laws") else []
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)

@@ -307,6 +307,7 @@ TASK = """
 """
 
 
+@pytest.mark.laws
 def test_the_command_line_of_the_harness_scores_a_run_without_a_network(trained: Path, tmp_path: Path) -> None:
     file = write_task(tmp_path / "sums.jsonl")
     (tmp_path / "tasks").mkdir()

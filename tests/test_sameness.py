@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from siamesenorm import LanguageModel, available_norms, available_topologies, build_language_model
+from siamesenorm import LanguageModel, available_norms, available_topologies, build_language_model, build_topology
 from siamesenorm.models.block import Block
+from siamesenorm.topologies import ResidualSpec, transformer_places
 from siamesenorm.training.execution import checkpoint_blocks, compile_blocks
 
 DEEP = 12
@@ -140,10 +142,46 @@ def test_fused_blocks_are_of_two_kinds() -> None:
 CAN_BUILD = shutil.which("g++") is not None and Path(sysconfig.get_path("include"), "Python.h").exists()
 
 
-@pytest.mark.every_nth(2)
-@pytest.mark.skipif(not CAN_BUILD, reason="Inductor needs g++ and Python's headers")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, where Inductor is imported
-@pytest.mark.usefixtures("fresh_compiler")
+def by_inductor(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that generates code."""
+    marks = (
+        pytest.mark.skipif(not CAN_BUILD, reason="Inductor needs g++ and Python's headers"),
+        pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # PyTorch's own, where Inductor is imported
+        pytest.mark.usefixtures("fresh_compiler"),
+    )
+    return reduce(lambda marked, mark: mark(marked), marks, test)
+
+
+class Layer(nn.Module):
+    """A linear map between a read and a write of SiameseNorm: little to compile, which takes seconds a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _, (place, _) = transformer_places(2)
+        self.connection = build_topology("siamese").connection(place, ResidualSpec(dim=16))
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, bounded: Tensor, identity: Tensor) -> Tensor:
+        bounded, identity = self.connection((bounded, identity), self.linear)
+        return bounded + identity
+
+
+@by_inductor
+def test_a_layer_of_inductor_equals_the_eager_one() -> None:
+    torch.manual_seed(0)
+    layer, streams = Layer(), [torch.randn(2, 6, 16) for _ in range(2)]
+    gradients = []
+    with torch._inductor.config.patch({"cpp.vec_isa_ok": True}):  # or it compiles a trial of each instruction set
+        for each in (layer, torch.compile(layer, fullgraph=True)):
+            layer.zero_grad()
+            output = each(*streams)
+            output.square().sum().backward()
+            gradients.append([output.detach(), *(parameter.grad for parameter in layer.parameters())])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.laws
+@by_inductor
 @pytest.mark.parametrize(("topology", "norm"), [("siamese", "rmsnorm"), ("pre", "seednorm")])
 def test_inductor_equals_eager(topology: str, norm: str) -> None:
     assert_compiled_equals_eager(tiny_model(topology, norm, depth=1), "inductor")
