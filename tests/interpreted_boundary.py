@@ -60,6 +60,7 @@ def test_fp32(case: Case, dim: int, centred: bool, launched: list[str]) -> None:
     assert launched == ["boundary_forward", "boundary_backward"]
 
 
+@pytest.mark.every_nth(2)
 @pytest.mark.parametrize("centred", [False, True], ids=["rmsnorm", "layernorm"])
 def test_rows_of_a_thousand(centred: bool) -> None:
     """One row a program, 7 rows for the 4 programs of the backward pass."""
@@ -72,6 +73,7 @@ def test_tiles_that_are_full_and_not(tokens: int) -> None:
     check(draw_inputs(CASES[0], (tokens, 100), streams=torch.float32))
 
 
+@pytest.mark.every_nth(3)
 @EACH
 def test_one_channel(case: Case) -> None:
     """A norm of one channel has next to no gradient: what is left of it is the eps, and fp32's error."""
@@ -128,6 +130,7 @@ def test_inputs_that_are_not_contiguous(case: Case) -> None:
     torch.testing.assert_close(found, torch.autograd.grad(weighted(apply(inputs)), inputs.learned), rtol=0, atol=0)
 
 
+@pytest.mark.every_nth(3)
 @EACH
 def test_a_result_that_is_not_used(case: Case) -> None:
     inputs = draw_inputs(case, (6, 50), streams=torch.float32)
@@ -205,6 +208,7 @@ def test_the_same_bits_every_time() -> None:
         assert torch.equal(x, y)
 
 
+@pytest.mark.every_nth(2)
 @pytest.mark.parametrize("topology", ["siamese", "siamese-post-pre", "pre", "deepnorm", "residual"])
 def test_a_model(topology: str, launched: list[str]) -> None:
     """Every boundary of a model by the kernels, and its gradients, as the plain model has them."""
@@ -221,6 +225,7 @@ def test_a_model(topology: str, launched: list[str]) -> None:
         torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.every_nth(2)
 @pytest.mark.parametrize("topology", ["siamese", OFFICIAL, "pre"])
 def test_a_conditioned_model(topology: str, launched: list[str]) -> None:
     """Norms without gain before the sublayers, LayerNorms with gain and bias beside them."""

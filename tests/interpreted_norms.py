@@ -50,6 +50,7 @@ def test_fp32(case: str, rows: int, dim: int, launched: list[str]) -> None:
     assert launched == ["norm_forward", "norm_backward"]
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("case", ["rmsnorm", "layernorm", "seednorm"])
 @pytest.mark.parametrize("dim", [1, 257])
@@ -57,6 +58,7 @@ def test_odd_widths(case: str, dim: int, affine: bool) -> None:
     assert_close(*both(case, tokens(2, 3, dim, dtype=torch.float32), affine=affine), 5e-6)
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("heads", [3, 5, 20, 50, 100, 150, 300])
 def test_heads_of_any_number_and_width(heads: int) -> None:
     assert_close(*both(f"seednorm:heads={heads},scale=1/d", tokens(5, 300, dtype=torch.float32)), 3e-6)
@@ -105,6 +107,7 @@ def test_sums_of_long_rows(case: str, monkeypatch: pytest.MonkeyPatch, launched:
     assert launched == ["norm_forward", "norm_backward", "norm_sums"]
 
 
+@pytest.mark.every_nth(2)
 @pytest.mark.parametrize("heads", [10, 50, 300])
 def test_sums_of_several_heads_at_a_time(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of 64 channels are two heads of 30, padded to 32, and eight of 6; 300 heads are channels."""

@@ -131,6 +131,7 @@ def test_the_least_traffic_is_that_of_the_boundary_that_is_measured() -> None:
     assert (forward - statistics - scale, backward - statistics - scale) == (7 * 8 * 64 * 4, 8 * 8 * 64 * 4)
 
 
+@pytest.mark.laws
 def test_boundaries_are_measured_in_a_fresh_process() -> None:
     """What the compiler brings has not been imported there."""
     code = (

@@ -145,6 +145,7 @@ def test_plain_calls_no_operator_on_a_gpu(topology: str, norm: str, monkeypatch:
     assert min(calls.values()) > 0
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("topology", FUSED)
 def test_auto_is_fused_where_there_are_kernels(topology: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_kernels(monkeypatch)

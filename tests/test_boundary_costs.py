@@ -99,6 +99,7 @@ def test_the_declared_cost_is_the_counted_one(name: str, norm: str) -> None:
     assert {place: topology.boundary_cost(place) for place in PLACES[1:]} == count(topology, norm)
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("topology", [pytest.param(topology, id=text) for topology, text in VARIANTS.items()])
 def test_options_change_the_declared_cost_as_the_counted_one(topology: Topology) -> None:
     assert {place: topology.boundary_cost(place) for place in PLACES[1:]} == count(topology, "rmsnorm")

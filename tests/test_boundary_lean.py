@@ -161,6 +161,7 @@ def test_checkpointed_blocks() -> None:
     assert_close(run(lean), run(plain), 1e-5)
 
 
+@pytest.mark.laws
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # PyTorch's compiler asks for it, and hides this
 def test_compiled_blocks() -> None:
     lean, plain = tiny_model(kernels="lean", depth=4), tiny_model(depth=4)

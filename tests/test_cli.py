@@ -343,6 +343,7 @@ def test_a_full_disk_stops_a_run_that_goes_on_later(
 # --- the other commands ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_nth(4)
 @pytest.mark.parametrize("name", available_topologies())
 def test_every_topology_explains_itself(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

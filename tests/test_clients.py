@@ -61,6 +61,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 # --- client 1: FSDP2 by block, whose training is in test_parallel.py
 
 
+@pytest.mark.one_of_each_family
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_every_parameter_can_be_sharded(topology: str) -> None:
     """FSDP2 refuses 0-d parameters: a learned number has shape [1]."""
@@ -86,6 +87,7 @@ class ForeignBlock(nn.Module):
         return self.topology.pack(streams)
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_foreign_loop_over_packed_streams(topology: str) -> None:
     ours, model = tiny_model(topology), tiny_model(topology)

@@ -133,6 +133,7 @@ def test_killed_at_every_durable_step(
     assert unfinished == number - 1 - 3
 
 
+@pytest.mark.laws
 def test_a_restart_killed_at_every_durable_step_loses_nothing(
     source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

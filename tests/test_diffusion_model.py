@@ -233,6 +233,7 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.every_nth(2)
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(("topology", "norm", "kernels"), [("pre", "seednorm", "plain"), (OFFICIAL, "", "fused")])

@@ -24,6 +24,8 @@ from siamesenorm.topologies import Closing, Connection
 
 REPOSITORY = Path(__file__).parents[1]
 EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
+ON_THE_PAGE = ("export_and_generate.py", "lm_eval_local.py")
+"""The page of the ecosystem has the same steps."""
 Runner = Callable[..., str]
 NEEDS = {"rewire_timm.py": "timm"}
 """The library without which an example cannot run."""
@@ -52,7 +54,11 @@ def run_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 @pytest.mark.filterwarnings("ignore")  # of other libraries
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(each, marks=[pytest.mark.laws] if each.name in ON_THE_PAGE else []) for each in EXAMPLES],
+    ids=lambda example: example.name,
+)
 def test_the_example_keeps_its_promise(example: Path, run_example: Runner) -> None:
     needed = NEEDS.get(example.name)
     if needed and find_spec(needed) is None:

@@ -102,6 +102,7 @@ VARIANTS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.every_nth(2)
 @VARIANTS
 def test_gradients_of_every_input(chosen: dict[str, Any]) -> None:
     def value(*inputs: Tensor) -> Tensor:
@@ -114,6 +115,7 @@ def test_gradients_of_every_input(chosen: dict[str, Any]) -> None:
     assert torch.autograd.gradgradcheck(value, inputs)
 
 
+@pytest.mark.every_nth(2)
 @VARIANTS
 def test_the_operators_keep_pytorchs_contract(chosen: dict[str, Any]) -> None:
     torch.library.opcheck(normalise, tuple(chosen.values()))
@@ -127,6 +129,7 @@ def _fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.every_nth(4)
 @EACH
 def test_a_compiled_graph_holds_the_operator(case: str) -> None:
     norm, x = trained(case, DIM, dtype=torch.float32), tokens(3, DIM, dtype=torch.float32)

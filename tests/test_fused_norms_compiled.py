@@ -59,6 +59,7 @@ def test_no_spills_and_wide_accesses(kind: str, dim: int, heads: int, rows: torc
         assert found.loads[128] + found.stores.get(128, 0) >= rows_read_or_written >= 2
 
 
+@pytest.mark.every_nth(2)
 @pytest.mark.parametrize("heads", [1, 4])
 def test_seednorm_moves_what_rmsnorm_moves(heads: int) -> None:
     """16 bf16 channels a thread forward, 8 backward: as many accesses to rows, and two weights more, in fp32."""

@@ -62,6 +62,7 @@ def declared_factors(model: LanguageModel) -> dict[str, float]:
     return {name: model.config.topology.initial_factor(role, TINY["depth"]) for name, role in roles.items()}
 
 
+@pytest.mark.one_of_each_family
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_same_seed_gives_the_same_sublayer_weights(topology: str) -> None:
     weights = sublayer_weights(build_language_model("nano", topology="pre", seed=4, **TINY))
@@ -277,6 +278,7 @@ def test_packed_documents_see_each_other_by_default() -> None:
         assert torch.equal(before, after) == document_mask
 
 
+@pytest.mark.one_of_each_family
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_the_future_is_not_seen(topology: str) -> None:
     model, batch = tiny_model(topology), tokens()
@@ -288,6 +290,7 @@ def test_the_future_is_not_seen(topology: str) -> None:
 # --- the cache
 
 
+@pytest.mark.one_of_each_family
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_generation_with_a_cache_equals_generation_without(topology: str) -> None:
     model = tiny_model(topology, kv_heads=2)
@@ -299,6 +302,7 @@ def test_generation_with_a_cache_equals_generation_without(topology: str) -> Non
     assert torch.equal(model.generate(prompt, 6), expected)
 
 
+@pytest.mark.one_of_each_family
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_logits_with_a_cache_equal_those_without(topology: str) -> None:
     model, batch = tiny_model(topology, kv_heads=2), tokens(count=9)
@@ -308,6 +312,7 @@ def test_logits_with_a_cache_equal_those_without(topology: str) -> None:
     assert caches[0].tokens == 9 and caches[0].keys is not None and caches[0].keys.shape[1] == 2
 
 
+@pytest.mark.every_nth(4)
 @pytest.mark.parametrize(
     ("topology", "kernels"),
     [(name, "plain") for name in TOPOLOGIES]
@@ -431,6 +436,7 @@ def test_losses_of_sublayers_are_means_over_the_blocks_that_have_them() -> None:
     torch.testing.assert_close(losses["z"], torch.stack(seen).mean())
 
 
+@pytest.mark.one_of_each_family
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_dtypes_are_a_configuration(topology: str) -> None:
     """Streams have the residual dtype, sublayers see the compute dtype, and autocast has no say in the streams."""
@@ -490,6 +496,7 @@ def test_published_parameter_counts(size: str, millions: float, without_embeddin
     assert count(model) - matrices == (4 * model.config.depth + 1) * model.config.dim
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("size", [size for size, fields in SIZES.items() if fields["dim"] >= 1024])
 @pytest.mark.parametrize("topology", ["siamese", "siamese-post-pre"])
 def test_siamese_norm_adds_less_than_a_thousandth(size: str, topology: str) -> None:

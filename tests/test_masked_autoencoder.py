@@ -37,6 +37,7 @@ def images() -> Tensor:
     return torch.randn(2, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.one_of_each_family
 @pytest.mark.parametrize("topology", available_topologies())
 def test_every_topology_reads_the_visible_patches_alone_and_trains_every_parameter(topology: str) -> None:
     """Hidden pixels and the order of the visible patches change nothing; visible pixels change all predictions."""

@@ -235,6 +235,7 @@ def test_sizes_have_the_published_numbers_of_parameters(size: str, total: float,
 # --- laws
 
 
+@pytest.mark.one_of_each_family
 @pytest.mark.parametrize("topology", available_topologies())
 def test_every_topology_takes_a_step(topology: str) -> None:
     model = build_language_model("nano", topology=topology, **TINY)

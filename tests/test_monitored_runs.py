@@ -64,6 +64,7 @@ class CountingBackend:
         return self.compile(graph, inputs)
 
 
+@pytest.mark.every_nth(2)
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("attached_first", [True, False])
@@ -82,6 +83,7 @@ def test_compiled_blocks_are_not_compiled_again(attached_first: bool) -> None:
     assert backend.graphs == 1
 
 
+@pytest.mark.every_nth(2)
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("topology", ["siamese", "dhc-2"])

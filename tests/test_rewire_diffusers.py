@@ -68,6 +68,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 # --- the function
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("topology", KEEPING)
 @pytest.mark.parametrize("options", [{}, {"norm_elementwise_affine": True}, {"activation_fn": "geglu"}], ids=str)
 @torch.no_grad()
@@ -350,6 +351,7 @@ def test_a_second_rewiring_is_refused() -> None:
     assert "rewired already" in refusal(rewired()[1], "siamese-post-pre")
 
 
+@pytest.mark.one_of_each_family
 @pytest.mark.parametrize("topology", available_topologies())
 def test_every_topology_starts_from_scratch_or_says_why_not(topology: str) -> None:
     model = build_host()

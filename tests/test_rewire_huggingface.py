@@ -75,6 +75,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 # --- the structure
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("family", PRE_NORM)
 def test_new_parts_are_in_the_mode_of_the_model(family: str, training: bool) -> None:
@@ -236,6 +237,7 @@ def test_the_report_tells_of_every_norm() -> None:
     assert fates["model.layers.1.post_attention_layernorm"] == "kept"
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("preserve", [True, False])
 @pytest.mark.parametrize("topology", ["siamese", "pre-embednorm", "hybridnorm", "mhc-4", "olmo2"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt-neox", "olmo2"])
@@ -392,6 +394,7 @@ def test_the_vocabulary_can_grow() -> None:
 # --- training
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("family", PRE_NORM)
 def test_checkpointing_changes_no_gradient(family: str, reentrant: bool) -> None:
@@ -469,6 +472,7 @@ def test_lora_attaches_to_every_family(family: str) -> None:
 # --- from scratch
 
 
+@pytest.mark.one_of_each_family
 @pytest.mark.parametrize("family", ["llama", "gpt-neox-sequential", "olmo2"])
 @pytest.mark.parametrize("topology", available_topologies())
 def test_every_topology_starts_from_scratch_or_says_why_not(family: str, topology: str) -> None:

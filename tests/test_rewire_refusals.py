@@ -147,6 +147,7 @@ CONTAIN_PRE_NORM = (
 )  # fmt: skip
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("topology", available_topologies())
 def test_topologies_that_contain_no_pre_norm_model(topology: str) -> None:
     model = build_host("llama")

@@ -190,6 +190,7 @@ def test_inductor_equals_eager(topology: str, norm: str) -> None:
 # --- checkpointed = not
 
 
+@pytest.mark.one_of_each_family
 @pytest.mark.parametrize(("topology", "norm"), COMBINATIONS)
 def test_checkpointed_blocks_have_the_same_gradients(topology: str, norm: str) -> None:
     plain, checkpointed = tiny_model(topology, norm), tiny_model(topology, norm)
@@ -241,6 +242,7 @@ def test_checkpointing_keeps_less() -> None:
 # --- saved and loaded = before
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("norm", available_norms())
 @pytest.mark.parametrize("topology", available_topologies())
 def test_state_dict_round_trip(topology: str, norm: str, tmp_path: Path) -> None:

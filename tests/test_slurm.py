@@ -55,11 +55,8 @@ def test_a_sweep_trains_its_runs_as_jobs(jobs: Path, tmp_path: Path) -> None:
     options = ["--execution.slurm", "time=20", "partition=gpu", "--out", str(tmp_path / "sweep")]
     assert main(["sweep", *DIGITS, *grid, *options]) == 0
     (run,) = (tmp_path / "sweep/runs").iterdir()
-    assert [each["step"] for each in read_metrics(RunDirectory(run).metrics_file) if each["kind"] == "train"] == [
-        1,
-        2,
-        3,
-    ]
+    metrics = read_metrics(RunDirectory(run).metrics_file)
+    assert [record["step"] for record in metrics if record["kind"] == "train"] == [1, 2, 3]
     assert RunDirectory(run).read_verdict() is not None
     assert json.loads((run / "slurm.json").read_text()) == {"job": "7"}
     script = (jobs / "script").read_text()

@@ -331,6 +331,7 @@ def multi_stream_as_pre(text: str, pre: Wired) -> Wired:
     return model
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("text", MULTI_STREAM)
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 def test_hyper_connections_start_as_pre_norm(text: str, norm: str) -> None:

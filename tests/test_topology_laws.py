@@ -99,12 +99,14 @@ def test_topology_equals_its_reference(name: str, norm: str) -> None:
     assert_equals_reference(wire(name, norm, seed=1))
 
 
+@pytest.mark.every_nth(2)
 @pytest.mark.parametrize("norm", ["rmsnorm", "seednorm"])
 @pytest.mark.parametrize("topology", in_words(VARIANTS))
 def test_every_option_value_equals_the_reference(topology: Topology, norm: str) -> None:
     assert_equals_reference(wire(topology, norm, seed=2))
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("topology", in_words(COMBINATIONS))
 def test_options_combine(topology: Topology) -> None:
     assert_equals_reference(wire(topology, "layernorm", seed=3))
@@ -303,6 +305,7 @@ def test_stream_names_name_the_streams(name: str) -> None:
         )
 
 
+@pytest.mark.every_nth(4)
 @over_topologies
 @pytest.mark.parametrize("compute_dtype", [None, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("residual_dtype", [None, torch.float32, torch.bfloat16], ids=str)

@@ -58,6 +58,7 @@ def run(model: nn.Module, *, training: bool = False) -> dict[str, Tensor]:
     return {"output": output.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
 
 
+@pytest.mark.one_of_each_family
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("topology", available_topologies())
 def test_every_topology_trains_every_parameter_with_all_options(topology: str, kind: str) -> None:
@@ -69,6 +70,7 @@ def test_every_topology_trains_every_parameter_with_all_options(topology: str, k
     assert not torch.equal(found["output"], run(model)["output"])  # dropout and stochastic depth act in training alone
 
 
+@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("topology", FUSED)
 def test_fused_equals_plain(topology: str, kind: str) -> None:

@@ -35,6 +35,7 @@ def images(count: int = 2) -> torch.Tensor:
     return torch.randn(count, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.one_of_each_family
 @pytest.mark.parametrize("pooling", ["token", "mean"])
 @pytest.mark.parametrize("topology", available_topologies())
 def test_the_order_of_patches_does_not_matter_beyond_their_positions(topology: str, pooling: Any) -> None:

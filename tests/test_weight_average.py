@@ -128,6 +128,7 @@ def test_every_stream_drops_together(topology: str) -> None:
 
 
 def test_blocks_of_different_rates_are_one_compiled_graph_and_equal_the_formula() -> None:
+    torch._dynamo.reset()
     graphs = []
 
     def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
