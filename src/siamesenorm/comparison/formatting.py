@@ -36,8 +36,9 @@ def estimate(value: Estimate, form: str) -> str:
 
 
 def formatted(value: float, form: str) -> str:
-    """Write a value in the format of its metric."""
-    return significant(value, int(form[1:-1])) if form.endswith("g") else format(value, form)
+    """Write a value in the format of its metric, with a typographic minus."""
+    text = significant(value, int(form[1:-1])) if form.endswith("g") else format(value, form)
+    return text.replace("-", MINUS)
 
 
 def signed(value: float, decimals: int = 4) -> str:

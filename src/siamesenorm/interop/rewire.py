@@ -121,7 +121,7 @@ def _small_differences(
 def _resolve(topology: Topology, stack: BlockStack, *, preserve: bool) -> Topology:
     """Return the topology with the options that the host needs; raises UserError where the two do not compose."""
     spec, what = stack.spec, type(stack.blocks[0]).__name__
-    if len(spec.sublayers) == 1 and topology.tells_sublayers_apart:
+    if len(spec.sublayers) == 1 and topology.distinguishes_sublayers:
         raise UserError(
             f"{topology_name(topology)} on {what}, with attention and MLP in parallel: use siamese-post-pre"
         )

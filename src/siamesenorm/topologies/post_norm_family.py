@@ -340,7 +340,7 @@ class SpanNorm(BoundaryTopology):
     initial_norm: bool = False
 
     @property
-    def tells_sublayers_apart(self) -> bool:
+    def distinguishes_sublayers(self) -> bool:
         """A block has one norm after attention and another at its end."""
         return True
 

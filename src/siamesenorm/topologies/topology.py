@@ -371,7 +371,7 @@ class Topology:
         raise NotImplementedError
 
     @property
-    def tells_sublayers_apart(self) -> bool:
+    def distinguishes_sublayers(self) -> bool:
         """Whether attention and MLP have different connections, so that one connection for both is refused."""
         return self.attention_norm != "auto"
 
