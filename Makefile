@@ -6,8 +6,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 VENV := .venv/pyvenv.cfg
+TORCH := .venv/torch
+LARGE := .venv/large
 READY := .venv/ready
 TIMM := .timm/ready
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 # Tests start hundreds of processes, which would each compile what they import where the environment forbids bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -44,7 +47,7 @@ pages: $(READY)
 	$(BIN)/python benchmarks/report_tables.py docs/comparison.md docs/digits.md docs/moe.md docs/diffusion.md docs/continued.md docs/reproduced.md
 
 peers: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(INSTALL) -e '.[bench]'
 	$(BIN)/python benchmarks/peers.py
 
 registers: $(READY)
@@ -60,16 +63,24 @@ $(VENV):
 
 # The constraints come first: without them an index may bring a torch with gigabytes of CUDA. Bytecode is compiled when
 # a module is first imported: most never are.
-$(READY): $(VENV) pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[lab,diffusion,dev]'
+$(TORCH): $(VENV) constraints.txt
+	$(INSTALL) torch
+	touch $(TORCH)
+
+# Large packages, which another process unpacks meanwhile.
+$(LARGE): $(VENV) constraints.txt
+	$(INSTALL) --no-deps "triton; sys_platform == 'linux'" transformers diffusers pyarrow
+	touch $(LARGE)
+
+$(READY): $(TORCH) $(LARGE) pyproject.toml constraints.txt
+	$(INSTALL) -e '.[lab,diffusion,dev]'
 	touch $(READY)
 
 # Beside a torch for the CPU no torchvision of the index imports, and transformers with it: timm, which needs one, and
 # torchvision live in a directory of their own, on the path of their own tests alone.
 $(TIMM): $(VENV) constraints.txt
 	rm -rf .timm
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps -c constraints.txt --target .timm timm torchvision
+	$(INSTALL) --no-deps --target .timm timm torchvision
 	touch $(TIMM)
 
 clean:
