@@ -92,6 +92,15 @@ def test_the_headline_pair_of_table_1_has_the_five_committed_seeds_at_the_high_r
     assert {run.seed for run, _ in grid.given_runs(full, grid.template(full, full.template()))} == {0}
 
 
+def test_how_runs_are_carried_out_is_that_of_the_scale_unless_it_is_given() -> None:
+    template = WORKLOADS["language"][Scale.SMALL].template()
+    own = reproduce.execution(reproduce.ReproduceArguments(), template)
+    assert (own.device, own.compile) == (template.execution.device, template.execution.compile)
+    given = reproduce.execution(reproduce.ReproduceArguments(device="cpu", compile="off"), template)
+    assert (given.device, given.compile) == ("cpu", "off")
+    assert own != given and own.threads == given.threads == 1
+
+
 def test_the_league_has_every_topology() -> None:
     assert set(available_topologies()) <= set(ITEMS["league"].grids[0].methods)
 

@@ -37,7 +37,7 @@ from siamesenorm.recipes.item_results import ITEM_FILE, read_costs, read_item, w
 from siamesenorm.recipes.items import ITEMS, find_item
 from siamesenorm.recipes.scales import WORKLOADS, Scale, Workload
 from siamesenorm.tasks.language import LanguageTaskConfig
-from siamesenorm.training.config import Execution, RunConfig
+from siamesenorm.training.config import Compile, Execution, RunConfig
 from siamesenorm.training.optimizer import OptimizerConfig
 
 NAMES = ", ".join([*ITEMS, "continued", "all"])
@@ -79,6 +79,8 @@ class ReproduceArguments:
     """Stop after so many minutes, to be resumed by the same command; 0 does not stop."""
     device: str = ""
     """Device of the runs, if not that of the scale."""
+    compile: Compile = "auto"
+    """Compile the blocks of the runs; auto does where it pays for a run alone. Runs of one method share the code."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +230,8 @@ def execution(arguments: ReproduceArguments, template: RunConfig) -> Execution:
     """Return how runs are carried out: one thread each, on the device of the scale or the one given."""
     own = template.execution
     device = arguments.device or own.device
-    return dataclasses.replace(own, device=device, threads=own.threads or 1, keep_checkpoints=1)
+    compiled = own.compile if arguments.compile == "auto" else arguments.compile
+    return dataclasses.replace(own, device=device, compile=compiled, threads=own.threads or 1, keep_checkpoints=1)
 
 
 def reproduce_continued(arguments: ContinuedArguments) -> None:
