@@ -88,7 +88,6 @@ def offline(code: str, *arguments: Any, home: Path) -> subprocess.CompletedProce
 # --- law 7: there and back
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize(("topology", "norm"), [*product(available_topologies(), available_norms())])
 def test_every_model_has_the_same_logits_there_and_back(
     topology: str, norm: str, trained: Path, tmp_path: Path

@@ -68,7 +68,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 # --- the function
 
 
-@pytest.mark.every_nth(3)
+@pytest.mark.every_nth(5)
 @pytest.mark.parametrize("topology", KEEPING)
 @pytest.mark.parametrize("options", [{}, {"norm_elementwise_affine": True}, {"activation_fn": "geglu"}], ids=str)
 @torch.no_grad()

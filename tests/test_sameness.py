@@ -242,7 +242,6 @@ def test_checkpointing_keeps_less() -> None:
 # --- saved and loaded = before
 
 
-@pytest.mark.every_nth(3)
 @pytest.mark.parametrize("norm", available_norms())
 @pytest.mark.parametrize("topology", available_topologies())
 def test_state_dict_round_trip(topology: str, norm: str, tmp_path: Path) -> None:
