@@ -272,6 +272,7 @@ def test_its_configuration_survives_json_and_is_identified_by_its_images() -> No
         {"model": {"image_size": 16}},
         {"task": {"timesteps": 1}},
         {"task": {"label_dropout": 1.0}},
+        {"task": {"flip": 1.5}},
         {"task": {"beta_schedule": "steep"}},
         {"task": {"validation_images": -1}},
         {"model": {"topology": build_topology("pre"), "patch_size": 3}},
@@ -347,6 +348,15 @@ def test_samples_that_do_not_exist_are_refused(classes: list[int], options: dict
         task.sample(Constant(), [0], math.nan, 0)
 
 
+def test_training_images_are_mirrored_by_chance() -> None:
+    plain, mirrored = (build(digits(task={"flip": flip})) for flip in (0.0, 0.5))
+    image = plain.train.draw(3, torch.Generator())
+    drawn = [mirrored.train.draw(3, torch.Generator().manual_seed(seed)) for seed in range(200)]
+    count = sum(torch.equal(each, image.flip(-1)) for each in drawn)
+    assert sum(torch.equal(each, image) for each in drawn) == 200 - count and 70 < count < 130
+    assert torch.equal(mirrored.held_out.draw(3, torch.Generator()), plain.held_out.draw(3, torch.Generator()))
+
+
 # --- latents
 
 
@@ -379,7 +389,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def latent_digits(vae: Path, **changes: Any) -> RunConfig:
     sizes = {"channels": 2, "image_size": 4, "patch_size": 2}
-    return digits(model={**sizes, **changes.pop("model", {})}, task={"vae": str(vae)}, **changes)
+    task = {"vae": str(vae), **changes.pop("task", {})}
+    return digits(model={**sizes, **changes.pop("model", {})}, task=task, **changes)
 
 
 def test_latents_are_encoded_once(vae: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,6 +410,20 @@ def test_latents_are_encoded_once(vae: Path, cache: Path, monkeypatch: pytest.Mo
         found = reference.encode(image).latent_dist
     e = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(drawn[0], ((found.mean + found.std * e) * 0.5)[0], rtol=1e-3, atol=1e-4)
+
+
+def test_mirrored_images_have_latents_of_their_own(vae: Path, cache: Path) -> None:
+    plain, mirrored = build(latent_digits(vae)), build(latent_digits(vae, task={"flip": 1.0}))
+    assert len(list(cache.glob("[!.]*"))) == 2, "those of the images are used again"
+    image = scaled_pixels(open_images("digits").train.image(5), 8, 16)
+    moments = Autoencoder(vae).encode(image.flip(-1)[None])[0].chunk(2)
+    generator, reference = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    drawn = mirrored.train.draw(5, generator)
+    torch.rand((), generator=reference)  # whether to mirror
+    expected = (moments[0] + moments[1] * torch.randn(2, 4, 4, generator=reference)) * 0.5
+    torch.testing.assert_close(drawn, expected, rtol=1e-3, atol=1e-4)
+    held_out = [each.held_out.draw(3, torch.Generator().manual_seed(1)) for each in (plain, mirrored)]
+    assert torch.equal(*held_out)
 
 
 def test_an_interrupted_encoding_leaves_nothing_that_is_read(vae: Path, cache: Path) -> None:

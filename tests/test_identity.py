@@ -57,7 +57,7 @@ CLASSES = (
 
 def schema() -> dict[str, dict[str, Any]]:
     """Return every name in the hash with its default, "required" without one, by class or tag."""
-    families = {type(topology) for topology in TOPOLOGIES.values()}
+    families = dict.fromkeys(type(topology) for topology in TOPOLOGIES.values())
     table = {
         FROZEN_TAGS.get(kind.__name__, kind.__name__): {
             FROZEN_NAMES.get((kind.__name__, field.name), field.name): (

@@ -1,7 +1,8 @@
 """What a diffusion model is trained on: pixels scaled to [-1, 1], or latents of an autoencoder of diffusers.
 
 The autoencoder is read from a local directory. Images are encoded once, to means and deviations of their latents, in a
-file of the user's cache that is found by what the images, the autoencoder and the size are.
+file of the user's cache that is found by what the images, the autoencoder and the size are. Mirrored images, which have
+other latents, are encoded when the first run asks for them.
 """
 
 from __future__ import annotations
@@ -36,37 +37,44 @@ WAIT_SECONDS = 0.5
 class PixelSplit:
     """Images as fp32 [channels, size, size] in [-1, 1], and their `labels`; larger ones are reduced and cropped."""
 
-    def __init__(self, images: ImageSplit, size: int, largest: int) -> None:
+    def __init__(self, images: ImageSplit, size: int, largest: int, flip: float = 0.0) -> None:
         self.labels, self._images = images.labels, images
-        self._size, self._largest = size, largest
+        self._size, self._largest, self._flip = size, largest, flip
         scaled_pixels(images.image(0), size, largest)  # refuses images that are too small
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def draw(self, index: int, generator: torch.Generator) -> Tensor:
-        """Return an image; nothing is drawn for pixels."""
-        return scaled_pixels(self._images.image(index), self._size, self._largest)
+        """Return an image, mirrored with probability `flip`."""
+        pixels = scaled_pixels(self._images.image(index), self._size, self._largest)
+        return pixels.flip(-1) if _bernoulli(self._flip, generator) else pixels
 
 
 class LatentSplit:
     """Latents fp32 [channels, size, size] drawn from the autoencoder's distributions, and `labels` of the images."""
 
-    def __init__(self, labels: Tensor, moments: Any, shift: float, scale: float) -> None:
-        self.labels, self._moments = labels, moments
-        self._shift, self._scale = shift, scale
+    def __init__(self, labels: Tensor, autoencoder: Autoencoder, moments: Any, mirrored: Any, flip: float) -> None:
+        self.labels, self._moments, self._mirrored, self._flip = labels, moments, mirrored, flip
+        self._shift, self._scale = autoencoder.shift, autoencoder.scale
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def draw(self, index: int, generator: torch.Generator) -> Tensor:
-        """Return (mean + deviation e - shift) scale of an image, e drawn from N(0, 1)."""
-        mean, deviation = torch.from_numpy(np.array(self._moments[index])).chunk(2)
+        """Return (mean + deviation e - shift) scale, e drawn from N(0, 1), of an image, mirrored as often as `flip`."""
+        moments = self._mirrored if _bernoulli(self._flip, generator) else self._moments
+        mean, deviation = torch.from_numpy(np.array(moments[index])).chunk(2)
         drawn = mean + deviation * torch.randn(mean.shape, generator=generator)
         return (drawn - self._shift) * self._scale
 
 
 Split = PixelSplit | LatentSplit
+
+
+def _bernoulli(probability: float, generator: torch.Generator) -> bool:
+    """Return True with a probability; at 0 no number is drawn."""
+    return probability > 0 and float(torch.rand((), generator=generator)) < probability
 
 
 def scaled_pixels(image: Tensor, size: int, largest: int) -> Tensor:
@@ -174,36 +182,34 @@ class Autoencoder:
         return images
 
 
-def open_pixels(images: ImageData, size: int) -> tuple[PixelSplit, PixelSplit]:
-    """Return the images to train on, and those that are held out."""
-    train, held_out = (PixelSplit(split, size, images.largest) for split in (images.train, images.held_out))
-    return train, held_out
+def open_pixels(images: ImageData, size: int, flip: float = 0.0) -> tuple[PixelSplit, PixelSplit]:
+    """Return the images to train on, mirrored with probability `flip`, and those that are held out."""
+    return (
+        PixelSplit(images.train, size, images.largest, flip),
+        PixelSplit(images.held_out, size, images.largest),
+    )
 
 
-def open_latents(images: ImageData, autoencoder: Autoencoder, size: int) -> tuple[LatentSplit, LatentSplit]:
+def open_latents(
+    images: ImageData, autoencoder: Autoencoder, size: int, flip: float = 0.0
+) -> tuple[LatentSplit, LatentSplit]:
     """Return latents of `size` x `size` of the images to train on, and of those held out; encode them the first time.
 
-    Another process that encodes the same images is waited for. Raises UserError for images that the autoencoder does
-    not read, and where nothing can be written.
+    Images to train on are mirrored with probability `flip`. Another process that encodes the same images is waited for.
+    Raises UserError for images that the autoencoder does not read, and where nothing can be written.
     """
     if autoencoder.image_channels not in (3, images.channels):
         raise UserError(
             f"{autoencoder.path} encodes images of {autoencoder.image_channels} channels, those of {images.name} have "
             f"{images.channels}: choose another autoencoder"
         )
-    key = hashlib.sha256(f"{images.digest}:{autoencoder.digest}:{size}".encode()).hexdigest()[:20]
-    directory = latents_cache() / key
-    with disk_errors(directory.parent):
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        _write_once(directory, lambda target: _encode_all(images, autoencoder, size, target))
-    splits = {"train": images.train, "held_out": images.held_out}
-    train, held_out = (
-        LatentSplit(
-            split.labels, np.load(directory / f"{name}.npy", mmap_mode="r"), autoencoder.shift, autoencoder.scale
-        )
-        for name, split in splits.items()
+    encoder = _Encoder(images, autoencoder, size)
+    moments = encoder.moments({"train": images.train, "held_out": images.held_out})
+    mirrored = encoder.moments({"train": images.train}, mirrored=True) if flip else moments
+    return (
+        LatentSplit(images.train.labels, autoencoder, moments["train"], mirrored["train"], flip),
+        LatentSplit(images.held_out.labels, autoencoder, moments["held_out"], None, 0.0),
     )
-    return train, held_out
 
 
 def latents_cache() -> Path:
@@ -228,18 +234,36 @@ def _write_once(directory: Path, write: Callable[[Path], None]) -> None:
                 move_durably(partial, directory)
 
 
-def _encode_all(images: ImageData, autoencoder: Autoencoder, size: int, target: Path) -> None:
-    """Write mean and deviation of the latents of all images: a file for each split, fp32 [images, 2 channels, ...]."""
-    splits = {"train": images.train, "held_out": images.held_out}
-    pixels, done = size * autoencoder.factor, 0
-    with ProgressDisplay(sum(map(len, splits.values())), unit="images") as progress:
-        for name, split in splits.items():
-            shape = (len(split), 2 * autoencoder.channels, size, size)
-            moments = np.lib.format.open_memmap(target / f"{name}.npy", mode="w+", dtype=np.float32, shape=shape)
-            for start in range(0, len(split), ENCODED_AT_ONCE):
-                indices = range(start, min(start + ENCODED_AT_ONCE, len(split)))
-                batch = torch.stack([scaled_pixels(split.image(each), pixels, images.largest) for each in indices])
-                moments[start : start + len(batch)] = autoencoder.encode(batch).numpy()
-                done += len(batch)
-                progress.update(done, f"encoding {images.name}")
-            moments.flush()
+@dataclass(frozen=True)
+class _Encoder:
+    """What encodes images, and keeps the latents in the cache."""
+
+    images: ImageData
+    autoencoder: Autoencoder
+    size: int
+
+    def moments(self, splits: dict[str, ImageSplit], *, mirrored: bool = False) -> dict[str, Any]:
+        """Return mean and deviation of the latents of splits: of each, fp32 [images, 2 channels, size, size]."""
+        parts = (self.images.digest, self.autoencoder.digest, str(self.size), *["mirrored"] * mirrored)
+        directory = latents_cache() / hashlib.sha256(":".join(parts).encode()).hexdigest()[:20]
+        with disk_errors(directory.parent):
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            _write_once(directory, lambda target: self._write(splits, target, mirrored))
+        return {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in splits}
+
+    def _write(self, splits: dict[str, ImageSplit], target: Path, mirrored: bool) -> None:
+        """Write a file of moments for each split."""
+        pixels, largest, done = self.size * self.autoencoder.factor, self.images.largest, 0
+        label = f"encoding {self.images.name}" + (", mirrored" if mirrored else "")
+        with ProgressDisplay(sum(map(len, splits.values())), unit="images") as progress:
+            for name, split in splits.items():
+                shape = (len(split), 2 * self.autoencoder.channels, self.size, self.size)
+                moments = np.lib.format.open_memmap(target / f"{name}.npy", mode="w+", dtype=np.float32, shape=shape)
+                for start in range(0, len(split), ENCODED_AT_ONCE):
+                    indices = range(start, min(start + ENCODED_AT_ONCE, len(split)))
+                    batch = torch.stack([scaled_pixels(split.image(each), pixels, largest) for each in indices])
+                    found = self.autoencoder.encode(batch.flip(-1) if mirrored else batch)
+                    moments[start : start + len(found)] = found.numpy()
+                    done += len(found)
+                    progress.update(done, label)
+                moments.flush()

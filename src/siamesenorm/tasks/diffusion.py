@@ -58,6 +58,8 @@ class DiffusionTaskConfig(TaskConfig):
     """Schedule of the noise, as diffusers names it."""
     label_dropout: float = 0.1
     """Share of the samples without their class."""
+    flip: float = 0.0
+    """Probability of a horizontal flip of a training image; DiT's is 0.5."""
     validation_images: int = 0
     """Held-out images of an evaluation, the first ones; 0 is all of them."""
 
@@ -69,6 +71,8 @@ class DiffusionTaskConfig(TaskConfig):
             raise unknown("beta_schedule", self.beta_schedule, get_args(BetaSchedule))
         if not 0 <= self.label_dropout < 1:
             raise UserError(f"label_dropout is {self.label_dropout}: choose a number from 0 to below 1")
+        if not 0 <= self.flip <= 1:
+            raise UserError(f"flip is {self.flip}: choose a number from 0 to 1")
         if self.validation_images < 0:
             raise UserError(f"validation_images is {self.validation_images}: choose at least 0")
 
@@ -167,13 +171,13 @@ class DiffusionTask(Task):
     def _open_splits(self, images: ImageData) -> tuple[Split, Split]:
         model = self.config.model
         if self.autoencoder is not None:
-            return open_latents(images, self.autoencoder, model.image_size)
+            return open_latents(images, self.autoencoder, model.image_size, self.config.flip)
         if images.channels != model.channels:
             raise UserError(
                 f"the images of {self.config.data} have {images.channels} channels, the model reads {model.channels}: "
                 f"give --model.channels {images.channels}"
             )
-        return open_pixels(images, model.image_size)
+        return open_pixels(images, model.image_size, self.config.flip)
 
     def loss(self, model: nn.Module, position: int, count: int) -> Losses:
         """Return the squared error of the noise in `count` images, and of a learned variance the variational bound."""
@@ -209,7 +213,7 @@ class DiffusionTask(Task):
     def _draw(
         self, split: Split, indices: Sequence[int], generators: Sequence[torch.Generator], dropped: float
     ) -> Noised:
-        """Return samples of images at the indices: of each, in this order, label, timestep, noise, and latents."""
+        """Return samples of images at the indices: of each, in this order, label, timestep, noise, flip and latents."""
         rows = []
         for index, generator in zip(indices, generators, strict=True):
             label = int(split.labels[index])

@@ -252,7 +252,7 @@ def dit_l_4(data: Any) -> RunConfig:
 
     return RunConfig(
         task=DiffusionTaskConfig(
-            data=data, vae="vae", model=diffusion_transformer_config("dit-l-4"), validation_images=5000
+            data=data, vae="vae", model=diffusion_transformer_config("dit-l-4"), flip=0.5, validation_images=5000
         ),
         optimizer=OptimizerConfig(learning_rate=1e-4, shape="constant", beta2=0.999, weight_decay=0.0, clip=0.0),
         steps=400_000,
