@@ -351,6 +351,22 @@ def test_a_page_has_the_data_and_the_commands_of_all_grids_and_reductions_beside
     assert ours == pytest.approx(losses["pre"] - losses["siamese"], rel=0.05)
 
 
+def test_compiled_runs_are_compared_with_others_on_request_alone(small_world: tuple[Path, Workers]) -> None:
+    path, workers = small_world
+    command = ["--data", "data", "--out", "out", "--jobs", "1"]
+    assert main(["reproduce", "table1", *command, "--compile", "off"]) == 0
+    assert main(["reproduce", "league", *command, "--compile", "on"]) == 2
+    assert len(workers.started) == 12 and not (path / "out/mini/league/item.json").exists()
+    assert main(["reproduce", "league", *command, "--compile", "on", "--mixed"]) == 0
+    assert {config.execution.compile for config in workers.configs[12:]} == {"on"}
+    assert read_item(path / "out/mini/league").mixed and not read_item(path / "out/mini/table1").mixed
+    assert "runs were compiled" in (path / "out/mini/league/report/report.md").read_text()
+    assert main(["report", "out/mini/league"]) == 0
+    record = path / "out/mini/league/item.json"
+    record.write_text(record.read_text().replace('"mixed": true', '"mixed": false'))
+    assert main(["report", "out/mini/league"]) == 2, "a grid does not disappear from the page"
+
+
 def test_what_stopped_goes_on(small_world: tuple[Path, Workers]) -> None:
     _, workers = small_world
     workers.polls_of = lambda config: 10**9 if len(workers.started) > 2 else 0

@@ -81,6 +81,8 @@ class ReproduceArguments:
     """Device of the runs, if not that of the scale."""
     compile: Compile = "auto"
     """Compile the blocks of the runs; auto does where it pays for a run alone. Runs of one method share the code."""
+    mixed: bool = False
+    """Allow runs that are computed with different kernels, or partly compiled; the page then says so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,9 +194,10 @@ def train_item(item: Item, arguments: ReproduceArguments, deadline: float) -> It
             comparisons=grid.comparisons(template),
             command=shlex.join(["siamesenorm", *sys.argv[1:]]),
             stores=(arguments.out / "runs", *arguments.runs),
+            mixed=arguments.mixed,
             deadline=deadline,
         )
-        write = partial(write_item, directory, item, scale, arguments.costs)
+        write = partial(write_item, directory, item, scale, arguments.costs, mixed=arguments.mixed)
         with contextlib.closing(ItemConsole(experiment.directory, write)) as experiment.observer:
             experiment.train(partial(grid.stages, workload))
         yield experiment

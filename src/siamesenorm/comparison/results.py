@@ -254,6 +254,14 @@ def read_run(path: Path, planned: PlannedRun | None = None) -> RunResult:
         raise UserError(f"{path} is not a run that this version can read ({error}): train it again") from error
 
 
+def has_started(path: Path) -> bool:
+    """Return whether the directory of an experiment has a plan, and any run of it a record."""
+    plan = read_plan(path)
+    return plan is not None and any(
+        RunDirectory(find_planned(path, plan, name)).metrics_file.exists() for name in plan.runs
+    )
+
+
 def read_experiment(path: Path, *, mixed: bool = False) -> ExperimentResults:
     """Read the directory of an experiment with all its runs, in the stores that its plan names.
 

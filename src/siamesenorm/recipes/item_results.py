@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from siamesenorm.comparison.experiment_plan import read_plan
 from siamesenorm.comparison.findings import choose_learning_rate
-from siamesenorm.comparison.results import ExperimentResults, RunResult, read_experiment
+from siamesenorm.comparison.results import ExperimentResults, RunResult, has_started, read_experiment
 from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json, disk_errors, encode_json, write_atomically
 from siamesenorm.recipes.claims import Cell, JudgedClaim, judge_claims
@@ -25,7 +24,8 @@ ITEM_FILE = "item.json"
 class ItemResults:
     """An item at a scale, and the results of its grids that have any, by the name of the grid.
 
-    `costs` are step times over Pre-Norm's by topology, measured apart from the runs.
+    `costs` are step times over Pre-Norm's by topology, measured apart from the runs. `mixed` allows runs of a grid that
+    were computed with different kernels, or partly compiled.
     """
 
     item: Item
@@ -33,6 +33,7 @@ class ItemResults:
     path: Path
     grids: Mapping[str, ExperimentResults]
     costs: Mapping[str, float] = field(default_factory=dict)
+    mixed: bool = False
 
     def runs_in(self, cell: Cell) -> dict[int, RunResult]:
         """Return the finished runs of a cell by seed: those at its rate, or those reported at the chosen one."""
@@ -57,13 +58,18 @@ class ItemResults:
         return judge_claims(self.item.name, claims_of(self.item.name), self.runs_in)
 
 
-def write_item(directory: Path, item: Item, scale: Scale, costs: Path | None = None) -> None:
-    """Write what an item's directory holds the runs of; without `costs`, those that are there stay."""
+def write_item(directory: Path, item: Item, scale: Scale, costs: Path | None = None, *, mixed: bool = False) -> None:
+    """Write what an item's directory holds the runs of; what is not given stays as it is there."""
     file = directory / ITEM_FILE
-    known = read_costs(costs) if costs else decode_json(file.read_bytes())["costs"] if file.is_file() else {}
+    earlier = decode_json(file.read_bytes()) if file.is_file() else {"costs": {}, "mixed": False}
     with disk_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        record: dict[str, Any] = {"item": item.name, "scale": scale, "costs": known}
+        record: dict[str, Any] = {
+            "item": item.name,
+            "scale": scale,
+            "mixed": mixed or earlier["mixed"],
+            "costs": read_costs(costs) if costs else earlier["costs"],
+        }
         write_atomically(file, f"{encode_json(record, indent=1)}\n".encode())
 
 
@@ -72,20 +78,17 @@ def read_item(directory: Path) -> ItemResults:
     try:
         record = decode_json((directory / ITEM_FILE).read_bytes())
         item, scale, costs = find_item(record["item"]), Scale(record["scale"]), record["costs"]
+        mixed = bool(record["mixed"])
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{directory} is not the directory of an item ({error}): reproduce it first") from error
-    grids: dict[str, ExperimentResults] = {}
-    for grid in item.grids:
-        plan = read_plan(directory / grid.directory)
-        if plan is not None and plan.runs:
-            try:
-                grids[grid.name] = read_experiment(directory / grid.directory)
-            except UserError:
-                # Nothing of this grid has started.
-                continue
+    grids = {
+        grid.name: read_experiment(directory / grid.directory, mixed=mixed)
+        for grid in item.grids
+        if has_started(directory / grid.directory)
+    }
     if not grids:
         raise UserError(f"no run of {item.name} has started in {directory}: train it before the report")
-    return ItemResults(item=item, scale=scale, path=directory, grids=grids, costs=costs)
+    return ItemResults(item=item, scale=scale, path=directory, grids=grids, costs=costs, mixed=mixed)
 
 
 def read_costs(file: Path) -> dict[str, float]:
