@@ -229,6 +229,7 @@ def pruning_harm(run: RunResult) -> float | None:
 
 MEASURES: dict[str, Measure] = {
     "loss": Measure(label="held-out loss", unit="nats", of=held_out_loss, published="loss"),
+    "squared error": Measure(label="held-out squared error", unit="", of=held_out_loss, published="loss"),
     "accuracy": Measure(
         label="held-out accuracy",
         unit="%",

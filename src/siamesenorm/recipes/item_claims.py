@@ -112,7 +112,7 @@ def _other_models() -> Iterator[tuple[str, PaperClaim]]:
     text = "SiameseNorm is better than Pre-Norm in image classification"
     yield "deit", higher(text, POST_PRE_CODE, "pre", measure="accuracy")
     text = "SiameseNorm is better than Pre-Norm in diffusion"
-    yield "dit", against(text, POST_PRE_CODE, "pre", published=("fid", "FID", 1.0))
+    yield "dit", against(text, POST_PRE_CODE, "pre", measure="squared error", published=("fid", "FID", 1.0))
 
 
 def _seednorm() -> Iterator[tuple[str, PaperClaim]]:
@@ -137,6 +137,7 @@ def _seednorm() -> Iterator[tuple[str, PaperClaim]]:
             seednorm,
             "pre + layernorm",
             grid="masked autoencoding",
+            measure="squared error",
             published=("accuracy", "% accuracy after fine-tuning", -1.0),
         ),
     )

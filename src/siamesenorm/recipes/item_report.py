@@ -264,8 +264,8 @@ def definitions(results: ItemResults) -> dict[str, str]:
     environments = [each for grid in results.grids.values() for run in grid.runs for each in run.environments[-1:]]
     compiled = sum(bool(each.get("compiled")) for each in environments)
     partly = {
-        "Kernels": f"{compiled} of the {len(environments)} runs were compiled, the others not: their numbers differ by "
-        "rounding, which training amplifies, and their times are not comparable.",
+        "Kernels": f"{compiled} of the {len(environments)} runs were compiled, the others not: numbers differ by "
+        "rounding; times are not comparable.",
     }
     return {
         "Effect": "A measure of the method minus that of the baseline on the same seed, whose runs have the same data "
