@@ -160,7 +160,7 @@ WORKLOADS: dict[str, dict[Scale, Workload]] = {
     "images": {
         Scale.MINI: Workload(
             build=presets.cifar,
-            rates=(2e-3, 6e-3, 2e-2),
+            rates=(6e-4, 2e-3, 6e-3),
             data="images",
             digest="b15f5515113af88f53ea32784985e01f5bc860d98d3e0683a42197df33df3716",
             speed=MINI_SPEED,
