@@ -43,8 +43,8 @@ docs: $(READY)
 	$(BIN)/siamesenorm explain --markdown > docs/topologies.md
 
 pages: $(READY)
-	$(BIN)/python benchmarks/pages.py docs/performance.md docs/cost.md docs/rewire.md docs/vision.md docs/evaluation.md docs/scale.md docs/stability.md
-	$(BIN)/python benchmarks/report_tables.py docs/comparison.md docs/digits.md docs/moe.md docs/diffusion.md docs/continued.md docs/reproduced.md
+	$(BIN)/python benchmarks/pages.py docs/cost.md docs/evaluation.md docs/huggingface.md docs/performance.md docs/rewire.md docs/scale.md docs/seednorm_heads.md docs/stability.md docs/vision.md
+	$(BIN)/python benchmarks/report_tables.py docs/comparison.md docs/digits.md docs/moe.md docs/diffusion.md docs/continued.md docs/reproduced.md docs/seednorm_heads.md
 
 peers: $(READY)
 	$(INSTALL) -e '.[bench]'

@@ -103,15 +103,6 @@ def runs_of(
     ]
 
 
-def realistic_runs(steps: int = 400) -> list[SyntheticRun]:
-    """Return what a real comparison has: seed 0 everywhere, five seeds where it matters, one run interrupted."""
-    more_seeds = {"pre", "dhc-2", "hybridnorm", "siamese", "siamese-post-pre"}
-    runs = runs_of(seeds=range(3), steps=steps) + [
-        run for run in runs_of(seeds=(3, 4), steps=steps) if run.method.label in more_seeds and run.rate == 8e-3
-    ]
-    return [*runs[:-1], replace(runs[-1], until=int(0.6 * steps))]
-
-
 def write_sweep(
     path: Path, runs: Sequence[SyntheticRun], *, missing: Sequence[str] = (), jobs: int = 1, **changes: Any
 ) -> Path:

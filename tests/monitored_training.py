@@ -29,7 +29,7 @@ def tiny_model(topology: str = "siamese", **fields: Any) -> LanguageModel:
 
 
 class Block(nn.Module):
-    """A residual block that hands on a tuple, as many do."""
+    """A residual block that returns a tuple, as many do."""
 
     def __init__(self) -> None:
         super().__init__()

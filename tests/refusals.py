@@ -1,9 +1,13 @@
-"""Command lines that are refused, for the tests of exit codes and of wording."""
+"""Command lines that are refused, for the tests of exit codes and of wording, and what a refusal looks like."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
+
+from siamesenorm.cli import main
 
 TINY = {
     "--model.size": "nano", "--model.depth": 1, "--model.dim": 8, "--model.heads": 2, "--model.hidden": 8,
@@ -93,3 +97,14 @@ def complete(words: Sequence[str], run: Path) -> list[str]:
     given = dict(zip(words[2::2], words[3::2], strict=False))
     tiny = {name: str(value) for name, value in TINY.items() if name not in given} | {"--out": str(run)}
     return [*words[:2], *(word for option in tiny.items() for word in option), *words[2:]]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """Run a command that refuses, and return its one line, which comes after the progress."""
+    capsys.readouterr()
+    assert main([str(word) for word in words]) == 2
+    said = capsys.readouterr()
+    *progress, line = said.err.strip().splitlines()
+    assert said.out == "" and line.startswith("siamesenorm: ") and not set("╭│╰─") & set(line)
+    assert not any(each.startswith(("siamesenorm: ", "Traceback")) for each in progress)
+    return line.removeprefix("siamesenorm: ")

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 
 import siamesenorm
+from refusals import refusal
 from siamesenorm.analysis import available_analyses, build_analysis
 from siamesenorm.cli import main
 from siamesenorm.comparison.analysis_figures import FIGURES, analysis_figures
@@ -55,13 +56,6 @@ def found(runs: list[Path]) -> dict[str, dict[str, dict[str, Any]]]:
 
 def records(run: Path) -> dict[str, dict[str, Any]]:
     return {record["evaluation"]: record for record in read_metrics(run / "evaluations.jsonl")}
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    capsys.readouterr()
-    assert main(["analyze", *map(str, words)]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("siamesenorm: ")]
-    return line
 
 
 def test_every_analysis_is_a_record_of_the_run(runs: list[Path], found: dict[str, dict[str, Any]]) -> None:
@@ -164,10 +158,10 @@ def test_figures_are_of_one_analysis(found: dict[str, dict[str, Any]]) -> None:
 
 def test_what_is_named_and_does_not_fit_is_refused(runs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     before = (runs[1] / "metrics.jsonl").read_bytes()
-    assert "one stream" in refusal(capsys, runs[1], "--what", "stream-share")
-    assert "did you mean pruning" in refusal(capsys, runs[1], "--what", "prunning")
-    assert "--text" in refusal(capsys, runs[1].parent)
-    assert "at least 1" in refusal(capsys, runs[1], "--samples", 0)
+    assert "one stream" in refusal(capsys, "analyze", runs[1], "--what", "stream-share")
+    assert "did you mean pruning" in refusal(capsys, "analyze", runs[1], "--what", "prunning")
+    assert "--text" in refusal(capsys, "analyze", runs[1].parent)
+    assert "at least 1" in refusal(capsys, "analyze", runs[1], "--samples", 0)
     assert (runs[1] / "metrics.jsonl").read_bytes() == before
 
 
@@ -225,4 +219,4 @@ def test_text_that_a_model_cannot_read_is_refused(
         ("large.npy", "token 1000"), ("short.npy", "5 tokens"), ("real.npy", "float64"), ("text.txt", "no tokenizer"),
         ("none.txt", "no such file"),
     ):  # fmt: skip
-        assert reason in refusal(capsys, directory, "--text", tmp_path / name, "--context", 12)
+        assert reason in refusal(capsys, "analyze", directory, "--text", tmp_path / name, "--context", 12)

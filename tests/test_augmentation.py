@@ -34,10 +34,10 @@ from siamesenorm.data.randomness import generator_at
 from siamesenorm.errors import UserError
 from siamesenorm.tasks.classification import ClassificationTask
 from siamesenorm.training.config import Execution, RunConfig
-from siamesenorm.training.loop import Instrument, train
+from siamesenorm.training.loop import train
 from siamesenorm.training.optimizer import OptimizerConfig
 from siamesenorm.training.presets import presets
-from training_runs import records, with_model, with_task
+from training_runs import assert_resumes, records, with_model, with_task
 
 ALL = Augmentation(
     crop="pad", padding=2, flip=0.5, magnitude=9, erasing=0.5, mixup=0.8, cutmix=1.0, label_smoothing=0.1, repeats=3
@@ -251,17 +251,8 @@ def test_the_loss_is_that_of_soft_targets() -> None:
 
 
 def test_interrupted_with_all_of_it_a_run_ends_with_the_same_bits(tmp_path: Path) -> None:
-    class Interruption(Instrument):
-        def on_step(self, loop: Any, record: dict[str, Any]) -> None:
-            if record["step"] == 5:
-                raise KeyboardInterrupt
-
     config = digits(**{**dataclasses.asdict(ALL), "padding": 1, "magnitude": 0})
-    train(config, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        train(config, tmp_path / "resumed", instruments=(Interruption(),))
-    train(config, tmp_path / "resumed")
-    assert records(tmp_path / "resumed") == records(tmp_path / "whole")
+    assert_resumes(config, tmp_path, after=5)
     accumulated = dataclasses.replace(config, micro_batch=4)
     train(accumulated, tmp_path / "accumulated")
     losses = [[r["loss"] for r in records(tmp_path / name, "train")] for name in ("whole", "accumulated")]

@@ -17,12 +17,12 @@ from siamesenorm.models.block import TransformerOutput
 from siamesenorm.models.masked_autoencoder import build_masked_autoencoder
 from siamesenorm.tasks.autoencoding import AutoencodingTask
 from siamesenorm.training.config import Execution, RunConfig
-from siamesenorm.training.loop import Instrument, train
+from siamesenorm.training.loop import train
 from siamesenorm.training.optimizer import OptimizerConfig
 from siamesenorm.training.presets import presets
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.world import World
-from training_runs import losses, records, with_model, with_task
+from training_runs import assert_resumes, losses, records, with_model, with_task
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_steps=4)
 EXECUTION = Execution(threads=1, checkpoint_every=4, compile="off", keep_states=True)
@@ -116,20 +116,8 @@ def test_the_floor_is_the_loss_of_the_best_constant(normalised: bool) -> None:
 
 
 def test_interrupted_it_ends_with_the_same_bits(tmp_path: Path) -> None:
-    class Interruption(Instrument):
-        def on_step(self, loop: Any, record: dict[str, Any]) -> None:
-            if record["step"] == 7:
-                raise KeyboardInterrupt
-
     config = with_model(digits(steps=10, validation_every=5, ema=0.9), dropout=0.1, drop_path=0.2)
-    train(config, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        train(config, tmp_path / "resumed", instruments=(Interruption(),))
-    train(config, tmp_path / "resumed")
-    assert records(tmp_path / "resumed") == records(tmp_path / "whole")
-    for group in ("model", "optimizer", "random", "ema"):
-        files = [tmp_path / run / f"checkpoints/step-00000010/{group}.safetensors" for run in ("whole", "resumed")]
-        assert files[0].read_bytes() == files[1].read_bytes()
+    assert_resumes(config, tmp_path, after=7)
 
 
 def test_micro_batches_change_nothing_but_rounding(tmp_path: Path) -> None:

@@ -156,9 +156,6 @@ def test_auto_is_fused_where_there_are_kernels(topology: str, monkeypatch: pytes
     torch.testing.assert_close(found, run(tiny_model(topology)), rtol=1e-12, atol=1e-12)
 
 
-OPAQUE = "torch.func and forward-mode AD cannot see through the fused boundary: use plain kernels"
-
-
 def test_auto_is_plain_under_torch_func_and_fused_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its transformations do not see through operators: a function's gradient is that of the plain formulas."""
     pretend_kernels(monkeypatch)
@@ -226,7 +223,7 @@ def read_of(kernels: str) -> Any:
 
 
 def test_auto_is_plain_for_small_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where launching takes the host longer than the plain formulas; who insists gets the operator."""
+    """Where launching takes the host longer than the plain formulas; the operator is used on request."""
     pretend_kernels(monkeypatch, smallest=8 * 4 * 4)
     for kernels, rows, fused in (("auto", 7, 0), ("auto", 8, 1), ("fused", 7, 1)):
         with Calls() as calls:
@@ -347,9 +344,6 @@ def test_norms_of_fused_connections_are_not_swapped(kernels: str) -> None:
         f"connection.{n}" for n in ("post_norm", "identity_norm", "input_norm")
     ]
     assert all("kernels='plain'" in reason for _, reason in report.refused)
-
-
-LAWS = pytest.mark.laws
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # PyTorch's compiler asks for it, and hides this

@@ -162,7 +162,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("fault", DAMAGES)
-def test_a_damaged_one_is_passed_over_and_told(tmp_path, fault):
+def test_a_damaged_one_is_passed_over_and_named(tmp_path, fault):
     save(tmp_path, 100)
     DAMAGES[fault](save(tmp_path, 200))
     checkpoint = load_checkpoint(tmp_path)

@@ -20,11 +20,11 @@ from siamesenorm.models.vision import build_vision_transformer
 from siamesenorm.tasks import available_tasks, task_from_json
 from siamesenorm.tasks.classification import ClassificationTask
 from siamesenorm.training.config import Execution, RunConfig
-from siamesenorm.training.loop import Instrument, train
+from siamesenorm.training.loop import train
 from siamesenorm.training.optimizer import OptimizerConfig
 from siamesenorm.training.presets import presets
 from siamesenorm.training.run_directory import RunDirectory
-from training_runs import losses, records, with_model
+from training_runs import assert_resumes, losses, records, with_model
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_steps=4)
 EXECUTION = Execution(threads=1, checkpoint_every=4, compile="off", keep_states=True)
@@ -86,20 +86,8 @@ def test_held_out_images_are_the_same_for_every_seed_and_never_trained_on() -> N
 
 
 def test_interrupted_it_ends_with_the_same_bits(tmp_path: Path) -> None:
-    class Interruption(Instrument):
-        def on_step(self, loop: Any, record: dict[str, Any]) -> None:
-            if record["step"] == 7:
-                raise KeyboardInterrupt
-
     config = with_model(digits(steps=10, validation_every=5), dropout=0.1)
-    train(config, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        train(config, tmp_path / "resumed", instruments=(Interruption(),))
-    train(config, tmp_path / "resumed")
-    assert records(tmp_path / "resumed") == records(tmp_path / "whole")
-    for group in ("model", "optimizer", "random"):
-        files = [tmp_path / run / f"checkpoints/step-00000010/{group}.safetensors" for run in ("whole", "resumed")]
-        assert files[0].read_bytes() == files[1].read_bytes()
+    assert_resumes(config, tmp_path, after=7)
 
 
 def test_its_configuration_survives_json_and_is_identified_by_its_images() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import siamesenorm
-from refusals import REFUSED, TINY, complete
+from refusals import REFUSED, TINY, complete, refusal
 from siamesenorm import Topology, available_norms, available_topologies, build_language_model, build_norm
 from siamesenorm.cli import COMMANDS, explain, main, sizes
 from siamesenorm.data import PreparedData
@@ -55,18 +55,6 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Run a command that succeeds and return what it prints."""
     assert main(arguments) == 0
     return capsys.readouterr().out
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Run a command that refuses and return its one line."""
-    capsys.readouterr()
-    assert main(arguments) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    (line,) = said.err.splitlines()
-    assert line.startswith("siamesenorm: ")
-    assert not set("╭│╰─") & set(line)
-    return line.removeprefix("siamesenorm: ")
 
 
 # --- help ------------------------------------------------------------------------------------------------------------

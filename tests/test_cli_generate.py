@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from refusals import refusal
 from siamesenorm.cli import main
 
 transformers = pytest.importorskip("transformers")
@@ -48,14 +49,6 @@ def generated(capsys: pytest.CaptureFixture[str], directory: Path, *options: str
     capsys.readouterr()
     assert main(["generate", str(directory), "--json", *options]) == 0, capsys.readouterr()
     return json.loads(capsys.readouterr().out)
-
-
-def refusal(capsys: pytest.CaptureFixture[str], directory: Path, *options: str) -> str:
-    capsys.readouterr()
-    assert main(["generate", str(directory), *options]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.count("\n") == 1
-    return said.err
 
 
 @torch.no_grad()
@@ -106,26 +99,28 @@ def test_a_document_ends_where_the_model_ends_it(directory: Path, capsys: pytest
 def test_what_cannot_be_continued_is_refused(llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bare = tmp_path / "bare"
     llama.save_pretrained(bare)
-    assert "bare has no tokenizer: save it beside the model" in refusal(capsys, bare)
+    assert "bare has no tokenizer: save it beside the model" in refusal(capsys, "generate", bare)
     save_tokenizer(bare)
-    assert "no token that begins a text: give a --prompt" in refusal(capsys, bare)
+    assert "no token that begins a text: give a --prompt" in refusal(capsys, "generate", bare)
     long = ["--prompt", "w1 w2", "--tokens", "15"]
-    assert "the model reads 16, and the prompt has 2: generate at most 14" in refusal(capsys, bare, *long)
+    assert "the model reads 16, and the prompt has 2: generate at most 14" in refusal(capsys, "generate", bare, *long)
     long = ["--prompt", "w1 " * 18, "--tokens", "1"]
-    assert "the model reads 16, and the prompt has 18: shorten the prompt" in refusal(capsys, bare, *long)
+    assert "the model reads 16, and the prompt has 18: shorten the prompt" in refusal(capsys, "generate", bare, *long)
     (bare / "config.json").write_text(json.dumps({"_class_name": "DiTTransformer2DModel"}))
-    assert "bare holds a DiTTransformer2DModel, which generates no text" in refusal(capsys, bare)
+    assert "bare holds a DiTTransformer2DModel, which generates no text" in refusal(capsys, "generate", bare)
     llama.model.save_pretrained(bare)
-    assert "bare holds a LlamaModel, which generates no text" in refusal(capsys, bare, "--prompt", "w1")
+    assert "bare holds a LlamaModel, which generates no text" in refusal(capsys, "generate", bare, "--prompt", "w1")
 
 
 def test_a_prompt_that_is_no_text_and_a_temperature_that_overflows_are_refused(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "--prompt 'w1 \\udcff': character 4 is no text: give UTF-8" in refusal(
-        capsys, directory, "--prompt", "w1 \udcff"
+        capsys, "generate", directory, "--prompt", "w1 \udcff"
     )
-    assert "--temperature 1e-40: choose at least 1e-06, or 0" in refusal(capsys, directory, "--temperature", "1e-40")
+    assert "--temperature 1e-40: choose at least 1e-06, or 0" in refusal(
+        capsys, "generate", directory, "--temperature", "1e-40"
+    )
     for temperature in ("1e-6", "1e30"):
         assert generated(capsys, directory, "--prompt", "w1", "--tokens", "3", "--temperature", temperature)["tokens"]
 
@@ -135,7 +130,9 @@ def test_a_token_that_the_model_does_not_know_is_refused(directory: Path, capsys
     record = json.loads(file.read_text())
     record["model"]["vocab"]["w99"] = 32
     file.write_text(json.dumps(record))
-    assert "its tokenizer gives token 32, and the model has 32" in refusal(capsys, directory, "--prompt", "w1 w99")
+    assert "its tokenizer gives token 32, and the model has 32" in refusal(
+        capsys, "generate", directory, "--prompt", "w1 w99"
+    )
     assert generated(capsys, directory, "--prompt", "w1", "--tokens", "3")["tokens"]
 
 
@@ -144,7 +141,7 @@ def test_weights_that_are_not_finite_are_refused(directory: Path, capsys: pytest
     with torch.no_grad():
         model.model.norm.weight[0] = torch.nan
     model.save_pretrained(directory)
-    assert "model.norm.weight" in refusal(capsys, directory, "--prompt", "w1")
+    assert "model.norm.weight" in refusal(capsys, "generate", directory, "--prompt", "w1")
 
 
 def test_an_encoder_and_decoder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,5 +150,5 @@ def test_an_encoder_and_decoder_is_refused(tmp_path: Path, capsys: pytest.Captur
     )
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
     save_tokenizer(tmp_path / "t5")
-    line = refusal(capsys, tmp_path / "t5", "--prompt", "w1")
+    line = refusal(capsys, "generate", tmp_path / "t5", "--prompt", "w1")
     assert "holds a T5ForConditionalGeneration, which has an encoder" in line

@@ -15,6 +15,7 @@ import torch
 
 import siamesenorm
 from huggingface_hosts import build_host
+from refusals import refusal
 from siamesenorm.cli import main
 from siamesenorm.interop import wiring
 
@@ -66,16 +67,12 @@ def output(capsys: pytest.CaptureFixture[str], directory: Path, *options: str) -
     return capsys.readouterr().out
 
 
-def refusal(capsys: pytest.CaptureFixture[str], directory: Path | str, out: Path, *options: str) -> str:
+def refused_rewiring(capsys: pytest.CaptureFixture[str], directory: Path | str, out: Path, *options: str) -> str:
     """Return the one line with which the command refuses, and see that it wrote nothing."""
-    capsys.readouterr()
     before = sorted(out.parent.rglob("*"))
-    assert main(["rewire", str(directory), "--out", str(out), *options]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and sorted(out.parent.rglob("*")) == before
-    line = said.err.splitlines()[-1]
-    assert line.startswith("siamesenorm: ")
-    return line.removeprefix("siamesenorm: ")
+    line = refusal(capsys, "rewire", directory, "--out", out, *options)
+    assert sorted(out.parent.rglob("*")) == before
+    return line
 
 
 @torch.no_grad()
@@ -208,7 +205,7 @@ def test_a_name_of_the_hub_is_not_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    line = refusal(capsys, "meta-llama/Llama-3.2-1B", tmp_path / "out", "--topology", "siamese")
+    line = refused_rewiring(capsys, "meta-llama/Llama-3.2-1B", tmp_path / "out", "--topology", "siamese")
     assert "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B" in line
 
 
@@ -324,7 +321,7 @@ def test_a_directory_that_cannot_be_rewired_is_refused(
 ) -> None:
     damage, words = SPOILED[spoil]
     damage(llama_directory)
-    line = refusal(capsys, llama_directory, llama_directory.parent / "out", "--topology", "siamese")
+    line = refused_rewiring(capsys, llama_directory, llama_directory.parent / "out", "--topology", "siamese")
     assert words in line and str(llama_directory) in line
 
 
@@ -333,7 +330,9 @@ def test_from_scratch_weights_that_cannot_be_loaded_are_not_passed_over(
     name: str, llama_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (llama_directory / "model.safetensors").rename(llama_directory / name)
-    line = refusal(capsys, llama_directory, llama_directory.parent / "out", "--topology", "siamese", "--scratch")
+    line = refused_rewiring(
+        capsys, llama_directory, llama_directory.parent / "out", "--topology", "siamese", "--scratch"
+    )
     assert name in line and str(llama_directory) in line
 
 
@@ -344,7 +343,7 @@ def test_a_remedy_is_none_that_is_refused(tmp_path: Path, capsys: pytest.Capture
         "hybridnorm": "use siamese-post-pre",
         "siamese": "use siamese-post-pre, or keep the function, which adds no norm to the attention",
     }.items():
-        line = refusal(capsys, tmp_path / "gpt2", tmp_path / "out", "--topology", topology, "--scratch")
+        line = refused_rewiring(capsys, tmp_path / "gpt2", tmp_path / "out", "--topology", topology, "--scratch")
         assert line.endswith(remedy)
     output(capsys, tmp_path / "gpt2", "--topology", "siamese-post-pre", "--scratch")
 
@@ -389,7 +388,7 @@ def test_masks_that_old_versions_saved_are_no_weights(tmp_path: Path, capsys: py
 def test_a_bad_request_is_refused(
     options: list[str], words: str, llama_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert words in refusal(capsys, llama_directory, llama_directory.parent / "out", *options)
+    assert words in refused_rewiring(capsys, llama_directory, llama_directory.parent / "out", *options)
 
 
 def test_an_unsupported_architecture_is_refused_with_its_blocks(
@@ -399,7 +398,7 @@ def test_an_unsupported_architecture_is_refused_with_its_blocks(
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
     )
     transformers.BertModel(config).save_pretrained(tmp_path / "bert")
-    line = refusal(capsys, tmp_path / "bert", tmp_path / "out", "--topology", "siamese")
+    line = refused_rewiring(capsys, tmp_path / "bert", tmp_path / "out", "--topology", "siamese")
     assert "encoder.layer has blocks of class BertLayer, which are Post-Norm" in line
 
 
@@ -409,13 +408,13 @@ def test_a_rewired_model_is_refused(
     libraries = {llama_directory: "transformers", dit_directory: "diffusers"}
     for directory, library in libraries.items():
         output(capsys, directory, "--topology", "siamese")
-        line = refusal(capsys, tmp_path / "out", tmp_path / "again", "--topology", "pre")
+        line = refused_rewiring(capsys, tmp_path / "out", tmp_path / "again", "--topology", "pre")
         assert "rewired already" in line
         assert main(["export", str(tmp_path / "out"), "--out", str(tmp_path / "again")]) == 2
         line = capsys.readouterr().err
         assert f"in the format of {library} already" in line and "from_pretrained" in line
         spoil_configuration(tmp_path / "out", siamesenorm=[])
-        assert "no model of" not in refusal(capsys, tmp_path / "out", tmp_path / "again", "--topology", "pre")
+        assert "no model of" not in refused_rewiring(capsys, tmp_path / "out", tmp_path / "again", "--topology", "pre")
         shutil.rmtree(tmp_path / "out")
 
 
@@ -431,7 +430,7 @@ def test_nothing_is_written_over(llama_directory: Path, tmp_path: Path, capsys: 
         tmp_path / "link": f"is a link: choose another directory, or name {tmp_path / 'empty'} itself",
         tmp_path / "dangling": f"is a link: choose another directory, or name {tmp_path / 'nowhere'} itself",
     }.items():
-        line = refusal(capsys, llama_directory, out, "--topology", "siamese")
+        line = refused_rewiring(capsys, llama_directory, out, "--topology", "siamese")
         assert line.startswith(f"{out} ") and words in line
         assert main(["export", str(tmp_path / "no model"), "--out", str(out)]) == 2
         assert capsys.readouterr().err == f"siamesenorm: {line}\n"
@@ -444,7 +443,7 @@ def test_a_full_disk_leaves_nothing(
     for directory in (llama_directory, dit_directory):
         resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
         try:
-            line = refusal(capsys, directory, tmp_path / "out", "--topology", "siamese")
+            line = refused_rewiring(capsys, directory, tmp_path / "out", "--topology", "siamese")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert "no room left to write" in line
@@ -454,7 +453,7 @@ def test_a_library_that_is_not_there_is_named(
     llama_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    line = refusal(capsys, llama_directory, llama_directory.parent / "out", "--topology", "siamese")
+    line = refused_rewiring(capsys, llama_directory, llama_directory.parent / "out", "--topology", "siamese")
     assert "needs transformers" in line and "pip install 'siamesenorm[hf]'" in line
 
 
@@ -512,4 +511,4 @@ def test_what_a_model_of_this_library_cannot_become(
         "name their place with --data": ["--topology", "dhc-2", "--data", str(tmp_path)],
     }
     for words, options in requests.items():
-        assert words in refusal(capsys, run, tmp_path / "out", *options)
+        assert words in refused_rewiring(capsys, run, tmp_path / "out", *options)

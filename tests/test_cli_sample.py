@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 pytest.importorskip("diffusers")
 
+from refusals import refusal
 from siamesenorm.cli import main  # noqa: E402
 from siamesenorm.cli.sample import grid, png  # noqa: E402
 
@@ -75,16 +76,6 @@ def test_the_average_of_the_weights_is_used_where_there_is_one(
     assert any(not torch.equal(stored[0][name], stored[1][name]) for name in stored[0])
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    capsys.readouterr()
-    assert main(["sample", *arguments]) == 2
-    said = capsys.readouterr()
-    *progress, line = said.err.strip().split("\n")
-    assert said.out == "" and line.startswith("siamesenorm: ")
-    assert not any(each.startswith(("siamesenorm: ", "Traceback")) for each in progress)
-    return line
-
-
 @pytest.mark.parametrize(
     "options",
     ["--classes 10", "--steps 0", "--steps 2000", "--sampler euler", "--guidance -1", "--count 0", "--batch 0",
@@ -95,7 +86,7 @@ def test_bad_options_are_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     files = [] if "--out" in options else ["--out", "grid.png"]
-    refused(capsys, str(trained), "--steps", "2", *files, *options.split())
+    refusal(capsys, "sample", str(trained), "--steps", "2", *files, *options.split())
     assert not list(tmp_path.iterdir())
 
 
@@ -105,15 +96,15 @@ def test_runs_that_cannot_be_sampled_are_refused(
     assert (
         main(["train", "digits", "--steps", "1", "--optimizer.warmup-steps", "0", "--out", str(tmp_path / "vit")]) == 0
     )
-    assert "classification" in refused(capsys, str(tmp_path / "vit"))
-    refused(capsys, str(tmp_path))
+    assert "classification" in refusal(capsys, "sample", str(tmp_path / "vit"))
+    refusal(capsys, "sample", str(tmp_path))
     run = tmp_path / "empty"
     run.mkdir()
     shutil.copy(trained / "config.json", run)
-    assert "checkpoint" in refused(capsys, str(run))
+    assert "checkpoint" in refusal(capsys, "sample", str(run))
     config = json.loads((trained / "config.json").read_text())
     (run / "config.json").write_text(json.dumps({**config, "ema": 0.0}))
-    assert "--weights model" in refused(capsys, str(run), "--weights", "ema")
+    assert "--weights model" in refusal(capsys, "sample", str(run), "--weights", "ema")
 
 
 def test_a_run_that_diverged_is_refused_and_nothing_is_written(
@@ -130,7 +121,7 @@ def test_a_run_that_diverged_is_refused_and_nothing_is_written(
 
     monkeypatch.setattr(sample, "open_weights", broken)
     files = ["--out", str(tmp_path / "grid.png"), "--npz", str(tmp_path / "images.npz")]
-    refused(capsys, str(trained), *DRAW, *files)
+    refusal(capsys, "sample", str(trained), *DRAW, *files)
     assert not list(tmp_path.iterdir())
 
 

@@ -25,10 +25,10 @@ from siamesenorm.tasks.diffusion_process import DiffusionProcess, level_log_like
 from siamesenorm.tasks.diffusion_samples import guided  # noqa: E402
 from siamesenorm.topologies import build_topology  # noqa: E402
 from siamesenorm.training.config import Execution, RunConfig  # noqa: E402
-from siamesenorm.training.loop import Instrument, train  # noqa: E402
+from siamesenorm.training.loop import train  # noqa: E402
 from siamesenorm.training.presets import PRESETS  # noqa: E402
 from siamesenorm.world import World  # noqa: E402
-from training_runs import losses, records, with_model, with_task  # noqa: E402
+from training_runs import assert_resumes, losses, records, with_model, with_task  # noqa: E402
 
 EXECUTION = Execution(threads=1, checkpoint_every=4, compile="off", keep_states=True)
 CPU = torch.device("cpu")
@@ -229,20 +229,8 @@ def test_it_learns(learned: Path) -> None:
 
 
 def test_interrupted_it_ends_with_the_same_bits(tmp_path: Path) -> None:
-    class Interruption(Instrument):
-        def on_step(self, loop: Any, record: dict[str, Any]) -> None:
-            if record["step"] == 7:
-                raise KeyboardInterrupt
-
     config = digits(steps=10, validation_every=5, ema=0.5, model={"dropout": 0.1, "learned_sigma": True})
-    train(config, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        train(config, tmp_path / "resumed", instruments=(Interruption(),))
-    train(config, tmp_path / "resumed")
-    assert records(tmp_path / "resumed") == records(tmp_path / "whole")
-    for group in ("model", "ema", "optimizer", "random"):
-        files = [tmp_path / run / f"checkpoints/step-00000010/{group}.safetensors" for run in ("whole", "resumed")]
-        assert files[0].read_bytes() == files[1].read_bytes()
+    assert_resumes(config, tmp_path, after=7)
 
 
 @pytest.mark.parametrize("method", ["post", "siamese", "dhc-2 + seednorm"])

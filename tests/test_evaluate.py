@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from checkpoint_stages import watch_stages
+from refusals import refusal
 from siamesenorm.cli import main
 from siamesenorm.comparison.results import read_run
 from siamesenorm.errors import UserError
@@ -66,13 +67,6 @@ def evaluate(capsys: pytest.CaptureFixture[str], *words: object) -> dict[tuple[s
     assert main(["evaluate", *map(str, words), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     return {(record["evaluation"], record["weights"]): record["results"] for record in found}
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    capsys.readouterr()
-    assert main(["evaluate", *map(str, words)]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("siamesenorm: ")]
-    return line
 
 
 @pytest.mark.parametrize("copied", ["classifier"], indirect=True)
@@ -161,10 +155,10 @@ def test_a_language_model_has_its_metrics_and_no_features(tmp_path: Path, capsys
     assert found["held-out", "raw"]["loss"] == pytest.approx(records(run, "validation")[-1]["loss"], rel=1e-5)
     (run / "evaluations.jsonl").unlink()
     for option in (["--knn", 3], ["--linear-probe"], ["--frechet"]):
-        assert str(option[0]) in refusal(capsys, run, *option)
+        assert str(option[0]) in refusal(capsys, "evaluate", run, *option)
     assert not (run / "evaluations.jsonl").exists(), "refused before anything is computed"
     shutil.move(tmp_path / "data", tmp_path / "moved")
-    refusal(capsys, run)
+    refusal(capsys, "evaluate", run)
     assert evaluate(capsys, run, "--data", tmp_path / "moved") == found
 
 
@@ -174,24 +168,26 @@ def test_what_cannot_be_evaluated_gets_one_line(
 ) -> None:
     samples = tmp_path / "samples.npz"
     file = ["--frechet", "--samples", 3, "--sample-file", samples]
-    assert "samples.npz" in refusal(capsys, copied, *file)
+    assert "samples.npz" in refusal(capsys, "evaluate", copied, *file)
     np.savez(samples, other=np.zeros(3))
-    assert "arr_0" in refusal(capsys, copied, *file)
+    assert "arr_0" in refusal(capsys, "evaluate", copied, *file)
     np.savez(samples, arr_0=np.zeros((3, 8, 8, 1)))
-    assert "float64" in refusal(capsys, copied, *file)
+    assert "float64" in refusal(capsys, "evaluate", copied, *file)
     np.savez(samples, arr_0=np.zeros((2, 8, 8, 1), np.uint8))
-    assert "2 samples" in refusal(capsys, copied, *file)
+    assert "2 samples" in refusal(capsys, "evaluate", copied, *file)
     np.savez(samples, arr_0=np.arange(3 * 8 * 8 * 3).reshape(3, 8, 8, 3).astype(np.uint8))
-    assert "3 channels" in refusal(capsys, copied, *file)
-    assert "--samples 1" in refusal(capsys, copied, "--frechet", "--samples", 1)
-    assert "--frechet" in refusal(capsys, copied, "--features", classifier)
-    assert "--knn" in refusal(capsys, copied, "--knn", 3)
-    assert "--knn 2000" in refusal(capsys, classifier, "--knn", 2000)
-    assert "weights.pth" in refusal(capsys, copied, "--frechet", "--inception-weights", tmp_path / "weights.pth")
+    assert "3 channels" in refusal(capsys, "evaluate", copied, *file)
+    assert "--samples 1" in refusal(capsys, "evaluate", copied, "--frechet", "--samples", 1)
+    assert "--frechet" in refusal(capsys, "evaluate", copied, "--features", classifier)
+    assert "--knn" in refusal(capsys, "evaluate", copied, "--knn", 3)
+    assert "--knn 2000" in refusal(capsys, "evaluate", classifier, "--knn", 2000)
+    assert "weights.pth" in refusal(
+        capsys, "evaluate", copied, "--frechet", "--inception-weights", tmp_path / "weights.pth"
+    )
     assert not (copied / "evaluations.jsonl").exists()
     shutil.rmtree(copied / "checkpoints")
-    assert "checkpoint" in refusal(capsys, copied)
-    refusal(capsys, tmp_path / "nowhere")
+    assert "checkpoint" in refusal(capsys, "evaluate", copied)
+    refusal(capsys, "evaluate", tmp_path / "nowhere")
 
 
 # --- tasks and texts of language models
@@ -274,7 +270,7 @@ def test_a_model_without_a_run_has_the_scores_of_the_run(
     (kept,) = (tmp_path / "out").iterdir()
     assert kept.name.startswith("model-") and len(read_metrics(kept / "evaluations.jsonl")) == 2
     (tmp_path / "model" / "tokenizer.json").unlink()
-    assert "tokenizer.json" in refusal(capsys, tmp_path / "model", "--tasks", language)
+    assert "tokenizer.json" in refusal(capsys, "evaluate", tmp_path / "model", "--tasks", language)
 
 
 class TrainingModes(Instrument):
@@ -325,14 +321,14 @@ def test_what_cannot_be_scored_gets_one_line(
     language: Path, classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = language / "seed-1"
-    assert "--tasks" in refusal(capsys, classifier, "--tasks", language)
-    assert "--tasks" in refusal(capsys, run, "--against", run)
-    assert "--tasks" in refusal(capsys, run, "--against", classifier, "--tasks", language)
-    assert "did you mean" in refusal(capsys, run, "--tasks", language, "--task-names", "arc_esy")
+    assert "--tasks" in refusal(capsys, "evaluate", classifier, "--tasks", language)
+    assert "--tasks" in refusal(capsys, "evaluate", run, "--against", run)
+    assert "--tasks" in refusal(capsys, "evaluate", run, "--against", classifier, "--tasks", language)
+    assert "did you mean" in refusal(capsys, "evaluate", run, "--tasks", language, "--task-names", "arc_esy")
     (tmp_path / "bad.txt").write_bytes(b"\xff")
-    assert "UTF-8" in refusal(capsys, run, "--text", tmp_path / "bad.txt")
-    assert "two texts" in refusal(capsys, run, "--text", language / "text.txt", language / "text.txt")
+    assert "UTF-8" in refusal(capsys, "evaluate", run, "--text", tmp_path / "bad.txt")
+    assert "two texts" in refusal(capsys, "evaluate", run, "--text", language / "text.txt", language / "text.txt")
     assert main(["export", str(run), "--out", str(tmp_path / "model")]) == 0
-    assert "--tasks" in refusal(capsys, tmp_path / "model")
-    assert "--perplexity" in refusal(capsys, tmp_path / "model", "--perplexity")
-    assert "knn" in refusal(capsys, tmp_path / "model", "--knn", 3)
+    assert "--tasks" in refusal(capsys, "evaluate", tmp_path / "model")
+    assert "--perplexity" in refusal(capsys, "evaluate", tmp_path / "model", "--perplexity")
+    assert "knn" in refusal(capsys, "evaluate", tmp_path / "model", "--knn", 3)

@@ -31,8 +31,8 @@ from transformers.utils import logging
 import siamesenorm
 import siamesenorm.interop.huggingface  # noqa: F401  registers the classes
 from exported_models import CONTEXT, prepare, run, train, with_model
+from refusals import refusal
 from siamesenorm import available_norms, available_topologies, from_pretrained
-from siamesenorm.cli import main
 from siamesenorm.data.tokenizer import load_tokenizer
 from siamesenorm.errors import UserError
 from siamesenorm.interop.stored import export
@@ -66,16 +66,6 @@ def exported(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tokens(vocabulary: int = 257) -> torch.Tensor:
     return torch.randint(vocabulary, (2, 9), generator=torch.Generator().manual_seed(3))
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
-    """Run a command that refuses and return its one line."""
-    capsys.readouterr()
-    assert main([str(argument) for argument in arguments]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    (line,) = said.err.splitlines()
-    return line
 
 
 def offline(code: str, *arguments: Any, home: Path) -> subprocess.CompletedProcess[str]:
@@ -505,7 +495,7 @@ def test_a_damaged_run_is_refused_in_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["damaged"], "nothing is written"
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_and_told(trained: Path, tmp_path: Path) -> None:
+def test_a_damaged_newest_checkpoint_is_passed_over_and_named(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path / "run")
     _cut_weights(tmp_path / "run" / "checkpoints" / "step-00000020")
     with pytest.warns(UserWarning, match="step-00000020.* the older one of step 10"):

@@ -197,7 +197,7 @@ def pretend_kernels(monkeypatch: pytest.MonkeyPatch, smallest: int = 0) -> None:
 
 
 def test_auto_is_the_formula_for_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where launching takes the host longer than the formula; who insists gets the operator."""
+    """Where launching takes the host longer than the formula; the operator is used on request."""
     norm, x = trained("rmsnorm", DIM), tokens(3, DIM)
     pretend_kernels(monkeypatch, smallest=x.nbytes + 1)
     assert not took_operator(norm, x, monkeypatch)
@@ -240,7 +240,7 @@ def test_forward_mode_keeps_the_tangent(frozen: bool, monkeypatch: pytest.Monkey
         torch.func.vmap(norm)(x)
 
 
-def test_channels_first_takes_the_operator_only_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channels_first_takes_the_operator_on_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_kernels(monkeypatch)
     norm, x = seed_norm.SeeDNorm(DIM, axis=1), tokens(2, DIM, 5, dtype=torch.float32)
     assert not took_operator(norm, x, monkeypatch)

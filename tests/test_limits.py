@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from pages import fill_tables
 from siamesenorm import available_topologies, build_topology, rewire
 from siamesenorm.errors import UserError
 
@@ -20,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 ROOT = Path(__file__).parents[1]
-LIMITS, COST = ROOT / "docs/what-will-not-work.md", ROOT / "docs/cost.md"
+LIMITS = ROOT / "docs/what-will-not-work.md"
 LLAMA: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 64, "eos_token_id": None, "bos_token_id": None,
@@ -185,9 +184,8 @@ def test_in_bf16_a_conversion_differs_as_bf16_does(topology: str, host: Any) -> 
 # --- costs -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_costs_is_that_of_its_file() -> None:
-    page, record = COST.read_text(), json.loads((ROOT / "benchmarks/topology_cost.json").read_text())
-    assert fill_tables(page, COST.parent) == page, "run benchmarks/topology_cost.py, or benchmarks/pages.py"
+def test_every_topology_has_a_cost() -> None:
+    record = json.loads((ROOT / "benchmarks/topology_cost.json").read_text())
     assert {row["topology"] for row in record["rows"]} == {*available_topologies(), "pre + qkv"}
     assert record["environment"]["threads"] == 1
 

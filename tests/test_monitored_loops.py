@@ -94,7 +94,7 @@ def test_the_trainer_resumes_and_checkpoints_activations(trainer: Callable[..., 
 
 
 @third_party
-def test_the_trainer_hides_broken_losses_unless_told_not_to(trainer: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_trainer_hides_broken_losses_by_default(trainer: Callable[..., Any], tmp_path: Path) -> None:
     from siamesenorm.interop.callbacks import StreamMonitorCallback
 
     def run(hidden: bool) -> StreamMonitor:

@@ -17,7 +17,6 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from pages import fill_tables
 from siamesenorm.data.builtin import builtin_equations
 from siamesenorm.data.tokenizer import ByteTokenizer
 from siamesenorm.errors import UserError
@@ -281,10 +280,8 @@ def test_tasks_that_are_not_there_are_named(tmp_path: Path) -> None:
         read_tasks(tmp_path, split="test")
 
 
-def test_the_page_has_the_committed_comparison_with_the_harness() -> None:
+def test_the_scores_of_the_harness_were_the_same() -> None:
     root = Path(__file__).parents[1]
-    page = root / "docs/evaluation.md"
-    assert fill_tables(page.read_text(), page.parent) == page.read_text(), "python benchmarks/pages.py"
     rows = json.loads((root / "benchmarks/scorer_agreement.json").read_text())["rows"]
     compared = [row for row in rows if row["model"] != "known"]
     assert Counter(row["model"] for row in compared) == {"run": 7, "llama": 7, "small": 7}

@@ -449,7 +449,7 @@ def test_lora_attaches_saves_and_loads(targets: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(loaded.merge_and_unload()), logits(adapted), rtol=1e-4, atol=1e-4)
 
 
-def test_lora_wants_to_be_told_its_targets() -> None:
+def test_lora_needs_its_targets() -> None:
     """PEFT has a list of defaults by model type: README.md and docs/what-will-not-work.md say what to give."""
     peft = pytest.importorskip("peft")
     host, model = rewired()

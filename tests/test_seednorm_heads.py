@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import pages
 import report_tables
 from seednorm_heads import averaged, measure
 from siamesenorm.norms import NormSpec, SeeDNorm
@@ -56,5 +55,4 @@ def test_the_page_has_what_was_measured() -> None:
     content = json.loads(MEASURED.read_text())
     assert averaged(content["runs"]) == content["rows"] and len(content["runs"]) == 2 * 5 * 4
     page = PAGE.read_text()
-    assert pages.fill_tables(page, PAGE.parent) == page
     assert report_tables.fill_tables(page, PAGE.parent) == page

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from pages import fill_tables
 from siamesenorm.analysis.monitor_instrument import MonitorInstrument
 from siamesenorm.analysis.post_mortem import PostMortem
 from siamesenorm.cli import main
@@ -224,11 +223,8 @@ def test_the_command_names_the_file(data: Path, tmp_path: Path, capsys: pytest.C
 # --- what the tools cost
 
 
-def test_the_page_has_what_was_measured() -> None:
-    page = Path(__file__).parents[1] / "docs/stability.md"
-    text = page.read_text()
-    assert fill_tables(text, page.parent) == text, "python benchmarks/pages.py docs/stability.md"
-    rows = json.loads((page.parents[1] / "benchmarks/stability.json").read_text())["rows"]
+def test_the_tools_cost_little() -> None:
+    rows = json.loads((Path(__file__).parents[1] / "benchmarks/stability.json").read_text())["rows"]
     assert [(row["blocks"], row["tool"]) for row in rows] == [(b, t) for b in ("plain", "compiled") for t in TOOLS]
     assert all(row["to_nothing"]["median"] < (1.3 if row["tool"] == "monitored step" else 1.03) for row in rows)
 

@@ -326,7 +326,7 @@ def held_out(config: RunConfig) -> float:
 
 @dataclasses.dataclass
 class Listener(ExperimentObserver):
-    """An observer that remembers."""
+    """An observer that keeps what it receives."""
 
     said: list[str] = dataclasses.field(default_factory=list)
 

@@ -275,7 +275,7 @@ def test_constants_follow_every_cast_unrounded(name: str) -> None:
 
 @over_topologies
 def test_pack_and_unpack(name: str) -> None:
-    """A foreign loop that hands on one tensor, block after block, computes the same."""
+    """A foreign loop that passes one tensor from block to block computes the same."""
     model, e, nets = wire(name, seed=10), embedding(), tanh_nets()
     topology = model.topology
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from siamesenorm.data import Manifest, Split, TokenizerEntry
 from siamesenorm.models.language import language_model_config
 from siamesenorm.tasks.language import LanguageTaskConfig
 from siamesenorm.training.config import Execution, RunConfig
+from siamesenorm.training.loop import Instrument, TrainingLoop, train
 from siamesenorm.training.optimizer import OptimizerConfig
 from siamesenorm.training.run_record import TIME_FIELDS, read_metrics
 
@@ -100,3 +102,24 @@ def losses(run: Path) -> list[float]:
 def edit_json(path: Path, **changes: Any) -> None:
     """Change fields of a JSON object in a file."""
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def assert_resumes(config: RunConfig, path: Path, *, after: int) -> None:
+    """Train a run in `path/whole`, and in `path/resumed` interrupted after a step: the bits at the end are the same."""
+
+    class Interruption(Instrument):
+        def on_step(self, loop: TrainingLoop, record: dict[str, Any]) -> None:
+            if record["step"] == after:
+                raise KeyboardInterrupt
+
+    whole, resumed = path / "whole", path / "resumed"
+    train(config, whole)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, resumed, instruments=(Interruption(),))
+    train(config, resumed)
+    assert records(resumed) == records(whole)
+    last = f"checkpoints/step-{config.steps:08d}"
+    groups = sorted(file.name for file in (whole / last).glob("*.safetensors"))
+    assert {"model.safetensors", "optimizer.safetensors", "random.safetensors"} <= set(groups)
+    for name in [*groups, *["ema.safetensors"] * bool(config.ema)]:
+        assert (resumed / last / name).read_bytes() == (whole / last / name).read_bytes(), name

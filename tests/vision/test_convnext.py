@@ -21,9 +21,9 @@ from siamesenorm.models.convnext import SIZES, ConvNext, ConvNextConfig, build_c
 from siamesenorm.models.cost import count_flops, count_parameters
 from siamesenorm.norms import Norm, NormSpec, declared_parameters
 from siamesenorm.training.config import Execution, RunConfig
-from siamesenorm.training.loop import Instrument, train
+from siamesenorm.training.loop import train
 from siamesenorm.training.presets import presets
-from training_runs import records
+from training_runs import assert_resumes, records
 
 TINY = ConvNextConfig(depths=(1, 2, 1, 1), dims=(8, 16, 16, 24), image_size=8, patch_size=1, channels=1, classes=5)
 DIGITS = dataclasses.replace(TINY, dims=(16, 16, 24, 32), classes=10, layer_scale=0.1)
@@ -182,19 +182,8 @@ def test_the_train_loop_trains_it_on_the_digits(norm: str, tmp_path: Path) -> No
 
 
 def test_interrupted_it_ends_with_the_same_bits(tmp_path: Path) -> None:
-    class Interruption(Instrument):
-        def on_step(self, loop: Any, record: dict[str, Any]) -> None:
-            if record["step"] == 6:
-                raise KeyboardInterrupt
-
     config = run_of(steps=8, validation_every=8, model={"drop_path": 0.2})
-    train(config, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        train(config, tmp_path / "resumed", instruments=(Interruption(),))
-    train(config, tmp_path / "resumed")
-    assert records(tmp_path / "resumed") == records(tmp_path / "whole")
-    files = [tmp_path / run / "checkpoints/step-00000008/model.safetensors" for run in ("whole", "resumed")]
-    assert files[0].read_bytes() == files[1].read_bytes()
+    assert_resumes(config, tmp_path, after=6)
 
 
 def test_the_command_trains_and_evaluates_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,7 +68,7 @@ class PostMortem(Instrument):
             loop.world.on_first(loop.run_directory.post_mortem_file.unlink)
 
     def before_update(self, loop: TrainingLoop, record: Record, norms: list[Tensor]) -> None:
-        """Remember the norms of the gradients, and examine the step if the run is lost."""
+        """Keep the norms of the gradients, and examine the step if the run is lost."""
         if not loop.monitor.steps_up:
             self._before_rise = None
         elif self._before_rise is None:
@@ -83,7 +83,7 @@ class PostMortem(Instrument):
             self._examine(loop, Reason.ROSE_AND_STAYED)
 
     def on_validation(self, loop: TrainingLoop, record: Record) -> None:
-        """Remember the norms of the weights."""
+        """Keep the norms of the weights."""
         self._weights.append(self._weight_norms())
 
     def on_end(self, loop: TrainingLoop, verdict: Verdict) -> None:

@@ -258,14 +258,19 @@ def _change(ratio: float) -> str:
     return "" if ratio == 1 else formatting.percent(ratio - 1)
 
 
+def missing_choice(results: ExperimentResults, method: str) -> Entry:
+    """Return the entry of a method without a chosen rate, which says why there is none."""
+    complete = [run for run in results.runs_of(method) if run.complete]
+    lost = complete and all(run.diverged for run in complete)
+    return Entry(pill=Pill(DIVERGED, "diverged at every rate") if lost else Pill(UNFINISHED, "no finished run"))
+
+
 def _choice_row(findings: Findings, method: str, noise: NoiseBand | None) -> Row:
     choice, metrics = findings.choices.get(method), findings.results.metrics
     sensitivity = Entry(_written(findings.sensitivities.get(method), "{:.4f}".format))
     if choice is None:
-        complete = [run for run in findings.results.runs_of(method) if run.complete]
-        lost = complete and all(run.diverged for run in complete)
-        why = Pill(DIVERGED, "diverged at every rate") if lost else Pill(UNFINISHED, "no finished run")
-        return (Entry(method), Entry(pill=why), *[Entry(NOTHING)] * (len(metrics) + 2 + bool(noise)), sensitivity)
+        why = missing_choice(findings.results, method)
+        return (Entry(method), why, *[Entry(NOTHING)] * (len(metrics) + 2 + bool(noise)), sensitivity)
     leading = findings.same_seeds and findings.ranked()[:1] == [choice]
     return (
         Entry(method),

@@ -24,7 +24,7 @@ DOTTED = (0.0, (1.0, 2.0))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One curve: its name, its run, which of the run's curves it is, its points, and whether a label names it."""
+    """One curve: its name, its run, which of the run's curves it is, its points, and whether it is dotted."""
 
     name: str
     run: str

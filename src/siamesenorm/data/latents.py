@@ -2,7 +2,7 @@
 
 The autoencoder is read from a local directory. Images are encoded once, to means and deviations of their latents, in a
 file of the user's cache that is found by what the images, the autoencoder and the size are. Mirrored images, which have
-other latents, are encoded when the first run asks for them.
+other latents, are encoded for the first run that trains on them.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ The kernel is persistent: a program walks over its share of the rows and keeps i
 are added up in a fixed order afterwards, without atomics.
 """
 
-# This is Triton's language, of which mypy knows no types.
+# This is Triton's language, which mypy cannot check.
 # mypy: ignore-errors
 
 from __future__ import annotations

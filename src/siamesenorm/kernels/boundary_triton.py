@@ -5,7 +5,7 @@ None is an absent part: branches on it are decided when the kernel is compiled. 
 read as zeros, gains too, so that they add nothing to sums.
 """
 
-# This is Triton's language, of which mypy knows no types.
+# This is Triton's language, which mypy cannot check.
 # mypy: ignore-errors
 
 from __future__ import annotations

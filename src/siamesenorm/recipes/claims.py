@@ -39,12 +39,12 @@ class ClaimOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """A number of one run: its label, its unit, its format, and the name under which papers state it."""
+    """A number of one run: its label, its unit, its format, and the name of its published numbers."""
 
     label: str
     unit: str
     of: Callable[[RunResult], float | None]
-    published: str
+    published: str = ""
     decimals: int = 4
 
 
@@ -246,17 +246,14 @@ MEASURES: dict[str, Measure] = {
         decimals=2,
     ),
     "failed": Measure(label="failed (1: diverged or not learned)", unit="", of=failed, published="failed", decimals=2),
-    "trained": Measure(
-        label="trained (1) or failed (-1)", unit="", of=lambda run: 1 - 2 * failed(run), published="trained", decimals=2
-    ),
+    "trained": Measure(label="trained (1) or failed (-1)", unit="", of=lambda run: 1 - 2 * failed(run), decimals=2),
     "exploded": Measure(
         label="exploded (1: a gradient norm above 100 after the warm-up, or not finite)",
         unit="",
         of=exploded,
-        published="exploded",
         decimals=2,
     ),
-    "growth": Measure(label="log growth of the magnitude", unit="", of=magnitude_growth, published="growth"),
+    "growth": Measure(label="log growth of the magnitude", unit="", of=magnitude_growth),
     "fusion": Measure(
         label="final gain, bounded minus identity",
         unit="",
@@ -270,6 +267,6 @@ MEASURES: dict[str, Measure] = {
         published="agreement_difference",
         decimals=1,
     ),
-    "pruning": Measure(label="loss added by removing a deep block", unit="nats", of=pruning_harm, published="harm"),
+    "pruning": Measure(label="loss added by removing a deep block", unit="nats", of=pruning_harm),
 }
 """What claims measure, by name."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 
 from siamesenorm.comparison import formatting
-from siamesenorm.comparison.comparison_tables import METHOD, estimate_text, verdict_entry
+from siamesenorm.comparison.comparison_tables import METHOD, estimate_text, missing_choice, verdict_entry
 from siamesenorm.comparison.findings import Choice, NoiseBand, choose_learning_rate
 from siamesenorm.comparison.formatting import NOTHING
 from siamesenorm.comparison.report_parts import LOWER, Block, Column, Entry, Pill, Row, RowGroup, Statements, Table
 from siamesenorm.comparison.report_parts import statements as named_statements
-from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, UNFINISHED, ExperimentResults, RunResult
+from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, ExperimentResults, RunResult
 from siamesenorm.comparison.statistics import Bound, effective_speedup
 from siamesenorm.recipes.item_results import ItemResults
 
@@ -45,7 +45,7 @@ def league_sections(results: ItemResults) -> dict[str, Block]:
         Column("Effective speedup", "the same, divided by the time of a step"),
     )
     failed = [
-        (Entry(method), *[Entry(NOTHING)] * 5, _missing_choice(league, method), *[Entry(NOTHING)] * 4)
+        (Entry(method), *[Entry(NOTHING)] * 5, missing_choice(league, method), *[Entry(NOTHING)] * 4)
         for method in absent
     ]
     table = Table("The league", columns, (RowGroup("", (*rows, *failed)),)).without_empty_columns()
@@ -53,11 +53,6 @@ def league_sections(results: ItemResults) -> dict[str, Block]:
         "The league": table,
         "How to read the league": Statements(named_statements(_definitions(results, band, curve))),
     }
-
-
-def _missing_choice(league: ExperimentResults, method: str) -> Entry:
-    complete = [run for run in league.runs_of(method) if run.complete]
-    return Entry(pill=Pill(DIVERGED, "diverged at every rate") if complete else Pill(UNFINISHED, "no finished run"))
 
 
 def budget_runs(results: ItemResults) -> tuple[RunResult, ...]:

@@ -370,7 +370,7 @@ class SpanStart(BoundaryConnection):
     """The attention's connection: its write keeps the block's input beside the sum, (x, x + O)."""
 
     def write(self, streams: Streams, output: Tensor) -> Streams:
-        """Add the output to a second stream that lives until the block's end."""
+        """Add the output to a second stream that ends with the block."""
         (x,) = streams
         return x, x + output.to(x.dtype)
 

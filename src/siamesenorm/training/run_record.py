@@ -50,7 +50,7 @@ class MetricsLog:
         return self._offset
 
     def truncate(self, offset: int) -> None:
-        """Forget everything after the first `offset` bytes; raises `UserError` unless a line ends there."""
+        """Remove everything after the first `offset` bytes; raises `UserError` unless a line ends there."""
         if not 0 <= offset <= self._offset:
             raise UserError(
                 f"{self.path} has {self._offset} bytes, its checkpoint was made at byte {offset}: "

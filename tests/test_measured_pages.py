@@ -1,8 +1,9 @@
-"""The performance page's tables are those of its committed results, and nothing is claimed of a GPU."""
+"""Tables of measurements are those of the committed results; what the page on performance claims of them."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,20 @@ from pages import TABLE, fill_tables
 from siamesenorm.errors import UserError
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/performance.md"
+PAGES = sorted(page for page in ROOT.glob("docs/*.md") if TABLE.search(page.read_text()))
 RESULTS = sorted([*ROOT.glob("benchmarks/performance/*.json"), *ROOT.glob("benchmarks/gpu/*.json")])
 
 
-def test_the_tables_are_those_of_the_results() -> None:
-    page = PAGE.read_text()
-    assert len(TABLE.findall(page)) >= 6
-    assert fill_tables(page, PAGE.parent) == page, "python benchmarks/pages.py docs/performance.md"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_tables_of_a_page_are_those_of_the_results(page: Path) -> None:
+    text = page.read_text()
+    assert fill_tables(text, page.parent) == text, f"python benchmarks/pages.py {page}"
+
+
+def test_every_page_of_measurements_is_made_again_by_make_pages() -> None:
+    assert len(PAGES) >= 9
+    (recipe,) = re.findall(r"^pages:.*\n\t.*pages\.py (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert sorted(recipe.split()) == [f"docs/{page.name}" for page in PAGES]
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: f"{path.parent.name}/{path.name}")
