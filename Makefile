@@ -43,8 +43,8 @@ docs: $(READY)
 	$(BIN)/siamesenorm explain --markdown > docs/topologies.md
 
 pages: $(READY)
-	$(BIN)/python benchmarks/pages.py docs/cost.md docs/evaluation.md docs/huggingface.md docs/performance.md docs/rewire.md docs/scale.md docs/seednorm_heads.md docs/stability.md docs/vision.md
-	$(BIN)/python benchmarks/report_tables.py docs/comparison.md docs/digits.md docs/moe.md docs/diffusion.md docs/continued.md docs/reproduced.md docs/seednorm_heads.md
+	$(BIN)/python benchmarks/pages.py $(shell grep -l '<!-- table ' docs/*.md)
+	$(BIN)/python benchmarks/report_tables.py $(shell grep -l '<!-- report ' docs/*.md)
 
 peers: $(READY)
 	$(INSTALL) -e '.[bench]'
@@ -56,7 +56,7 @@ registers: $(READY)
 rewire-table: $(READY) $(TIMM)
 	$(BIN)/python benchmarks/rewire_table.py benchmarks/rewire.json
 	PYTHONPATH=.timm $(BIN)/python benchmarks/rewire_table.py benchmarks/rewire.json timm
-	$(BIN)/python benchmarks/pages.py docs/rewire.md
+	$(BIN)/python benchmarks/pages.py $(shell grep -l '<!-- table ' docs/*.md)
 
 $(VENV):
 	$(PYTHON) -m venv .venv

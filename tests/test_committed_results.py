@@ -30,7 +30,7 @@ from siamesenorm.training.run_record import read_metrics
 from siamesenorm.training.verdict import judge
 
 ROOT = Path(__file__).parents[1]
-PAGES = {"comparison": "books", "digits": "digits", "moe": "moe", "diffusion": "mnist_dit"}
+PAGES = {"comparison": "books", "digits": "digits", "moe": "moe", "diffusion": "mnist_dit", "vision": "cifar"}
 """Directories of experiments in benchmarks/, by the page in docs/ that has their tables."""
 over_pages = pytest.mark.parametrize("page", PAGES)
 SAFE = sorted((ROOT / "benchmarks").glob("safe*/runs/*"))

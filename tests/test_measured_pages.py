@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,6 @@ RESULTS = sorted([*ROOT.glob("benchmarks/performance/*.json"), *ROOT.glob("bench
 def test_the_tables_of_a_page_are_those_of_the_results(page: Path) -> None:
     text = page.read_text()
     assert fill_tables(text, page.parent) == text, f"python benchmarks/pages.py {page}"
-
-
-def test_every_page_of_measurements_is_made_again_by_make_pages() -> None:
-    assert len(PAGES) >= 9
-    (recipe,) = re.findall(r"^pages:.*\n\t.*pages\.py (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-    assert sorted(recipe.split()) == [f"docs/{page.name}" for page in PAGES]
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: f"{path.parent.name}/{path.name}")

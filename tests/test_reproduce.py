@@ -454,7 +454,7 @@ def test_bad_input_is_refused_in_one_line(
 
 # --- pages of the documentation
 
-ELSEWHERE = ("comparison", "digits", "moe", "diffusion", "seednorm_heads")
+ELSEWHERE = ("comparison", "digits", "moe", "diffusion", "vision", "seednorm_heads")
 """Pages whose tables are recomputed in `test_committed_results.py` and in tests of their own."""
 PAGES = sorted(
     page
