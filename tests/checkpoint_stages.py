@@ -20,6 +20,7 @@ STAGES = (
     "renamed",
     "pruned",
 )
+STAGES_OF_OTHERS = tuple(stage for stage in STAGES if stage.startswith(("model", "optimizer")))
 """Of a process that is not the first."""
 
 
