@@ -99,12 +99,17 @@ def complete(words: Sequence[str], run: Path) -> list[str]:
     return [*words[:2], *(word for option in tiny.items() for word in option), *words[2:]]
 
 
+SHOW_PROGRESS = ("analyze", "evaluate", "rewire", "sample")
+"""Commands that may refuse after lines of progress, of others or their own."""
+
+
 def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """Run a command that refuses, and return its one line, which comes after the progress."""
+    """Run a command that refuses, and return its one line."""
     capsys.readouterr()
     assert main([str(word) for word in words]) == 2
     said = capsys.readouterr()
     *progress, line = said.err.strip().splitlines()
     assert said.out == "" and line.startswith("siamesenorm: ") and not set("╭│╰─") & set(line)
+    assert not progress or words[0] in SHOW_PROGRESS
     assert not any(each.startswith(("siamesenorm: ", "Traceback")) for each in progress)
     return line.removeprefix("siamesenorm: ")

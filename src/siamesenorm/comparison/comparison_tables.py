@@ -259,7 +259,7 @@ def _change(ratio: float) -> str:
 
 
 def missing_choice(results: ExperimentResults, method: str) -> Entry:
-    """Return the entry of a method without a chosen rate, which says why there is none."""
+    """Return the entry in place of a chosen rate: diverged at every rate, or no finished run."""
     complete = [run for run in results.runs_of(method) if run.complete]
     lost = complete and all(run.diverged for run in complete)
     return Entry(pill=Pill(DIVERGED, "diverged at every rate") if lost else Pill(UNFINISHED, "no finished run"))

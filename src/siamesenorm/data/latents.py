@@ -62,7 +62,7 @@ class LatentSplit:
         return len(self.labels)
 
     def draw(self, index: int, generator: torch.Generator) -> Tensor:
-        """Return (mean + deviation e - shift) scale, e drawn from N(0, 1), of an image, mirrored as often as `flip`."""
+        """Return (mean + deviation e - shift) scale of an image, e from N(0, 1), mirrored with probability `flip`."""
         moments = self._mirrored if _bernoulli(self._flip, generator) else self._moments
         mean, deviation = torch.from_numpy(np.array(moments[index])).chunk(2)
         drawn = mean + deviation * torch.randn(mean.shape, generator=generator)

@@ -24,8 +24,7 @@ ITEM_FILE = "item.json"
 class ItemResults:
     """An item at a scale, and the results of its grids that have any, by the name of the grid.
 
-    `costs` are step times over Pre-Norm's by topology, measured apart from the runs. `mixed` allows runs of a grid that
-    were computed with different kernels, or partly compiled.
+    `costs` are step times over Pre-Norm's by topology, measured apart from the runs.
     """
 
     item: Item
@@ -33,7 +32,6 @@ class ItemResults:
     path: Path
     grids: Mapping[str, ExperimentResults]
     costs: Mapping[str, float] = field(default_factory=dict)
-    mixed: bool = False
 
     def runs_in(self, cell: Cell) -> dict[int, RunResult]:
         """Return the finished runs of a cell by seed: those at its rate, or those reported at the chosen one."""
@@ -59,7 +57,10 @@ class ItemResults:
 
 
 def write_item(directory: Path, item: Item, scale: Scale, costs: Path | None = None, *, mixed: bool = False) -> None:
-    """Write what an item's directory holds the runs of; what is not given stays as it is there."""
+    """Write what an item's directory holds the runs of; without `costs`, and without `mixed`, what it says stays.
+
+    `mixed` allows runs of a grid that were computed with different kernels, or partly compiled.
+    """
     file = directory / ITEM_FILE
     earlier = decode_json(file.read_bytes()) if file.is_file() else {"costs": {}, "mixed": False}
     with disk_errors(directory):
@@ -78,7 +79,7 @@ def read_item(directory: Path) -> ItemResults:
     try:
         record = decode_json((directory / ITEM_FILE).read_bytes())
         item, scale, costs = find_item(record["item"]), Scale(record["scale"]), record["costs"]
-        mixed = bool(record["mixed"])
+        mixed = record["mixed"]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{directory} is not the directory of an item ({error}): reproduce it first") from error
     grids = {
@@ -88,7 +89,7 @@ def read_item(directory: Path) -> ItemResults:
     }
     if not grids:
         raise UserError(f"no run of {item.name} has started in {directory}: train it before the report")
-    return ItemResults(item=item, scale=scale, path=directory, grids=grids, costs=costs, mixed=mixed)
+    return ItemResults(item=item, scale=scale, path=directory, grids=grids, costs=costs)
 
 
 def read_costs(file: Path) -> dict[str, float]:
