@@ -76,7 +76,7 @@ class Step:
         run = RunDirectory(directory / f"{tool}-{candidate}")
         run.prepare(config)
         instruments = tuple(kind(1) if kind is MonitorInstrument else kind() for kind in kinds)
-        self.loop, self.step = TrainingLoop(config, run, ALONE, instruments), 0
+        self.loop, self.step, self.instruments = TrainingLoop(config, run, ALONE, instruments), 0, instruments
         self.loop.log, self.loop.clock = MetricsLog(run.metrics_file), time.perf_counter()
         for instrument in instruments:
             instrument.on_start(self.loop, 0)
@@ -86,6 +86,12 @@ class Step:
         self.step, begin = self.step + 1, time.process_time()
         self.loop._train_step(self.step)
         return time.process_time() - begin
+
+    def close(self) -> None:
+        """Close the record and the instruments: a monitor that is measuring keeps compiled code from running."""
+        self.loop.log.close()
+        for instrument in self.instruments:
+            instrument.close()
 
 
 def measure(settings: Settings) -> list[Row]:
@@ -105,7 +111,7 @@ def measure(settings: Settings) -> list[Row]:
                     if number >= 0:
                         timings[tool].append(seconds)
             for each in steps.values():
-                each.loop.log.close()
+                each.close()
         rows += rows_of(candidate, at_common_pace(timings), settings.every)
     return rows
 

@@ -249,6 +249,14 @@ def test_an_unreadable_image_is_refused_when_it_is_read(tmp_path: Path) -> None:
         data.train.image(7)
 
 
+def test_classes_that_the_split_leaves_without_training_images_are_refused(tmp_path: Path) -> None:
+    """Of two images one is held out; of three of each class all but two."""
+    names = [f"{name}/{number}.png" for number in range(3) for name in CLASSES]
+    refuses(write_folder(tmp_path / "few", {name: png(5) for name in names[:2]}), "cat")
+    data = open_images(str(write_folder(tmp_path / "enough", {name: png(5) for name in names})))
+    assert set(data.train.labels.tolist()) == {0, 1}
+
+
 def test_an_empty_class_folder_is_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "a")
     (folder / "train/bird").mkdir()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from siamesenorm.cli import PRESET_COMMANDS
 from siamesenorm.cli.explain import markdown
+from siamesenorm.cli.parsing import check_preset, parse
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -17,7 +21,16 @@ EXAMPLES = [
     for page in PAGES
     for code in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
 ]
+COMMAND = re.compile(r"(?:siamesenorm|(?:torchrun|python) .*-m siamesenorm) ([a-z].*)")
+"""A line with a command, in a block or not."""
 LINK = re.compile(r"""\]\(([^)\s]+)[^)]*\)|(?:src|srcset|href)="([^"]+)\"""")
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Return the words of the commands in a page's blocks, after `siamesenorm`."""
+    text = page.read_text().replace("\\\n", " ")
+    lines = (line.strip().removeprefix("$ ") for line in text.splitlines())
+    return [shlex.split(match[1], comments=True) for match in map(COMMAND.fullmatch, lines) if match]
 
 
 def targets(page: Path) -> list[str]:
@@ -92,3 +105,18 @@ def test_links_and_images_lead_somewhere(page: Path) -> None:
 def test_the_page_of_topologies_is_the_registrys() -> None:
     written = (REPOSITORY / "docs" / "topologies.md").read_text()
     assert written == f"{markdown()}\n", "run `make docs`"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
+def test_the_commands_of_a_page_are_read(page: Path) -> None:
+    """Every option is one of the command, and every value one that it takes."""
+    for name, *words in commands(page):
+        if name in PRESET_COMMANDS:
+            check_preset(words)
+        if "--start" in words:  # reads a run
+            del words[(place := words.index("--start")) : place + 2]
+        parse(importlib.import_module(f"siamesenorm.cli.{name}").Arguments, words, name)
+
+
+def test_commands_are_found_on_pages() -> None:
+    assert sum(len(commands(page)) for page in PAGES) > 80

@@ -309,7 +309,21 @@ def test_a_run_that_ends_soon_after_its_rise_diverged():
     verdict = verdict_on(rising, warmup_steps=40)
     assert (verdict.label, verdict.reasons[0], verdict.divergence_step) == ("diverged", Reason.ROSE_AT_THE_END, 396)
     assert verdict_on(rising, warmup_steps=40, steps_total=500).label == "spiked", "it has not ended"
-    assert verdict_on([4.0] * 5 + [3.0] * 10 + [6.0] * 5).label == "diverged"
+    assert verdict_on([4.0] * 5 + [3.0] * 12 + [6.0] * 5).label == "diverged"
+
+
+@pytest.mark.parametrize("steps", range(1, 22))
+def test_rises_are_not_judged_in_fewer_steps_than_two_windows(steps: int) -> None:
+    """One noisy step of a trial run of a few steps neither ends it nor makes it a diverged one."""
+    losses = [*([3.0] * (steps - 1)), 6.0]
+    monitor = StabilityMonitor(steps_total=steps)
+    for loss in losses:
+        assert not monitor.should_stop
+        monitor.observe(loss)
+    assert not monitor.should_stop
+    verdict = monitor.verdict()
+    assert verdict.label == "stable" and Unchecked.TOO_SHORT_FOR_TRENDS in verdict.unchecked
+    assert verdict_on([*losses[:-1], math.nan]).label == "diverged"
 
 
 def test_the_best_is_that_of_the_smoothed_loss():

@@ -35,8 +35,7 @@ def disk_errors(directory: Path) -> Iterator[None]:
         reason = (error.strerror or str(error)).lower()
         if error.errno in NO_ROOM:
             raise StoppedError(
-                f"{directory}: no room left to write ({reason}): free some space and repeat the command, "
-                "it resumes where it stopped"
+                f"{directory}: no room left to write ({reason}): free some space and repeat the command"
             ) from error
         raise UserError(f"{error.filename or directory}: {reason}: choose another path or its permissions") from error
 

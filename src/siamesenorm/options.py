@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -39,6 +40,12 @@ def parse_specification(
             raise unknown(f"option of {what} {name}", key, defaults)
         options[key] = read_scalar(f"option {key} of {what} {name}", value, defaults[key])
     return name, options
+
+
+def require_name(name: str) -> None:
+    """Raise ValueError for a name that no text of a method can have: one of other characters."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+        raise ValueError(f"name {name!r}: choose letters, digits, dashes, dots and underscores")
 
 
 def read_scalar(what: str, text: str, default: Scalar) -> Scalar:

@@ -17,9 +17,6 @@ from siamesenorm.analysis.transitions import Map, Transition, find_transitions, 
 from siamesenorm.errors import UserError
 from siamesenorm.topologies import Topology
 
-ROWS_AT_ONCE = 256
-"""Rows of a Jacobian that one backward pass computes."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Jacobians(Analysis):
@@ -29,8 +26,8 @@ class Jacobians(Analysis):
     family \(S_k\) has its first stream post-normalised, as in Eq. 8; elsewhere it is the state before the k-th read.
     Lists by sublayer:
 
-    * "largest", "smallest", and "mean_log", the mean of the logarithms (those of singular values below 1e-300 left
-      out);
+    * "largest", "smallest", "rank", and "mean_log", the mean of the logarithms of as many singular values: those below
+      n eps times the largest one, of n in all, are zeros up to rounding;
     * "to_end": the largest singular value and the root mean square of them of \(\partial S_K / \partial S_k\), the
       product of the transitions from k on, by which gradients at the end reach depth k;
     * "streams": the largest singular value of each stream's own diagonal block;
@@ -102,8 +99,10 @@ def jacobian(function: Map, state: Sequence[Tensor], tokens: int) -> Tensor:
         return torch.cat([y[:, :tokens].flatten() for y in several])
 
     point = torch.cat([x.flatten() for x in kept])
-    with sdpa_kernel(SDPBackend.MATH):  # the others are differentiated row by row
-        return torch.func.jacrev(flattened, chunk_size=ROWS_AT_ONCE)(point).detach()  # type: ignore[no-any-return]
+    # Row by row: functorch does not transform the operator of the experts, and on a CPU is no faster.
+    with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+        matrix: Tensor = torch.autograd.functional.jacobian(flattened, point)  # type: ignore[no-untyped-call]
+    return matrix.detach()
 
 
 def deviations(transition: Transition, found: Tensor, tokens: int) -> dict[str, float]:
@@ -142,12 +141,14 @@ def _largest_by_name(several: list[dict[str, float]]) -> dict[str, float] | None
     return {name: max(each[name] for each in several) for name in several[0]} if several else None
 
 
-def _spectra(matrices: Sequence[Tensor]) -> dict[str, list[float]]:
+def _spectra(matrices: Sequence[Tensor]) -> dict[str, list[float] | list[int]]:
     values = [torch.linalg.svdvals(matrix) for matrix in matrices]
+    nonzero = [each[each > len(each) * torch.finfo(each.dtype).eps * each.max()] for each in values]
     return {
         "largest": [float(each.max()) for each in values],
         "smallest": [float(each.min()) for each in values],
-        "mean_log": [float(each[each > 1e-300].log().mean()) for each in values],
+        "rank": [len(each) for each in nonzero],
+        "mean_log": [float(each.log().mean()) for each in nonzero],
     }
 
 

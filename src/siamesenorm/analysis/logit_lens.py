@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from siamesenorm.analysis.held_out import Analysis, HeldOut, PathParts, Results, replaced, without_blocks
-from siamesenorm.analysis.stream_terms import closing_terms
+from siamesenorm.analysis.stream_terms import closing_terms, require_closing_terms
 from siamesenorm.errors import UserError
 from siamesenorm.tasks.task import Task
 from siamesenorm.topologies import Closing, Streams, Topology
@@ -41,6 +41,12 @@ class LogitLens(Analysis):
                 "language model or a classifier; pruning gives the loss by depth of any run"
             )
         super().require(task)
+
+    def require_model(self, model: nn.Module) -> None:
+        """Raise UserError for a model whose streams have no terms in its closing."""
+        super().require_model(model)
+        path = PathParts.of(model)
+        require_closing_terms(path.topology, path.closings[-1])
 
     def measure(self, held_out: HeldOut) -> Results:
         """Return losses and agreements."""

@@ -90,8 +90,8 @@ def input_terms(topology: Topology, connection: Connection, before: Streams, aft
 def closing_terms(topology: Topology, closing: Closing, streams: Streams) -> ClosingTerms:
     """Return the terms of the final state by stream; `finish` of their sum is what the closing returns.
 
-    A single stream's way to the head is `finish` of its own term: the final norms, with the other streams absent.
-    Raises UserError for other closings.
+    A single stream's way to the head is `finish` of its own term: the final norms, with the other streams absent. Of
+    another closing of one stream it is the closing itself. Raises UserError for others, as `require_closing_terms`.
     """
     names, dtype = topology.stream_names, streams[0].dtype
     if isinstance(closing, BoundaryClosing):
@@ -110,9 +110,20 @@ def closing_terms(topology: Topology, closing: Closing, streams: Streams) -> Clo
     elif isinstance(closing, SumClosing):
         terms = {f"{names[0]}[{copy}]": one for copy, one in enumerate(streams[0].unbind(-2))}
     else:
-        raise UserError(f"the terms of a {type(closing).__name__} are not defined: choose a topology of this package")
+        require_closing_terms(topology, closing)
+        # Its own method: `closing.forward` may be replaced by a function of these terms.
+        return ClosingTerms({names[0]: streams[0]}, lambda x: type(closing).forward(closing, (x,)))
     norm: nn.Module = closing.norm
     return ClosingTerms(terms, lambda x: closing.to_compute(norm(x).to(dtype)))
+
+
+def require_closing_terms(topology: Topology, closing: Closing) -> None:
+    """Raise UserError for a closing of several streams that is not of this package: its terms are not defined."""
+    known = (
+        BoundaryClosing, LambdaClosing, AttentionResidualClosing, CollapseClosing, SumClosing,
+    )  # fmt: skip
+    if not isinstance(closing, known) and len(topology.stream_names) > 1:
+        raise UserError(f"the terms of a {type(closing).__name__} are not defined: choose a topology of this package")
 
 
 def input_gains(topology: Topology, connection: Connection) -> dict[str, float] | None:

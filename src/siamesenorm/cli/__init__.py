@@ -83,6 +83,12 @@ def _run(arguments: list[str]) -> int:
     except UserError as error:
         print(f"siamesenorm: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        reason = (error.strerror or "cannot be read").lower()
+        print(f"siamesenorm: {error.filename}: {reason}: choose another path or its permissions", file=sys.stderr)
+        return 2
     except KeyboardInterrupt as stopped:
         print("siamesenorm: interrupted; repeat the command to resume", file=sys.stderr)
         return getattr(stopped, "exit_code", INTERRUPTED)

@@ -29,9 +29,9 @@ from siamesenorm.training.run_directory import RunDirectory
 class Arguments:
     """Analyse trained models on held-out samples: records in each run, and one report that compares them.
 
-    Models are runs with a checkpoint, or, with --text, models in directories: exported ones, and language models of
-    transformers that were rewired. The records of a run are kept in its evaluations.jsonl; figures are of the weights
-    as trained.
+    Models are runs with a checkpoint, read on their own held-out samples, whose records are kept in their
+    evaluations.jsonl; or, with --text, any language models, all read on that text: runs, exported models, and models of
+    transformers that were rewired. Figures are of the weights as trained.
     """
 
     models: Annotated[tuple[Path, ...], tyro.conf.Positional]
@@ -46,9 +46,9 @@ class Arguments:
     tokens: int = 4
     """Tokens of the Jacobians."""
     text: Path | None = None
-    """Text, or token ids as .npy, for models that are no runs."""
+    """Text, or token ids as .npy, on which to read all models."""
     context: int = 256
-    """Tokens of a sample of that text."""
+    """Tokens of a sample of the text."""
     data: str | None = None
     """Data of the runs, where they were moved."""
     device: str = "cpu"
@@ -67,6 +67,12 @@ def run(arguments: Arguments) -> None:
     """Analyse, keep the records, and report."""
     labels = _labels(arguments.models)
     opened = {label: _open(path, arguments) for label, path in zip(labels, arguments.models, strict=True)}
+    out = arguments.out or arguments.models[0] / "analysis"
+    if not arguments.json and (out.exists() or out.parent.is_file()) and not out.is_dir():
+        raise UserError(f"--out {out}: is no directory: name one for the report")
+    results: dict[str, RunResult] = {
+        label: read_run(path) for label, path in zip(labels, arguments.models, strict=True) if RunDirectory(path).is_run
+    }
     refused: dict[str, str] = {}
     chosen = {label: _fitting(model, label, arguments, refused) for label, model in opened.items()}
     records: dict[str, list[Record]] = {}
@@ -83,19 +89,22 @@ def run(arguments: Arguments) -> None:
         print(encode_json(records, indent=1))
         return
     shown = {label: [each for each in several if each["weights"] == RAW] for label, several in records.items()}
-    results: dict[str, RunResult] = {
-        label: read_run(path) for label, path in zip(labels, arguments.models, strict=True) if RunDirectory(path).is_run
-    }
-    report = analysis_report(shown, results, command=shlex.join(["siamesenorm", *sys.argv[1:]]), refused=refused)
-    show_report(report, arguments.out or arguments.models[0] / "analysis")
+    report = analysis_report(
+        shown,
+        results,
+        data="held-out samples" if arguments.text is None else f"samples of {arguments.text.name}",
+        command=shlex.join(["siamesenorm", *sys.argv[1:]]),
+        refused=refused,
+    )
+    show_report(report, out)
 
 
 def _open(path: Path, arguments: Arguments) -> TrainedRun | TextModel:
-    if RunDirectory(path).is_run:
-        return TrainedRun(path, device=arguments.device, data=arguments.data)
-    if arguments.text is None:
+    if arguments.text is not None:
+        return TextModel.open(path, arguments.text, context=arguments.context, device=arguments.device)
+    if not RunDirectory(path).is_run:
         raise UserError(f"{path} is not the directory of a run: name one, or add --text FILE to analyse a model on it")
-    return TextModel.open(path, arguments.text, context=arguments.context, device=arguments.device)
+    return TrainedRun(path, device=arguments.device, data=arguments.data)
 
 
 def _kinds(model: TrainedRun | TextModel) -> int:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from siamesenorm.cli.verdict import curves_at
 from siamesenorm.files import disk_errors
 from siamesenorm.progress import ProgressDisplay
 from siamesenorm.training.verdict import Thresholds
@@ -19,7 +20,7 @@ class Arguments:
     """Count false positives on safe runs, and detections of spikes, divergences and plateaus injected into them."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Directories of runs known to be safe, such as Pre-Norm at a low learning rate; of any task."""
+    """Runs known to be safe, such as Pre-Norm at a low learning rate, or directories of them; of any task."""
     out: Path | None = None
     """File for the result as JSON."""
     thresholds: Thresholds = Thresholds()
@@ -28,7 +29,7 @@ class Arguments:
 
 def run(arguments: Arguments) -> None:
     """Calibrate and print the tables."""
-    curves = read_runs(arguments.runs)
+    curves = read_runs(path for given in arguments.runs for path in curves_at(given))
     if arguments.out is not None:
         with disk_errors(arguments.out):
             arguments.out.parent.mkdir(parents=True, exist_ok=True)

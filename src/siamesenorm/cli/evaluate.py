@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -94,8 +95,8 @@ class ImageOptions:
                 seed=self.seed,
                 sampling=(("steps", self.sampling_steps),) if self.sampling_steps else (),
             )
-        elif self.sample_file or self.inception_weights or self.features != "pixels":
-            raise UserError("--sample-file, --features and --inception-weights belong to the distance: add --frechet")
+        elif dataclasses.replace(self, knn=0, linear_probe=False) != ImageOptions():
+            raise UserError("options of generated images and of their features belong to the distance: add --frechet")
 
 
 @dataclass(frozen=True, kw_only=True)

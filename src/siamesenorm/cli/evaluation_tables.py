@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from siamesenorm.comparison.accuracy_tables import result_cells
 from siamesenorm.comparison.formatting import NOTHING
 from siamesenorm.evaluation.choice_tasks import TASKS
 from siamesenorm.evaluation.evaluation import Record
@@ -96,10 +97,7 @@ def probability(value: float | None) -> str:
 
 
 def _rows(record: Record) -> Iterator[Cells]:
-    for name, value in record["results"].items():
-        nested = value if isinstance(value, Mapping) else {"": value}
-        for part, each in nested.items():
-            yield (record["evaluation"], record["weights"], f"{name} {part}".strip(), _cell(each))
+    return ((record["evaluation"], record["weights"], name, value) for name, value in result_cells(record))
 
 
 def _table(title: str, columns: Cells, rows: Sequence[Cells]) -> Table:
@@ -109,7 +107,3 @@ def _table(title: str, columns: Cells, rows: Sequence[Cells]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else NOTHING if value is None else str(value)

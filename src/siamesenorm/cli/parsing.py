@@ -62,7 +62,7 @@ def _describe(event: Any, kind: Any, words: Sequence[str]) -> str:
         case _errors.MissingArgs(missing_arguments=missing):
             return _missing([each.arg for each in missing])
         case _errors.UnrecognizedArgs(tokens=tokens):
-            return _unrecognized(tokens, kind)
+            return _unrecognized(tokens, kind, words)
         case _errors.InvalidChoice(argument=argument, value=value, choices=choices):
             return str(unknown(_name(argument), value, choices))
         case _errors.BadValue(argument=argument, offending_value=None):
@@ -85,14 +85,19 @@ def _missing(arguments: Sequence[Any]) -> str:
     return f"missing {names[0]}: {' '.join(explained.split()).rstrip('.')}".rstrip(": ")
 
 
-def _unrecognized(tokens: Sequence[str], kind: Any) -> str:
+def _unrecognized(tokens: Sequence[str], kind: Any, words: Sequence[str]) -> str:
     given = [token.partition("=")[0] for token in tokens if token.startswith("--")]
     if not given:
         return f"unexpected argument {tokens[0]!r}: remove it, or name its option before it"
-    known = sorted(set(options_of(kind)))
+    named = [each for each in get_args(kind) if words[0] in _names_of(each)]
+    known = sorted({option for each in named or [kind] for option in options_of(each)})
     nearest = [match for each in given for match in difflib.get_close_matches(each, known, n=1, cutoff=0.7)]
     remedy = f": did you mean {' or '.join(dict.fromkeys(nearest))}?" if nearest else ""
     return f"unknown option {', '.join(given)}{remedy}"
+
+
+def _names_of(subcommand: Any) -> list[str]:
+    return [getattr(each, "name", "") for each in getattr(subcommand, "__metadata__", ())]
 
 
 def _name(argument: Any) -> str:

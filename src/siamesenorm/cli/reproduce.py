@@ -8,7 +8,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from siamesenorm.comparison.experiment_plan import PLAN_FILE
 from siamesenorm.comparison.experiment_runner import Experiment, Job, OutOfTime
 from siamesenorm.comparison.results import RunResult
 from siamesenorm.errors import UserError
+from siamesenorm.evaluation.evaluation import Evaluation
 from siamesenorm.models.language import LanguageModelConfig, language_model_config
 from siamesenorm.norms import NormSpec
 from siamesenorm.recipes.catalogue import items_table, list_items
@@ -41,6 +42,7 @@ from siamesenorm.training.config import Compile, Execution, RunConfig
 from siamesenorm.training.optimizer import OptimizerConfig
 
 NAMES = ", ".join([*ITEMS, "continued", "all"])
+STOPPED = "stopped after {:g} minutes; repeat the command to resume"
 MODEL = language_model_config("mini", dim=64, hidden=176, topology="pre", vocabulary=0)
 
 
@@ -102,6 +104,8 @@ class ContinuedArguments:
     """Samples of an optimizer step."""
     jobs: int = 0
     """Runs at a time; as many as cores (or GPUs) if 0."""
+    minutes: float = 0.0
+    """Stop after so many minutes, to be resumed by the same command; 0 does not stop."""
     title: str = ""
     """Title of the report."""
     out: Path = Path("runs/continued")
@@ -116,8 +120,11 @@ class Arguments:
     @staticmethod
     def prepare(words: Sequence[str]) -> tuple[Any, list[str], tyro.constructors.ConstructorRegistry]:
         """Return the type that tyro reads, the words, and how tyro reads topologies and norms."""
-        if words[:1] == ["continued"]:
-            return ContinuedArguments, list(words[1:]), text_constructors(NormSpec())
+        before = ("", *words)
+        for place, word in enumerate(words):
+            if word == "continued" and not before[place].startswith("--"):
+                others = [*words[:place], *words[place + 1 :]]
+                return ContinuedArguments, others, text_constructors(NormSpec())
         return ReproduceArguments, list(words), text_constructors(NormSpec())
 
 
@@ -137,20 +144,28 @@ def run(arguments: ReproduceArguments | ContinuedArguments) -> None:
         Console(width=None if sys.stdout.isatty() else 140).print(items_table(states, scale))
         return
     if arguments.costs:
-        read_costs(arguments.costs)  # refused before anything is trained
-    deadline = time.monotonic() + 60 * arguments.minutes if arguments.minutes else math.inf
+        read_costs(arguments.costs)  # refused before anything is trained, as are tasks
+    evaluations = build_evaluations(arguments.tasks, arguments.task_limit)
+    deadline = deadline_after(arguments.minutes)
     failed: list[Experiment] = []
     try:
         for item in items:
             failed += [each for each in train_item(item, arguments, deadline) if each.failures]
-            report_item(item, arguments)
+            report_item(item, arguments, evaluations)
     except OutOfTime:
-        print(f"stopped after {arguments.minutes:g} minutes; repeat the command to resume")
+        print(STOPPED.format(arguments.minutes))
     for experiment in failed:
         raise_failures(experiment)
 
 
-def report_item(item: Item, arguments: ReproduceArguments) -> None:
+def deadline_after(minutes: float) -> float:
+    """Return the time of the monotonic clock after so many minutes, of 0 infinity; raises UserError for no time."""
+    if not 0 <= minutes < math.inf:
+        raise UserError(f"--minutes is {minutes:g}: write a number of minutes, or 0 not to stop")
+    return time.monotonic() + 60 * minutes if minutes else math.inf
+
+
+def report_item(item: Item, arguments: ReproduceArguments, evaluations: Mapping[str, Evaluation]) -> None:
     """Evaluate the runs that have weights, and write the page of an item; without runs there is none."""
     directory = arguments.out / arguments.scale / item.name
     if item.experiment is not None:
@@ -161,8 +176,6 @@ def report_item(item: Item, arguments: ReproduceArguments) -> None:
         return
     if arguments.item == "all" and not (directory / ITEM_FILE).is_file():
         return
-    names = [name for grid in item.grids for name in grid.evaluations]
-    evaluations = build_evaluations(names, arguments.tasks, arguments.task_limit)
     data = partial(data_of_run, arguments, item)
     evaluate_item(read_item(directory), evaluations, data, arguments.device or "cpu", print)
     show_report(item_report(read_item(directory)), directory / "report")
@@ -239,7 +252,7 @@ def execution(arguments: ReproduceArguments, template: RunConfig) -> Execution:
 
 def reproduce_continued(arguments: ContinuedArguments) -> None:
     """Train what is missing, then write the report and print its tables; raises UserError when runs have failed."""
-    experiment = None
+    experiment, deadline = None, deadline_after(arguments.minutes)
     if arguments.data is not None:
         plan = arguments.plan
         template = plan.template(base_template(arguments, arguments.data))
@@ -250,8 +263,12 @@ def reproduce_continued(arguments: ContinuedArguments) -> None:
             comparisons=plan.comparisons,
             common=plan.common,
             command=shlex.join(["siamesenorm", *sys.argv[1:]]),
+            deadline=deadline,
         )
-        train_experiment(experiment, plan.stages)
+        try:
+            train_experiment(experiment, plan.stages)
+        except OutOfTime:
+            print(STOPPED.format(arguments.minutes))
     show_report(build_report(arguments.out, title=arguments.title), arguments.out / "report")
     if experiment is not None:
         raise_failures(experiment)

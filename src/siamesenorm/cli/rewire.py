@@ -11,12 +11,14 @@ from typing import Annotated, Any
 import tyro
 from typing_extensions import Doc
 
+from siamesenorm.errors import UserError
 from siamesenorm.files import encode_json
 from siamesenorm.interop.rewire import RewireReport, rewire
 from siamesenorm.interop.stored import detect
 from siamesenorm.interop.stored_model import check_new, new_directory
 from siamesenorm.norms import NormSpec, available_norms
 from siamesenorm.topologies import available_topologies, build_topology, topology_to_json
+from siamesenorm.training.config import LARGEST_SEED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,8 @@ def run(arguments: Arguments) -> None:
         NormSpec.parse(arguments.norm)
     stored = detect(arguments.model, data=arguments.data)
     check_new(arguments.out)
+    if not 0 <= arguments.seed <= LARGEST_SEED:
+        raise UserError(f"--seed is {arguments.seed}: choose a number from 0 to {LARGEST_SEED}")
     model = stored.initialise(arguments.seed) if arguments.scratch else stored.load()
     for note in stored.notes:
         print(f"siamesenorm: note: {note}", file=sys.stderr)

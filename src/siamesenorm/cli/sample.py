@@ -20,7 +20,6 @@ from siamesenorm.errors import UserError
 from siamesenorm.files import disk_errors, encode_json, move_durably, write_atomically
 from siamesenorm.progress import ProgressDisplay
 from siamesenorm.tasks.task import ImageSampler
-from siamesenorm.training.checkpoint import load_checkpoint
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.execution import find_device
 from siamesenorm.training.run_directory import RunDirectory
@@ -87,6 +86,10 @@ def run(arguments: Arguments) -> None:
     for file in filter(None, (out, arguments.npz)):
         if not file.parent.is_dir():
             raise UserError(f"{file}: no such directory {file.parent}: make it, or choose another path")
+        if file.is_dir():
+            raise UserError(f"{file} is a directory: name a file")
+    if out.suffix.lower() != ".png":
+        raise UserError(f"{out}: images are written as PNG: name a file that ends in .png")
     shown: list[Tensor] = []
     with disk_errors(out.parent), npz_file(arguments.npz, arguments.count) as written:
         with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
@@ -110,9 +113,7 @@ def open_weights(
     which = ("ema" if config.ema else "model") if weights == "auto" else weights
     if which == "ema" and not config.ema:
         raise UserError(f"{directory.path} has no average of its weights: use --weights model, or train with --ema")
-    checkpoint = load_checkpoint(directory.checkpoints, groups=("model", which))
-    if checkpoint is None:
-        raise UserError(f"{directory.path} has no checkpoint yet: let the run write one (--execution.checkpoint-every)")
+    checkpoint = directory.newest_checkpoint(("model", which))
     model = sampler.build_model(device)
     model.load_state_dict({**checkpoint.tensors["model"], **checkpoint.tensors[which]})
     return model.eval(), which, checkpoint.step

@@ -49,7 +49,7 @@ class Arguments:
 
 def run(arguments: Arguments) -> None:
     """Judge the curves."""
-    paths = [path for given in arguments.curves for path in _curves_at(given)]
+    paths = [path for given in arguments.curves for path in curves_at(given)]
     if not paths:
         raise UserError("no curve is given: name files, or directories of runs")
     given = {name: getattr(arguments, name) for name in FACTS if getattr(arguments, name) is not None}
@@ -71,7 +71,7 @@ def run(arguments: Arguments) -> None:
             print(f"{path}: {verdict.sentence()}")
 
 
-def _curves_at(path: Path) -> list[Path]:
+def curves_at(path: Path) -> list[Path]:
     """Return a file or the directory of a run as it is, and the runs in any other directory."""
     if not path.is_dir() or (path / "metrics.jsonl").exists():
         return [path]

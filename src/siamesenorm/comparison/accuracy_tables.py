@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from siamesenorm.analysis.analyses import ANALYSES
 from siamesenorm.comparison import formatting
 from siamesenorm.comparison.findings import Findings, Outcome
 from siamesenorm.comparison.formatting import NOTHING
@@ -14,6 +15,7 @@ from siamesenorm.comparison.results import RunResult
 from siamesenorm.evaluation.choice_tasks import TASKS
 from siamesenorm.evaluation.evaluation import RAW
 from siamesenorm.evaluation.multiple_choice import MEAN, MultipleChoice, mean_of_tasks
+from siamesenorm.evaluation.paired_tests import PAIRED
 
 Results = Mapping[str, Any]
 
@@ -55,6 +57,34 @@ def accuracy_tables(findings: Findings) -> tuple[Table, ...]:
         str(record["options"]["digest"]): record for run in findings.results.runs for record in _records(run).values()
     }
     return tuple(_table(findings, record, quantity) for record in sets.values() for quantity in (ACCURACY, BITS))
+
+
+def evaluations_table(run: RunResult) -> Table:
+    """Build the table of what else a run was evaluated by: every number of each record that is no analysis."""
+    columns = (
+        Column("Evaluation", "what was measured", numeric=False),
+        Column("Step", "of the weights"),
+        Column("Weights", "raw: as trained; ema: their average", numeric=False),
+        Column("Result", "its name in evaluations.jsonl", numeric=False),
+        Column("Value", "of the result"),
+    )
+    left_out = (MultipleChoice.name, PAIRED, *ANALYSES)
+    rows = tuple(
+        tuple(map(Entry, (each["evaluation"], f"{each['step']:,}", each["weights"], name, value)))
+        for each in run.evaluations
+        if each["evaluation"] not in left_out
+        for name, value in result_cells(each)
+    )
+    return Table("Other evaluations", columns, (RowGroup("", rows),) if rows else ())
+
+
+def result_cells(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the numbers of a record with their names, those of a part after its name."""
+    for name, value in record["results"].items():
+        nested = value if isinstance(value, Mapping) else {"": value}
+        for part, each in nested.items():
+            text = f"{each:.6g}" if isinstance(each, float) else formatting.NOTHING if each is None else str(each)
+            yield f"{name} {part}".strip(), text
 
 
 def task_values(run: RunResult, digest: str, quantity: TaskQuantity) -> dict[str, tuple[float, float | None]]:

@@ -36,10 +36,11 @@ def analysis_report(
     records: Mapping[str, Sequence[Record]],
     runs: Mapping[str, RunResult],
     *,
+    data: str = "held-out samples",
     command: str = "",
     refused: Mapping[str, str] | None = None,
 ) -> Report:
-    """Return the report of analyses, records by the label of their model; `runs` are those that have curves.
+    """Return the report of analyses on `data`, records by the label of their model; `runs` are those that have curves.
 
     `refused` has by topic what was left out, and why.
     """
@@ -61,7 +62,7 @@ def analysis_report(
     table, subjects = analysis_table(by_analysis, list(records)), subjects_table(records, runs)
     return Report(
         title=f"Analysis of {formatting.listed(list(records))}",
-        subject=(f"{formatting.plural(len(records), 'trained model')}, on held-out samples.",),
+        subject=(f"{formatting.plural(len(records), 'trained model')}, on {data}.",),
         sections={
             subjects.title: subjects,
             table.title: table,
@@ -107,7 +108,7 @@ def subjects_table(records: Mapping[str, Sequence[Record]], runs: Mapping[str, R
         Column("Run", "the first twelve digits of its identity; none for a model that is no run", numeric=False),
         Column("Step", "of the weights"),
         Column("Weights", "raw: as trained; ema: their average", numeric=False),
-        Column("Samples", "held-out samples that were read; the transition Jacobians read one"),
+        Column("Samples", "samples that were read; the transition Jacobians read one"),
         Column("Commit", "of the code that trained the run", numeric=False),
     )
     rows: list[Row] = []

@@ -8,6 +8,7 @@ from typing import Any
 
 from siamesenorm.analysis.post_mortem import sentences
 from siamesenorm.comparison import formatting
+from siamesenorm.comparison.accuracy_tables import accuracy_tables, evaluations_table
 from siamesenorm.comparison.comparison_tables import comparison_tables, comparisons_csv, runs_csv, training_metric
 from siamesenorm.comparison.curve_figures import curve_figures, stream_figures
 from siamesenorm.comparison.experiment_plan import ComparisonKind
@@ -62,13 +63,16 @@ def comparison_report(findings: Findings, *, title: str = "") -> Report:
 def run_report(results: ExperimentResults, *, title: str = "") -> Report:
     """Return the report of a single run: its verdict, its numbers, its curves."""
     (run,) = results.runs
-    curves = curve_figures(find(results), run.learning_rate)
+    findings = find(results)
+    curves = curve_figures(findings, run.learning_rate)
+    tables = (*accuracy_tables(findings), evaluations_table(run))
     return Report(
         title=title or run.name,
         subject=(budget_sentence(run),),
         sections={
             "What came out": Statements(_run_statements(run), tone="conclusions"),
             "Training": Gallery((*curves[:1], *stream_figures(run), *curves[1:])),
+            **{table.title: table for table in tables if table.groups},
             "The verdicts": Statements(VERDICTS),
             **closing_sections(results),
         },

@@ -104,7 +104,7 @@ def draw_losses(runs: Runs, references: Runs, styles: Styles, theme: Theme, titl
     for method, run in runs.items():
         _mark_verdict(axes, run, smooth[method], styles[method], theme)
         last = float(smooth[method].values[-1])
-        labels.append(CurveLabel(height=last, text=_name(run), style=styles[method]))
+        labels.append(CurveLabel(height=last, text=_name(run, method), style=styles[method]))
     if floor is not None:
         axes.axhline(floor, color=theme.muted, linewidth=FLOOR_STYLE.width, linestyle=DOTTED)
         labels.append(CurveLabel(height=floor, text=FLOOR, style=FLOOR_STYLE))
@@ -129,7 +129,7 @@ def draw_gradient_norms(runs: Runs, styles: Styles, theme: Theme, title: str) ->
         logarithm = smoothed(Curve(steps=norms.steps, values=np.log(norms.values)))
         smooth = Curve(steps=logarithm.steps, values=np.exp(logarithm.values))
         _draw_curve(axes, norms, smooth, styles[method], theme)
-        labels.append(CurveLabel(height=float(smooth.values[-1]), text=_name(run), style=styles[method]))
+        labels.append(CurveLabel(height=float(smooth.values[-1]), text=_name(run, method), style=styles[method]))
     axes.set_xlim(0, max(run.steps for run in runs.values()))
     figure_style.label_ends(axes, labels, theme)
     return drawing
@@ -244,9 +244,9 @@ def _loss_range(curves: Sequence[Curve], floor: float | None) -> tuple[float, fl
     return low - 0.05 * (high - low), high + 0.16 * (high - low)
 
 
-def _name(run: RunResult) -> str:
+def _name(run: RunResult, method: str) -> str:
     mark = {DIVERGED: " ✕", NOT_LEARNED: " ◇", SPIKED: " *"}.get(run.word or "", "" if run.complete else " ○")
-    return f"{figure_style.shortened(run.label)}{mark}"
+    return f"{figure_style.shortened(method)}{mark}"
 
 
 def _unit(runs: Runs) -> str:

@@ -60,7 +60,7 @@ def rate_figures(findings: Findings) -> tuple[Figure, Figure]:
         caption=f"{over_seeds}; the tables have the intervals. In the upper band: ✕ every seed diverged, ◇ not "
         f"learned.{f' The band: {words}.' if noise else ''}",
         alternative="Rate sensitivity, mean excess loss: "
-        + "; ".join(f"{method} {value:.3f}" for method, value in findings.sensitivities.items()),
+        + ("; ".join(f"{m} {value:.3f}" for m, value in findings.sensitivities.items()) or "of one rate there is none"),
         draw=lambda theme: draw_sensitivity(findings, theme),
     )
     return frontier, sensitivity

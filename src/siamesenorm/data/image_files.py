@@ -68,10 +68,17 @@ def decode_image(content: bytes, where: str, channels: int) -> Tensor:
             mode = image.mode
             pixels = np.array(image.convert("L" if channels == 1 else "RGB"))
     except Exception as error:  # decoders raise anything
-        raise UserError(f"{where}: not a readable image ({reason(error)}): write it again, or remove it") from error
+        raise _unreadable(where, error) from error
     if mode in WIDE_MODES:
         raise UserError(f"{where}: has pixels of mode {mode}: write it with 8 bits a channel")
     return torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels).transpose(2, 0, 1).copy())
+
+
+def _unreadable(where: str, error: Exception) -> UserError:
+    from PIL import UnidentifiedImageError
+
+    what = "of no known format" if isinstance(error, UnidentifiedImageError) else reason(error)
+    return UserError(f"{where}: not a readable image ({what}): write it again, or remove it")
 
 
 def channels_of(contents: Sequence[tuple[bytes, str]]) -> int:
@@ -83,7 +90,7 @@ def channels_of(contents: Sequence[tuple[bytes, str]]) -> int:
             with Image.open(io.BytesIO(content)) as image:
                 grey = image.mode in ("L", "1")
         except Exception as error:  # decoders raise anything
-            raise UserError(f"{where}: not a readable image ({reason(error)}): write it again, or remove it") from error
+            raise _unreadable(where, error) from error
         if not grey:
             return 3
     return 1

@@ -113,13 +113,15 @@ def open_images(data: str) -> ImageData:
     stored = _list_images(path)
     digest = hashlib.sha256("\n".join(stored.classes).encode())
     splits = {name: _split(path, stored.classes, listing, digest) for name, listing in stored.parts.items()}
-    train = splits.pop(TRAIN)
-    missing = [name for label, name in enumerate(stored.classes) if not (train.labels == label).any()]
-    if missing:
-        raise UserError(f"{path}: no images of the class {missing[0]} to train on: add some, or remove the class")
     if len(stored.classes) < 2:
         raise UserError(f"{path}: one class, {stored.classes[0]}: give images of at least two, a folder for each")
-    train, held_out = (train, *splits.values()) if splits else _hold_out(train)
+    train, *others = splits.pop(TRAIN), *splits.values()
+    _require_every_class(path, stored.classes, train)
+    if others:
+        held_out = others[0]
+    else:
+        train, held_out = _hold_out(train)
+        _require_every_class(path, stored.classes, train)
     channels = len(train.image(0))
     mean, std = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((0.5,) * channels, (0.5,) * channels)
     return ImageData(
@@ -161,6 +163,12 @@ def _split(path: Path, classes: Sequence[str], listing: Listing, digest: hashlib
     digest.update(f"\n{len(lines)}\n".encode() + "\n".join(lines).encode())
     labels = torch.tensor([number[entry.label] for entry in listing.entries], dtype=torch.int64)
     return ImageSplit(labels, listing.decode, keeps=not listing.in_memory)
+
+
+def _require_every_class(path: Path, classes: Sequence[str], train: ImageSplit) -> None:
+    missing = [name for label, name in enumerate(classes) if not (train.labels == label).any()]
+    if missing:
+        raise UserError(f"{path}: no images of the class {missing[0]} to train on: add some, or remove the class")
 
 
 def _hold_out(split: ImageSplit) -> tuple[ImageSplit, ImageSplit]:

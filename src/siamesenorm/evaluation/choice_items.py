@@ -53,6 +53,8 @@ def read_tasks(
     if limit < 0:
         raise UserError(f"limit is {limit}: choose a number of items, or 0 for all")
     available = list(_available(source, split))
+    if source is None and not names:
+        raise UserError("no tasks given: name their directory with --tasks, or generated_arithmetic")
     if not (names or available):
         raise UserError(f"{source} has no task: add files such as arc_easy_{split}.jsonl, or choose another split")
     found = []

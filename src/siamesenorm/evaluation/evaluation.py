@@ -18,11 +18,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json, disk_errors, encode_json, write_atomically
 from siamesenorm.tasks.task import Task
 from siamesenorm.training import execution
-from siamesenorm.training.checkpoint import Checkpoint, load_checkpoint
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.run_record import read_metrics
@@ -122,10 +120,7 @@ class TrainedRun:
             task = dataclasses.replace(self.config.task, data=self.config.task.data_type(data))
             self.config = dataclasses.replace(self.config, task=task)
         self.device = execution.find_device(device)
-        found = load_checkpoint(self.directory.checkpoints, groups=("model", AVERAGE))
-        if found is None:
-            raise UserError(f"{path} has no checkpoint: evaluate a run where it was trained, records hold no weights")
-        self.checkpoint: Checkpoint = found
+        self.checkpoint = self.directory.newest_checkpoint(("model", AVERAGE))
 
     @cached_property
     def task(self) -> Task:
@@ -167,13 +162,14 @@ class TrainedRun:
     def evaluate(
         self, evaluations: Sequence[Evaluation], on_progress: Callable[[float, str], None] = lambda done, what: None
     ) -> list[Record]:
-        """Return a record of each evaluation with each kind of weights that it uses, and keep them with the run.
+        """Return a record of each evaluation with each kind of weights that it uses; each is kept when it is made.
 
         `on_progress` is called with how many are done, and parts of one. Raises UserError before anything is computed
-        where the task does not have what an evaluation needs.
+        where the task does not have what an evaluation needs, or the run's records cannot be read or written.
         """
         for evaluation in evaluations:
             evaluation.require(self.task)
+        self.keep([])
         records: list[Record] = []
         for kind in self.kinds:
             subject = self.subject(kind)
@@ -189,7 +185,7 @@ class TrainedRun:
                     results = evaluation.run(dataclasses.replace(subject, on_progress=show))
                 weights = kind if evaluation.uses_model else NONE
                 records.append(make_record(evaluation, results, step=self.step, weights=weights))
-        self.keep(records)
+                self.keep(records[-1:])
         return records
 
     def subject(self, kind: str = RAW) -> Subject:

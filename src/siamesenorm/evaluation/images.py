@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from siamesenorm.data import SampleOrder
 from siamesenorm.data.augmentation import fitted
 from siamesenorm.data.images import ImageData, ImageSplit, open_images
-from siamesenorm.errors import UserError, reason
+from siamesenorm.errors import UserError
 from siamesenorm.evaluation.evaluation import Subject, TrainedRun
 from siamesenorm.evaluation.frechet import (
     WHITE,
@@ -246,7 +246,7 @@ def read_samples(file: Path, count: int, channels: int) -> list[Tensor]:
         with np.load(file, allow_pickle=False) as content:
             images = content[NPZ_ARRAY]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file}: no {NPZ_ARRAY} can be read ({reason(error)}): give samples as .npz") from error
+        raise UserError(f"{file}: no array {NPZ_ARRAY} can be read: give samples as .npz") from error
     if images.dtype != np.uint8 or images.ndim != 4:
         shape = f"{images.dtype} {list(images.shape)}"
         raise UserError(f"{file}: {NPZ_ARRAY} is {shape}, not uint8 [count, height, width, channels]: write it so")

@@ -18,6 +18,8 @@ from siamesenorm.interop.language_models import open_language_model
 from siamesenorm.interop.library_models import TransformersModel
 from siamesenorm.interop.native_models import NativeModel
 from siamesenorm.interop.stored import detect
+from siamesenorm.interop.trained_model import TrainedModel
+from siamesenorm.training.execution import find_device
 
 TOKEN_FILE = ".npy"
 
@@ -28,6 +30,8 @@ class TextModel:
 
     model: nn.Module
     windows: Tensor
+    step: int = 0
+    """Step of the weights; 0 where none is recorded."""
 
     @classmethod
     def open(cls, path: Path, text: Path, *, context: int, device: str = "cpu") -> TextModel:
@@ -36,15 +40,17 @@ class TextModel:
         A file .npy holds token ids; any other one is text in UTF-8 for the tokenizer beside the model. Raises UserError
         for other models, for a text that is too short, and for ids that the model does not have.
         """
-        stored = detect(path)
+        if context < 1:
+            raise UserError(f"--context is {context}: write at least 1 token")
+        place, stored = find_device(device), detect(path)
         if not isinstance(stored, NativeModel | TransformersModel):
             raise UserError(f"{path} holds a {stored.name}, which reads no text: name a language model")
         if not text.is_file():
             raise UserError(f"{text}: no such file: give a text, or token ids as {TOKEN_FILE}")
         if text.suffix == TOKEN_FILE:
-            model, ids = stored.load().to(device), _read_ids(text)
+            model, ids = stored.load().to(place), _read_ids(text)
         else:
-            opened = open_language_model(str(path), device=torch.device(device))
+            opened = open_language_model(str(path), device=place)
             model, ids = opened.model, torch.tensor(opened.encode([_read_text(text)])[0], dtype=torch.int64)
         length, vocabulary = _limits(model, context)
         unknown = ids[(ids < 0) | (ids >= vocabulary)]
@@ -54,7 +60,7 @@ class TextModel:
         if count < 1:
             raise UserError(f"{text} has {len(ids)} tokens, a sample needs {length + 1}: give more, or less --context")
         windows = torch.stack([ids[k * length : (k + 1) * length + 1] for k in range(count)])
-        return cls(model.eval(), windows.to(device))
+        return cls(model.eval(), windows.to(place), stored.checkpoint.step if isinstance(stored, TrainedModel) else 0)
 
     def held_out(self, samples: int) -> HeldOut:
         """Return the model on the first windows."""
@@ -80,7 +86,7 @@ class TextModel:
             on_progress(len(records), analysis.name)
             with torch.no_grad():
                 results = analysis.results(self.held_out(analysis.samples))
-            records.append(make_record(analysis, results, step=0, weights=RAW))
+            records.append(make_record(analysis, results, step=self.step, weights=RAW))
         return records
 
 

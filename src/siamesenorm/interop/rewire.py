@@ -154,11 +154,13 @@ def _rewire_native(
             "choose a topology that can, such as siamese-post-pre"
         )
     target = converted_config(model.config, topology, norm)
+    if (target.topology, target.norm) == (model.config.topology, model.config.norm):
+        raise UserError(f"the model has {topology_name(topology)} already: choose another topology, or a norm")
     old = norms_of(model)
     differences = convert(model, target)
     new = norms_of(model)
     fates = [
-        NormFate(name, "kept", "in the attention")
+        NormFate(name, "kept", "in the attention" if ".attention." in name else "in its place")
         if new.get(name) is module
         else NormFate(name, "moved", _move(module.function(), "a new norm"))
         for name, module in old.items()

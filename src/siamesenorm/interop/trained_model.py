@@ -18,7 +18,7 @@ from siamesenorm.interop.native_models import NativeModel, for_use
 from siamesenorm.models.language import LanguageModelConfig
 from siamesenorm.tasks.language import LanguageTaskConfig
 from siamesenorm.topologies import topology_name
-from siamesenorm.training.checkpoint import Checkpoint, load_checkpoint, read_checkpoint
+from siamesenorm.training.checkpoint import Checkpoint, read_checkpoint
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.optimizer import OPTIMIZER_TITLES
 from siamesenorm.training.run_directory import RunDirectory
@@ -68,10 +68,7 @@ class TrainedModel(NativeModel):
         """The newest whole checkpoint of the run, or the one that was named; raises UserError without one."""
         if self.checkpoint_path:
             return read_checkpoint(self.checkpoint_path, groups=GROUPS)
-        newest = load_checkpoint(self.run.checkpoints, groups=GROUPS)
-        if newest is None:
-            raise UserError(f"{self.path} has no checkpoint yet: let the run write one (--execution.checkpoint-every)")
-        return newest
+        return self.run.newest_checkpoint(GROUPS)
 
     @property
     def notes(self) -> tuple[str, ...]:

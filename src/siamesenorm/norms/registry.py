@@ -14,7 +14,7 @@ from siamesenorm.norms.dyt import Derf, DyT
 from siamesenorm.norms.norm import Norm, Role
 from siamesenorm.norms.scale_invariant_norms import LayerNorm, RMSNorm, ScaleNorm
 from siamesenorm.norms.seed_norm import SeeDNorm
-from siamesenorm.options import EntryPointGroup, Scalar, parse_specification, read_scalar, widen
+from siamesenorm.options import EntryPointGroup, Scalar, parse_specification, read_scalar, require_name, widen
 
 NORMS: dict[str, type[Norm]] = {
     "layernorm": LayerNorm,
@@ -27,7 +27,11 @@ NORMS: dict[str, type[Norm]] = {
 
 
 def register_norm(name: str, operator: type[Norm]) -> None:
-    """Add an operator under a new name; raises ValueError if the name is taken, or it is not a subclass of `Norm`."""
+    """Add an operator under a new name of letters, digits, dashes, dots and underscores.
+
+    Raises ValueError if the name is another one or taken, or if the operator is not a subclass of `Norm`.
+    """
+    require_name(name)
     if not (isinstance(operator, type) and issubclass(operator, Norm)):
         raise ValueError(f"{operator!r} is not a subclass of Norm: register the class of an operator")
     if NORMS.setdefault(name, operator) is not operator:

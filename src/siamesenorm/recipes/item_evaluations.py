@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from siamesenorm.analysis import available_analyses, build_analysis
 from siamesenorm.comparison.results import RunResult
+from siamesenorm.errors import UserError
 from siamesenorm.evaluation.choice_items import read_tasks
 from siamesenorm.evaluation.evaluation import Evaluation, TrainedRun
 from siamesenorm.evaluation.multiple_choice import MultipleChoice
@@ -15,12 +16,16 @@ from siamesenorm.recipes.item_results import ItemResults
 from siamesenorm.training.run_directory import RunDirectory
 
 
-def build_evaluations(names: Sequence[str], tasks: Path | None, limit: int) -> dict[str, Evaluation]:
-    """Return the evaluations of these names by name; multiple-choice only with the directory of its tasks."""
-    built: dict[str, Evaluation] = {name: build_analysis(name) for name in names if name in available_analyses()}
-    if "perplexity" in names:
-        built["perplexity"] = Perplexity()
-    if "multiple-choice" in names and tasks is not None:
+def build_evaluations(tasks: Path | None, limit: int) -> dict[str, Evaluation]:
+    """Return what grids can name, by name; multiple-choice only with the directory of its tasks.
+
+    Raises UserError for a directory without tasks, and for a limit of items that is negative or without tasks.
+    """
+    if limit < 0 or (limit and tasks is None):
+        raise UserError(f"--task-limit is {limit}: write a number of items, with the directory of --tasks")
+    built: dict[str, Evaluation] = {name: build_analysis(name) for name in available_analyses()}
+    built["perplexity"] = Perplexity()
+    if tasks is not None:
         built["multiple-choice"] = MultipleChoice(tasks=read_tasks(tasks, limit=limit))
     return built
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from siamesenorm.comparison.findings import choose_learning_rate
 from siamesenorm.comparison.results import ExperimentResults, RunResult, has_started, read_experiment
-from siamesenorm.errors import UserError
+from siamesenorm.errors import UserError, reason
 from siamesenorm.files import decode_json, disk_errors, encode_json, write_atomically
 from siamesenorm.recipes.claims import Cell, JudgedClaim, judge_claims
 from siamesenorm.recipes.item import Item, RunGrid
@@ -102,4 +102,5 @@ def read_costs(file: Path) -> dict[str, float]:
             if row["candidate"] == "plain" and row.get("step_to_pre")
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} has no costs of topologies ({error!r}): give benchmarks/topology_cost.json") from error
+        fault = f"{file} has no costs of topologies ({reason(error)})"
+        raise UserError(f"{fault}: give benchmarks/topology_cost.json") from error

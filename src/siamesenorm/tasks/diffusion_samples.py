@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import get_args
 
@@ -79,7 +80,7 @@ class DiffusionSampler:
         for label in classes:
             if not 0 <= label < self.classes:
                 raise UserError(f"class {label}: the model has classes 0 to {self.classes - 1}")
-        if not guidance >= 0:
+        if not 0 <= guidance < math.inf:
             raise UserError(f"guidance is {guidance}: choose 1, which is none, or a number such as 1.5 or 4")
         if not 1 <= steps <= len(self.process.kept):
             raise UserError(f"steps is {steps}: choose from 1 to the {len(self.process.kept)} of the training")

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from siamesenorm.errors import unknown
-from siamesenorm.options import EntryPointGroup, Scalar, parse_specification
+from siamesenorm.options import EntryPointGroup, Scalar, parse_specification, require_name
 from siamesenorm.topologies.attention_residuals import AttentionResiduals
 from siamesenorm.topologies.hyper_connections import HyperConnections
 from siamesenorm.topologies.manifold_hyper_connections import ManifoldHyperConnections
@@ -68,9 +68,11 @@ ENTRY_POINTS = EntryPointGroup("siamesenorm.topologies", _register_found)
 def register_topology(name: str, topology: Topology) -> None:
     """Add a topology under a new name.
 
-    Raises ValueError if it is not an instance of `Topology`, if the name is taken by another one, or if another class
-    has the name of its class, which is part of a run's identity.
+    Raises ValueError if it is not an instance of `Topology`, if the name is taken by another one or is not of letters,
+    digits, dashes, dots and underscores, or if another class has the name of its class, which is part of a run's
+    identity.
     """
+    require_name(name)
     if not isinstance(topology, Topology):
         raise ValueError(f"{topology!r} is not an instance of Topology: register an instance, such as MyTopology()")
     for other in {type(registered) for registered in TOPOLOGIES.values()} - {type(topology)}:

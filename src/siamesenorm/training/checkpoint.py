@@ -193,7 +193,8 @@ def load_checkpoint(
             break
     if faults:
         raise UserError(
-            f"no checkpoint in {root} is whole ({'; '.join(faults)}): remove {root} to train this run from its start"
+            f"no checkpoint in {root} is whole ({'; '.join(faults)}): restore the files or their permissions, or "
+            f"remove {root.parent} to train this run from its start"
         )
     return None
 

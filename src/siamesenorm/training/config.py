@@ -68,7 +68,7 @@ class Execution:
     keep_every: int = 0
     """Keep the checkpoints of steps that are multiples of this too; after the end their weights; 0 keeps none."""
     keep_states: bool = False
-    """Keep all checkpoints of a finished run with their optimizer states; by default only its last weights stay."""
+    """Keep the checkpoints that are there at the end, optimizer states included; by default only the last weights."""
     trackers: tuple[Tracker, ...] = ()
     """Mirrors of the record (the `track` extra); metrics.jsonl stays the record."""
     slurm: tuple[str, ...] = ()
@@ -93,6 +93,12 @@ class Execution:
                 raise unknown(name, str(getattr(self, name)), get_args(kind))
         if self.expert_shards > 1 and (self.parallel != "shard" or self.compile == "on"):
             raise UserError(f"expert_shards is {self.expert_shards}: it needs parallel shard, and compile off or auto")
+        if self.shards and self.parallel != "shard":
+            raise UserError(f"shards is {self.shards}: it needs parallel shard")
+        if self.keep_every % self.checkpoint_every:
+            raise UserError(
+                f"keep_every is {self.keep_every}: choose a multiple of checkpoint_every, {self.checkpoint_every}"
+            )
         for tracker in self.trackers:
             if tracker not in get_args(Tracker):
                 raise unknown("tracker", tracker, get_args(Tracker))

@@ -36,13 +36,14 @@ class Console(Instrument):
 
     def on_step(self, loop: TrainingLoop, record: Record) -> None:
         """Show the newest loss."""
-        text = f"step {record['step']}/{loop.config.steps}: loss {record['loss']:.3f}{self.held_out}"
+        validated = f"{self.held_out} (step {self.validated})" if self.held_out else ""
+        text = f"step {record['step']}/{loop.config.steps}: loss {record['loss']:.3f}{validated}"
         self.display.update(record["step"] * self.items, text)
 
     def on_validation(self, loop: TrainingLoop, record: Record) -> None:
         """Keep the metrics for the next line."""
         found = (f", held-out {metric.label} {record[metric.name]:{metric.format}}" for metric in loop.task.metrics)
-        self.held_out = "".join(found)
+        self.held_out, self.validated = "".join(found), record["step"]
 
     def on_note(self, loop: TrainingLoop, line: str) -> None:
         """Show a line."""

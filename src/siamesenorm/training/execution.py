@@ -93,10 +93,13 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
+        if device.type != "meta" and torch.amp.is_autocast_available(device.type):
+            return device
+        error: Exception | None = None
     # Which of them it is depends on how torch was built.
-    except (AssertionError, NotImplementedError, RuntimeError) as error:
-        raise UserError(f"device {name!r} is not available: choose cpu, or a device that torch finds") from error
-    return device
+    except (AssertionError, ImportError, NotImplementedError, RuntimeError) as raised:
+        error = raised
+    raise UserError(f"device {name!r} is not available: choose cpu, or a device that torch finds") from error
 
 
 def require_memory(model: nn.Module, device: torch.device, shards: int = 1) -> None:

@@ -185,21 +185,25 @@ class TrainingLoop:
             if step == 0:
                 self._begin()
             signals = opened.enter_context(StopSignals())
-            while step < config.steps and not (config.stop_early and self.monitor.should_stop):
+            while not self._ends(step):
                 step += 1
                 self._train_step(step)
                 if step % config.validation_every == 0 or step == config.steps:
                     self._validate(step)
-                stop = int(self.world.largest(signals.received)) if step < config.steps else 0
+                ends = self._ends(step)
+                stop = 0 if ends else int(self.world.largest(signals.received))
                 if stop:
                     self.note(f"{Signals(stop).name}: left after step {step}; the same command resumes")
-                if stop or step % config.execution.checkpoint_every == 0 or step == config.steps:
+                if stop or ends or step % config.execution.checkpoint_every == 0:
                     self._save(step)
                 if stop:
                     self.saver.wait()
                     raise Interrupted(stop)
             self.saver.wait()
             return self._finish(step)
+
+    def _ends(self, step: int) -> bool:
+        return step == self.config.steps or (self.config.stop_early and self.monitor.should_stop)
 
     def _begin(self) -> None:
         """Write the first record; a run with a warm start loads its weights and is evaluated as it is."""
@@ -352,7 +356,7 @@ class TrainingLoop:
         elif checkpoint.step < self.config.steps:
             raise UserError(
                 f"{checkpoint.path} has no optimizer state, because its run had ended: remove "
-                f"{self.run_directory.checkpoints} to train from the start"
+                f"{self.run_directory.path} to train it from its start"
             )
         self.saver.read_into(tensors, checkpoint)
         if "optimizer" in tensors:

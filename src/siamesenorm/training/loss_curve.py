@@ -199,7 +199,7 @@ def _curve(rows: Sequence[_Row], column: str, source: str) -> LossCurve:
     names = list(dict.fromkeys(name for row in rows for name in row.cells))
     loss_column = _find(names, (column,))
     if names and loss_column is None:
-        raise UserError(f"{source}: {unknown('column', column, names)}; name the column of the loss")
+        raise UserError(f"{source}: {unknown('column', column, names)}; name that of the loss with --column")
     rows = [row for row in rows if loss_column and row.has(loss_column)]
     if not loss_column or not rows:
         raise UserError(f"{source} has no loss: expected at least one number in {column!r}")

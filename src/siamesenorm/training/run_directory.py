@@ -5,13 +5,14 @@ All file names of a run are spelled here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from siamesenorm.errors import UserError
 from siamesenorm.files import decode_json, disk_errors, encode_json, exclusive, write_atomically
+from siamesenorm.training.checkpoint import Checkpoint, load_checkpoint
 from siamesenorm.training.config import RunConfig, described, first_difference
 from siamesenorm.training.verdict import Verdict
 
@@ -108,7 +109,8 @@ class RunDirectory:
         try:
             return RunConfig.from_json(decode_json(self.config_file.read_bytes()))
         except (OSError, ValueError) as error:
-            raise UserError(f"{self.path} is not the directory of a run: {error}") from error
+            reason = "no config.json" if isinstance(error, FileNotFoundError) else f"config.json: {error}"
+            raise UserError(f"{self.path} is not the directory of a run ({reason}): name one of a run") from error
 
     def read_verdict(self) -> Verdict | None:
         """Return the verdict of a finished run, or None; raises UserError when it is damaged."""
@@ -116,7 +118,7 @@ class RunDirectory:
             return None
         try:
             return Verdict.from_json(decode_json(self.verdict_file.read_bytes()))
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             raise UserError(f"{self.verdict_file} cannot be read ({error}): remove it and train again") from error
 
     def verdict_of(self, config: RunConfig) -> Verdict | None:
@@ -124,6 +126,18 @@ class RunDirectory:
         with disk_errors(self.path):
             self._require_same(config)
         return self.read_verdict()
+
+    def newest_checkpoint(self, groups: Container[str]) -> Checkpoint:
+        """Return the newest whole checkpoint, with the tensors of some groups; raises UserError without one."""
+        found = load_checkpoint(self.checkpoints, groups=groups)
+        if found is None:
+            remedy = (
+                f"use the directory in which it was trained, or remove {self.verdict_file} and train it again"
+                if self.verdict_file.is_file()
+                else "let the run write one (--execution.checkpoint-every)"
+            )
+            raise UserError(f"{self.path} has no checkpoint: {remedy}")
+        return found
 
     def write_verdict(self, verdict: Verdict) -> None:
         """Write the verdict, which marks the run as finished."""

@@ -20,7 +20,7 @@ from siamesenorm.errors import UserError
 from siamesenorm.training import robust_statistics
 from siamesenorm.training.loss_curve import LossCurve, loss_curve
 
-DETECTOR = 2
+DETECTOR = 3
 """Version of the rules; raised with every change that may give a record another verdict."""
 
 Label = Literal["stable", "spiked", "diverged", "not learned"]
@@ -191,8 +191,8 @@ class Verdict:
 
     def _evidence(self) -> str:
         reason = self.reasons[0] if self.reasons else None
-        final = f"{self.final:.3f}"
-        losses = f"final loss {final}" if self.best is None else f"best loss {self.best:.3f}, final {final}"
+        final = _loss(self.final)
+        losses = f"final loss {final}" if self.best is None else f"best loss {_loss(self.best)}, final {final}"
         match reason:
             case None:
                 return f"stable: {losses}"
@@ -207,6 +207,10 @@ class Verdict:
             case Reason.OFTEN_HIGH:
                 return f"spiked: {100 * (self.high_part or 0):.0f} % of the steps are far above the others, {losses}"
         return f"diverged, {reason}: from step {self.divergence_step}, {losses}"
+
+
+def _loss(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 1e4 else f"{value:.3g}"
 
 
 class StabilityMonitor:
@@ -271,7 +275,8 @@ class StabilityMonitor:
     @property
     def should_stop(self) -> bool:
         """Whether the run has been lost for longer than the patience: ending it now cannot change its verdict."""
-        return self.steps_up >= self._patience or self._steps_nonfinite >= self._thresholds.nonfinite_patience
+        lost = self.steps_up >= self._patience and not self._is_short
+        return lost or self._steps_nonfinite >= self._thresholds.nonfinite_patience
 
     def verdict(self) -> Verdict:
         """Return the verdict on the steps so far; raises UserError before the first."""
@@ -333,6 +338,8 @@ class StabilityMonitor:
         for step, loss in enumerate(self._losses, start=1):
             if not math.isfinite(loss) and not (step in self._skipped and any(map(math.isfinite, self._losses[step:]))):
                 return Reason.NOT_FINITE, step
+        if self._is_short:
+            return None, None
         if self.rise_step is not None:
             return Reason.ROSE_AND_STAYED, self.rise_step
         if self._ended and self.steps_up:
