@@ -191,26 +191,22 @@ class Verdict:
 
     def _evidence(self) -> str:
         reason = self.reasons[0] if self.reasons else None
-        final = _loss(self.final)
-        losses = f"final loss {final}" if self.best is None else f"best loss {_loss(self.best)}, final {final}"
+        final = f"{self.final:#.4g}"
+        losses = f"final loss {final}" if self.best is None else f"best loss {self.best:#.4g}, final {final}"
         match reason:
             case None:
                 return f"stable: {losses}"
             case Reason.NOT_FINITE:
                 return f"diverged: the loss is not finite at step {self.divergence_step}"
             case Reason.NOT_LEARNED:
-                held_out = "" if self.held_out is None else f", held-out {self.held_out:.3f}"
-                return f"not learned: final loss {final}{held_out}, floor {self.floor:.3f}"
+                held_out = "" if self.held_out is None else f", held-out {self.held_out:#.4g}"
+                return f"not learned: final loss {final}{held_out}, floor {self.floor:#.4g}"
             case Reason.SPIKES:
                 steps = ", ".join(map(str, self.spikes[:5])) + (", ..." if len(self.spikes) > 5 else "")
                 return f"spiked {len(self.spikes)}x, at step {steps}: {losses}"
             case Reason.OFTEN_HIGH:
                 return f"spiked: {100 * (self.high_part or 0):.0f} % of the steps are far above the others, {losses}"
         return f"diverged, {reason}: from step {self.divergence_step}, {losses}"
-
-
-def _loss(value: float) -> str:
-    return f"{value:.3f}" if abs(value) < 1e4 else f"{value:.3g}"
 
 
 class StabilityMonitor:
