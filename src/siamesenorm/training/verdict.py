@@ -237,8 +237,7 @@ class StabilityMonitor:
         self._skipped: list[int] = []
         self._gradient_norms: list[float] = []
         self._held_out: float | None = None
-        self._best, self._best_step = math.inf, 0
-        self._final = math.nan
+        self._best, self._best_step, self._final = math.inf, 0, math.nan
         self.steps_up = self._steps_nonfinite = 0
         self.rise_step: int | None = None
 
@@ -261,7 +260,7 @@ class StabilityMonitor:
             self._final = loss
             self._steps_nonfinite += 1
             self.steps_up += not skipped
-        if self.steps_up >= self._persistence and self.rise_step is None:
+        if self.steps_up >= self._persistence and self.rise_step is None and not self._is_short:
             self.rise_step = step - self.steps_up + 1
 
     def observe_validation(self, loss: float) -> None:
@@ -334,11 +333,9 @@ class StabilityMonitor:
         for step, loss in enumerate(self._losses, start=1):
             if not math.isfinite(loss) and not (step in self._skipped and any(map(math.isfinite, self._losses[step:]))):
                 return Reason.NOT_FINITE, step
-        if self._is_short:
-            return None, None
         if self.rise_step is not None:
             return Reason.ROSE_AND_STAYED, self.rise_step
-        if self._ended and self.steps_up:
+        if self._ended and self.steps_up and not self._is_short:
             return Reason.ROSE_AT_THE_END, len(self._losses) - self.steps_up + 1
         return None, None
 
