@@ -47,6 +47,10 @@ def test_the_line_is_the_recorded_one(arguments: str, directory: Path) -> None:
     assert line_of(arguments, directory) == recorded()[arguments]
 
 
+def test_nothing_else_is_recorded() -> None:
+    assert list(recorded()) == list(REFUSED)
+
+
 def record() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name).resolve()

@@ -47,6 +47,9 @@ class GeneratesImages(Protocol):
     def sample(self, model: nn.Module, classes: Sequence[int], guidance: float, seed: int, **options: Any) -> Tensor:
         """Return images of the classes, uint8 [count, channels, height, width]."""
 
+    def require_sampling(self, guidance: float, **options: Any) -> None:
+        """Raise UserError for what no images can be drawn with."""
+
 
 # --- features of labelled images
 
@@ -202,11 +205,15 @@ class FrechetEvaluation:
         return {"features": self.features.name, "samples": self.samples, **source}
 
     def require(self, task: Task) -> None:
-        """Raise UserError for a task that generates no images, and for too few samples."""
+        """Raise UserError for a task that generates no images, and for samples that are too few or not there."""
         if not isinstance(task, GeneratesImages):
             raise UserError("--frechet: models of this run generate no images: evaluate a run that generates some")
         if self.samples < 2:
             raise UserError(f"--samples {self.samples}: choose at least 2, better some thousands")
+        if self.file is None:
+            task.require_sampling(self.guidance, **dict(self.sampling))
+        else:
+            read_samples(self.file, self.samples, open_images(str(cast(Any, task).config.data)).channels)
 
     def run(self, subject: Subject) -> Mapping[str, Any]:
         """Return the distance by its name, and the numbers of images."""

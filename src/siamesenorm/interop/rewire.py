@@ -154,8 +154,6 @@ def _rewire_native(
             "choose a topology that can, such as siamese-post-pre"
         )
     target = converted_config(model.config, topology, norm)
-    if (target.topology, target.norm) == (model.config.topology, model.config.norm):
-        raise UserError(f"the model has {topology_name(topology)} already: choose another topology, or a norm")
     old = norms_of(model)
     differences = convert(model, target)
     new = norms_of(model)

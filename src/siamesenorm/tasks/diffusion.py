@@ -207,8 +207,15 @@ class DiffusionTask(Task):
 
     def sample(self, model: nn.Module, classes: Sequence[int], guidance: float, seed: int, **options: Any) -> Tensor:
         """Return images of the classes, uint8 [count, channels, height, width]; see `DiffusionSampler.sample`."""
-        sampler = DiffusionSampler(self.config.model, self.process, self.autoencoder)
-        return sampler.sample(model, classes, guidance=guidance, seed=seed, **options)
+        return self._sampler.sample(model, classes, guidance=guidance, seed=seed, **options)
+
+    def require_sampling(self, guidance: float, **options: Any) -> None:
+        """Raise UserError for what no images can be drawn with; see `DiffusionSampler.require`."""
+        self._sampler.require(guidance=guidance, **options)
+
+    @property
+    def _sampler(self) -> DiffusionSampler:
+        return DiffusionSampler(self.config.model, self.process, self.autoencoder)
 
     def _draw(
         self, split: Split, indices: Sequence[int], generators: Sequence[torch.Generator], dropped: float

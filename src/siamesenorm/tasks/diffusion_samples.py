@@ -53,7 +53,7 @@ class DiffusionSampler:
         is called after every step. Raises UserError for classes, steps and samplers that do not exist, and where the
         model returns no finite numbers.
         """
-        self._check(classes, guidance, steps, sampler)
+        self.require(classes, guidance=guidance, steps=steps, sampler=sampler)
         device, config = next(model.parameters()).device, self.config
         generators = [generator_at(seed, "sample", first + index) for index in range(len(classes))]
         shape = (config.channels, config.image_size, config.image_size)
@@ -76,7 +76,10 @@ class DiffusionSampler:
         pixels = x if self.autoencoder is None else self.autoencoder.decode(x)
         return ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu()
 
-    def _check(self, classes: Sequence[int], guidance: float, steps: int, sampler: str) -> None:
+    def require(
+        self, classes: Sequence[int] = (), *, guidance: float = 1.0, steps: int = 250, sampler: str = "ddpm"
+    ) -> None:
+        """Raise UserError for classes, steps and samplers that do not exist."""
         for label in classes:
             if not 0 <= label < self.classes:
                 raise UserError(f"class {label}: the model has classes 0 to {self.classes - 1}")

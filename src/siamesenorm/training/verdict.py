@@ -270,7 +270,7 @@ class StabilityMonitor:
     @property
     def should_stop(self) -> bool:
         """Whether the run has been lost for longer than the patience: ending it now cannot change its verdict."""
-        lost = self.steps_up >= self._patience and not self._is_short
+        lost = self.steps_up >= self._patience and bool(self._steps_nonfinite or not self._is_short)
         return lost or self._steps_nonfinite >= self._thresholds.nonfinite_patience
 
     def verdict(self) -> Verdict:
