@@ -6,6 +6,7 @@ import copy
 import json
 import re
 import shutil
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 import siamesenorm
@@ -26,6 +28,9 @@ from siamesenorm.comparison.formatting import NOTHING
 from siamesenorm.comparison.results import read_run
 from siamesenorm.errors import UserError
 from siamesenorm.evaluation.evaluation import TrainedRun
+from siamesenorm.topologies import Closing, Place, ResidualSpec, Streams
+from siamesenorm.topologies.pre_norm_family import PreNorm
+from siamesenorm.topologies.registry import TOPOLOGIES
 from siamesenorm.training.loop import train
 from siamesenorm.training.run_record import read_metrics
 from siamesenorm.world import World
@@ -207,6 +212,70 @@ def test_a_rewired_model_is_analysed_on_tokens(
     assert max(found["jacobians"]["identity"].values()) < 1e-13
 
 
+def test_runs_are_read_on_the_text_too(
+    runs: list[Path], rewired: tuple[Any, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All models of a page read the same tokens, and the page names them."""
+    np.save(tmp_path / "short.npy", np.arange(50) % 7)
+    before = (runs[0] / "evaluations.jsonl").read_bytes()
+    words = ["--text", tmp_path / "short.npy", "--context", 8, "--what", "pruning", "--samples", 3]
+    command = ["analyze", *map(str, [*runs, rewired[1], *words])]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [[each["results"]["samples"], each["step"]] for (each,) in found.values()] == [[3, 5], [3, 5], [3, 0]]
+    tokens = torch.arange(25) % 7
+    model = TrainedRun(runs[0]).build_model()
+    with torch.no_grad():
+        loss = F.cross_entropy(model(tokens[:24].view(3, 8)).logits.flatten(0, 1), tokens[1:])
+    assert found["siamese"][0]["results"]["loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert main([*command, "--out", str(tmp_path / "page")]) == 0
+    assert "on samples of short.npy" in (tmp_path / "page/report.md").read_text()
+    assert (runs[0] / "evaluations.jsonl").read_bytes() == before, "the records of a run are of its own data"
+
+
+class OwnClosing(Closing):
+    """A closing of no class of this package."""
+
+    def __init__(self, spec: ResidualSpec) -> None:
+        super().__init__(spec)
+        self.norm = spec.build_final_norm()
+
+    def forward(self, streams: Streams) -> Tensor:
+        """Return the norm of the stream."""
+        return self.to_compute(self.norm(streams[0]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnTopology(PreNorm):
+    """Pre-Norm with another closing."""
+
+    def closing(self, last: Place, spec: ResidualSpec) -> Closing:  # type: ignore[override]
+        """Return the closing."""
+        return OwnClosing(spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "experts"), [("siamese", {"experts": 4, "active_experts": 2}), ("own", {})], ids=["experts", "own"]
+)
+def test_mixtures_of_experts_and_topologies_of_ones_own_are_analysed(
+    name: str,
+    experts: dict[str, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(TOPOLOGIES, "own", OwnTopology())
+    run, what = tmp_path / "run", ["jacobians", "logit-lens", "pruning"]
+    train(tiny_run(write_data(tmp_path / "data"), steps=2, model={"topology": name, **experts}), run)
+    assert main([*map(str, ["analyze", run, "--what", *what, "--samples", 2, "--tokens", 2, "--json"])]) == 0
+    (several,) = json.loads(capsys.readouterr().out).values()
+    found = {each["evaluation"]: each["results"] for each in several}
+    assert found["logit-lens"]["loss"][-1] == pytest.approx(found["pruning"]["loss"])
+    jacobians = found["jacobians"]
+    assert len(jacobians["largest"]) == 2 * jacobians["blocks"] == len(jacobians["rank"])
+    assert name == "own" or max(jacobians["identity"].values()) < 1e-13
+
+
 def test_text_that_a_model_cannot_read_is_refused(
     rewired: tuple[Any, Path, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -220,3 +289,4 @@ def test_text_that_a_model_cannot_read_is_refused(
         ("none.txt", "no such file"),
     ):  # fmt: skip
         assert reason in refusal(capsys, "analyze", directory, "--text", tmp_path / name, "--context", 12)
+    assert "--context" in refusal(capsys, "analyze", directory, "--text", tmp_path / "short.npy", "--context", 0)

@@ -239,6 +239,7 @@ def truncate(data: Path) -> None:
         lambda data: edit_json(data / "manifest.json", dtype="uint32"),
         lambda data: (data / "manifest.json").write_text("{"),
         lambda data: (data / "manifest.json").unlink(),
+        lambda data: (data / "manifest.json").rename(data / "m") and (data / "manifest.json").mkdir(),
     ],
 )
 def test_damaged_data_are_refused_and_leave_nothing(

@@ -236,6 +236,10 @@ def test_a_language_model_is_scored_on_tasks_and_texts(language: Path, capsys: p
     lines = files[next(digest for digest, count in items.items() if count == 9)].read_text().splitlines()
     assert json.loads(lines[8])["id"] == "8" and len(list((run / "scores").glob("*.jsonl"))) == 2
     assert evaluate(capsys, run, *words) == found, "from the cache"
+    assert main(["report", str(run), "--out", str(language / "page")]) == 0
+    page = (language / "page/report.md").read_text()
+    assert f"{perplexity['text.txt']['bits_per_byte']:.6g}" in page and f"{perplexity['held_out_ppl']:.6g}" in page
+    assert page.count("Accuracy on tasks") == page.count("Bits per byte of the right answers") == 2, "two sets of items"
 
 
 def test_two_runs_are_compared_on_the_same_items(language: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -475,7 +475,7 @@ def _moved_data(path: Path) -> None:
 
 
 DAMAGED_RUNS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no checkpoint": (_without_checkpoints, "no checkpoint yet"),
+    "no checkpoint": (_without_checkpoints, "no checkpoint: use the directory in which"),
     "moved data": (_moved_data, "name their place with --data"),
     "no record": (lambda path: (path / "metrics.jsonl").unlink(), "metrics.jsonl"),
     "an empty record": (lambda path: (path / "metrics.jsonl").write_text(""), "metrics.jsonl"),

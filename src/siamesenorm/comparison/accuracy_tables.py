@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +57,13 @@ def accuracy_tables(findings: Findings) -> tuple[Table, ...]:
     sets = {
         str(record["options"]["digest"]): record for run in findings.results.runs for record in _records(run).values()
     }
-    return tuple(_table(findings, record, quantity) for record in sets.values() for quantity in (ACCURACY, BITS))
+    # A page has a title once.
+    which = {digest: f" (items {digest[:12]})" if len(sets) > 1 else "" for digest in sets}
+    return tuple(
+        dataclasses.replace(table, title=f"{table.title}{which[digest]}")
+        for digest, record in sets.items()
+        for table in (_table(findings, record, quantity) for quantity in (ACCURACY, BITS))
+    )
 
 
 def evaluations_table(run: RunResult) -> Table:
