@@ -661,7 +661,8 @@ def test_the_command_reports_what_ran_and_names_what_failed(
         ("--execution.device", "cuda:77"),
         ("--execution.device", "abacus"),
         ("--execution.trackers", "wandb"),
-        ("--model.topology", "post"),
+        ("--model.topology", "siamese"),
+        ("--optimizer.learning-rate=5e-3",),
     ],
 )
 def test_the_command_refuses_in_one_line_and_leaves_nothing(

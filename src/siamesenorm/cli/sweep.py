@@ -8,6 +8,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 
 import tyro
@@ -19,7 +20,6 @@ from siamesenorm.comparison.experiment_runner import Experiment, Stages, usual_j
 from siamesenorm.comparison.sweep_grid import SweepGrid, comparisons_of
 from siamesenorm.errors import UserError
 from siamesenorm.models.transformer import TransformerConfig
-from siamesenorm.topologies import build_topology, topology_name
 from siamesenorm.training.config import RunConfig
 
 
@@ -29,6 +29,8 @@ class SweepArguments(RunCommand):
 
     A method is a topology, and what differs after plus signs: "siamese", "pre + qkv", "dhc-2:streams=4 + seednorm".
     """
+
+    set_by = MappingProxyType({"--model.topology": "--methods", "--optimizer.learning-rate": "--learning-rates"})
 
     grid: Annotated[SweepGrid, tyro.conf.arg(name="")] = SweepGrid()
     """Methods, learning rates and seeds."""
@@ -101,12 +103,8 @@ def chosen_jobs(jobs: int, template: RunConfig) -> int:
 def template_of(run: RunConfig) -> RunConfig:
     """Return the run that all runs of a grid are made from; raises UserError for options that methods have."""
     model = run.task.model
-    is_transformer = isinstance(model, TransformerConfig)
-    if is_transformer and model.attention_norm != "auto":
+    if isinstance(model, TransformerConfig) and model.attention_norm != "auto":
         value = model.attention_norm
         raise UserError(f"attention norm {value!r} for all methods: write it in the methods, as in 'pre + {value}'")
-    if is_transformer and model.topology not in (build_topology("pre"), type(model)().topology):
-        name = topology_name(model.topology)
-        raise UserError(f"topology {name!r} for all methods: name topologies with --methods")
     execution = dataclasses.replace(run.execution, threads=run.execution.threads or 1)
     return dataclasses.replace(run, execution=execution).with_method("pre").resolved()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import tyro
 from typing_extensions import Doc
@@ -40,6 +40,9 @@ Size = Annotated[str | None, tyro.conf.arg(name="model.size"), Doc(f"Size that s
 class RunCommand:
     """A command that trains: a run with its prefix left out."""
 
+    set_by: ClassVar[Mapping[str, str]] = {}
+    """Options of a run that another option of the command sets, with that option."""
+
     run: Annotated[RunConfig, tyro.conf.arg(name="")]
     size: Size = None
 
@@ -56,6 +59,9 @@ class RunArguments:
 
     def prepare(self, words: Sequence[str]) -> tuple[Any, list[str], tyro.constructors.ConstructorRegistry]:
         """Return the type that tyro reads, the words, and how tyro reads topologies and norms."""
+        for option, grid in self.command.set_by.items():
+            if _value_of(words, option) is not None:
+                raise UserError(f"{option}: every run has that of {grid}: leave it out")
         size = _value_of(words, "--model.size")
         start = _value_of(words, "--start") if "start" in self.command.__dataclass_fields__ else None
         runs = presets(tyro.MISSING)

@@ -89,6 +89,8 @@ class PrepareConfig:
         for what, number in (("workers", self.workers), ("max documents", self.max_documents)):
             if number is not None and number < 1:
                 raise UserError(f"{what} {number}: must be at least 1")
+        if self.out == Path():
+            raise UserError("out is the current directory: name one for the data")
         if self.out.exists() and not self.out.is_dir():
             raise UserError(f"{self.out}: is a file: give a directory to write to")
 
