@@ -1,9 +1,11 @@
-"""The one exception that bad input raises."""
+"""The one exception that bad input raises, and what raises it at several places."""
 
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Iterable
+from typing import Any
 
 
 class UserError(ValueError):
@@ -16,6 +18,15 @@ def unknown(what: str, value: str, known: Iterable[str]) -> UserError:
     nearest = difflib.get_close_matches(value, names, n=3, cutoff=0.5)
     remedy = f"did you mean {' or '.join(nearest)}?" if nearest else f"choose from {', '.join(names)}"
     return UserError(f"unknown {what} {value!r}: {remedy}")
+
+
+def optional(module: str, extra: str, what: str) -> Any:
+    """Import a module of an optional package; raises UserError, with the extra that installs it, without it."""
+    try:
+        return importlib.import_module(module)
+    except (ImportError, RuntimeError) as error:  # the latter by timm, where torchvision is of another torch
+        install = f"pip install 'siamesenorm[{extra}]'"
+        raise UserError(f"{what} needs {module.partition('.')[0]} ({reason(error)}): {install}") from error
 
 
 def reason(error: Exception) -> str:

@@ -89,7 +89,6 @@ class EffectiveDepth(Analysis):
     tolerance: float = 0.05
 
     def __post_init__(self) -> None:
-        """Refuse a tolerance that every model, or none, satisfies."""
         super().__post_init__()
         if not 0 <= self.tolerance < 1:
             raise UserError(f"tolerance is {self.tolerance}: choose a number from 0 to below 1")

@@ -71,7 +71,6 @@ class Analysis(ABC):
     samples: int = 64
 
     def __post_init__(self) -> None:
-        """Refuse an analysis of nothing."""
         if self.samples < 1:
             raise UserError(f"samples is {self.samples}: choose at least 1")
 

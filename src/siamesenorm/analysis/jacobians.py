@@ -47,7 +47,6 @@ class Jacobians(Analysis):
     largest: int = 4096
 
     def __post_init__(self) -> None:
-        """Refuse numbers out of range."""
         super().__post_init__()
         if self.tokens < 1 or self.largest < 1:
             raise UserError(f"tokens is {self.tokens}, largest is {self.largest}: choose at least 1")

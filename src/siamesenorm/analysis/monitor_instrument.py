@@ -20,7 +20,6 @@ class MonitorOptions:
     """Measure streams, gradients and updates at step 1 and every so many steps; 0 for never."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for a negative interval."""
         if self.every < 0:
             raise UserError(f"monitor.every is {self.every}: give 0 for never, or a number of steps")
 

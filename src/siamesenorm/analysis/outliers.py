@@ -47,7 +47,6 @@ class Outliers(Analysis):
     ratio: float = 1000.0
 
     def __post_init__(self) -> None:
-        """Refuse thresholds that mean nothing."""
         super().__post_init__()
         if not (self.above >= 0 and self.ratio > 0):
             raise UserError(f"above is {self.above}, ratio is {self.ratio}: choose 0 or more, and a positive ratio")

@@ -36,7 +36,6 @@ class Quantisation(Analysis):
     schemes: tuple[str, ...] = ("w8a8", "w4a4")
 
     def __post_init__(self) -> None:
-        """Refuse unknown schemes."""
         super().__post_init__()
         for scheme in self.schemes:
             bits = SCHEME.fullmatch(scheme)

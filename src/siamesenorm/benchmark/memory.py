@@ -49,7 +49,6 @@ class StepLayout:
     """Processes that divide the experts of each mixture."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers of processes that do not divide."""
         for name in ("samples", "processes", "shards", "expert_shards"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: choose at least 1")

@@ -57,7 +57,6 @@ class Arguments:
     """Print the records as JSON, and write no report."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for unknown analyses."""
         for name in self.what:
             if name not in available_analyses():
                 raise unknown("analysis", name, available_analyses())

@@ -33,7 +33,6 @@ class DemoArguments:
     """Runs at a time; as many as cores if 0."""
 
     def __post_init__(self) -> None:
-        """Refuse a task without a demo."""
         if self.task not in DEMOS:
             raise unknown("task of a demo", self.task, DEMOS)
 

@@ -42,7 +42,6 @@ class Arguments:
     """Print JSON."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for values that no text can be generated with."""
         if self.tokens < 1:
             raise UserError(f"--tokens {self.tokens}: choose at least 1")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):

@@ -21,7 +21,7 @@ from siamesenorm.files import disk_errors, encode_json, move_durably, write_atom
 from siamesenorm.progress import ProgressDisplay
 from siamesenorm.tasks.task import ImageSampler
 from siamesenorm.training.config import RunConfig
-from siamesenorm.training.execution import find_device
+from siamesenorm.training.execution import autocast, find_device
 from siamesenorm.training.run_directory import RunDirectory
 
 WIDEST_ROW = 16
@@ -66,7 +66,6 @@ class Arguments:
     """Print JSON."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for numbers that no images can be drawn with."""
         for name in ("count", "batch"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name} {getattr(self, name)}: choose at least 1")
@@ -92,7 +91,7 @@ def run(arguments: Arguments) -> None:
         raise UserError(f"{out}: images are written as PNG: name a file that ends in .png")
     shown: list[Tensor] = []
     with disk_errors(out.parent), npz_file(arguments.npz, arguments.count) as written:
-        with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
+        with autocast(config.precision, device):
             for images in draw(arguments, sampler, model, classes):
                 written(images)
                 shown += images[: MOST_IN_GRID - len(shown)]

@@ -148,7 +148,6 @@ class Report:
     records: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Leave out empty sections."""
         empty = (Statements(()), Gallery(()), Code(""))
         sections = {title: block for title, block in self.sections.items() if block not in empty}
         object.__setattr__(self, "sections", sections)

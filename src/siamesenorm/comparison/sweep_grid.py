@@ -51,7 +51,6 @@ class SweepGrid:
     """Add Pre-Norm with QKV-norm where a method has QKV-norm."""
 
     def __post_init__(self) -> None:
-        """Refuse empty grids, unknown methods, negative seeds and learning rates that are not positive numbers."""
         if not self.methods:
             raise UserError(f"no methods to compare: choose from {', '.join(available_topologies())}")
         if not self.learning_rates:

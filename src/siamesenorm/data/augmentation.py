@@ -59,7 +59,6 @@ class Augmentation:
     """Part of the target that is spread over all classes."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers out of range and choices that do not exist."""
         if self.crop not in get_args(Crop):
             raise unknown("crop", str(self.crop), get_args(Crop))
         for name, least, most in (

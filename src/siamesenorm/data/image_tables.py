@@ -27,7 +27,7 @@ from siamesenorm.data.image_files import (
     decode_image,
     first_of_classes,
 )
-from siamesenorm.errors import UserError, reason
+from siamesenorm.errors import UserError, optional, reason
 
 PARQUET_BYTES = 2**34
 """The most that is read of parquet files, which stay in memory."""
@@ -78,11 +78,7 @@ def _read_idx(file: Path) -> NDArray[np.uint8]:
 
 def list_parquet(files: Sequence[Path]) -> Stored:
     """Return the images of parquet files, which are of the part that their names begin with, or all for training."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError("parquet needs the package pyarrow: pip install 'siamesenorm[data]'") from error
+    pyarrow, parquet = (optional(name, "data", str(files[0])) for name in ("pyarrow", "pyarrow.parquet"))
     total = sum(file.stat().st_size for file in files)
     if total > PARQUET_BYTES:
         raise UserError(f"{files[0].parent}: {total:,} bytes of parquet do not stay in memory: give a saved dataset")
@@ -93,8 +89,7 @@ def list_parquet(files: Sequence[Path]) -> Stored:
     parts = {part: each for part, each in of_part.items() if each} if of_part[TRAIN] else {TRAIN: list(files)}
     try:
         tables = {
-            part: pyarrow.concat_tables([pyarrow.parquet.read_table(file) for file in each])
-            for part, each in parts.items()
+            part: pyarrow.concat_tables([parquet.read_table(file) for file in each]) for part, each in parts.items()
         }
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{files[0].parent}: damaged parquet ({reason(error)}): fetch or write it again") from error
@@ -105,10 +100,7 @@ def list_parquet(files: Sequence[Path]) -> Stored:
 
 def list_dataset(path: Path) -> Stored:
     """Return the images of a dataset that `save_to_disk` of Hugging Face's datasets wrote."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError("a saved dataset needs the package datasets: pip install 'siamesenorm[data]'") from error
+    datasets = optional("datasets", "data", str(path))
     try:
         found = datasets.load_from_disk(str(path))
     except Exception as error:  # the package raises anything

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from siamesenorm.data.images import ImageData, ImageSplit
-from siamesenorm.errors import UserError, reason
+from siamesenorm.errors import UserError, optional, reason
 from siamesenorm.files import StoppedError, disk_errors, exclusive, move_durably
 from siamesenorm.progress import ProgressDisplay
 
@@ -103,7 +103,6 @@ class Autoencoder:
     path: Path
 
     def __post_init__(self) -> None:
-        """Refuse a directory without its configuration and weights."""
         missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not (self.path / name).is_file()]
         if missing:
             raise UserError(f"{self.path} has no {missing[0]}: name the directory of an AutoencoderKL of diffusers")
@@ -156,12 +155,8 @@ class Autoencoder:
     @cached_property
     def model(self) -> Any:
         """The autoencoder in evaluation mode; raises UserError without diffusers, and for other weights."""
+        kind = optional("diffusers", "diffusion", str(self.path)).AutoencoderKL
         try:
-            from diffusers import AutoencoderKL
-        except ModuleNotFoundError as error:
-            raise UserError(f"{error.name} is not installed: pip install 'siamesenorm[diffusion]'") from error
-        try:
-            kind: Any = AutoencoderKL
             return kind.from_pretrained(self.path, local_files_only=True).eval().requires_grad_(False)
         except Exception as error:  # the library raises anything
             raise UserError(f"{self.path}: not an AutoencoderKL that can be loaded ({reason(error)})") from error

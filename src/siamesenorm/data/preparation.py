@@ -76,7 +76,6 @@ class PrepareConfig:
     """Start again: discard an unfinished preparation; finished data are replaced when the new data are whole."""
 
     def __post_init__(self) -> None:
-        """Raise `UserError` for settings that make no sense, before anything is read or written."""
         fraction = self.validation_fraction
         if fraction is not None and not 0 < fraction < 1:
             raise UserError(f"validation fraction {fraction}: must be between 0 and 1, as in 0.01")

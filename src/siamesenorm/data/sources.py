@@ -22,7 +22,7 @@ from typing import Any, Literal
 from urllib.parse import parse_qsl
 
 from siamesenorm.data import builtin
-from siamesenorm.errors import UserError, reason
+from siamesenorm.errors import UserError, optional, reason
 from siamesenorm.files import StoppedError
 
 Cut = Literal["passages", "paragraphs"]
@@ -109,10 +109,7 @@ class HubSource(Source):
     def documents(self) -> Iterator[str]:
         """Yield the documents as they arrive; raises `StoppedError` where the connection breaks."""
         place = f"source {self.name!r}"
-        try:
-            import datasets
-        except ImportError as error:
-            raise UserError(f"{place} needs the package datasets: pip install 'siamesenorm[data]'") from error
+        datasets = optional("datasets", "data", place)
         number = 0
         try:
             found = False
@@ -275,14 +272,10 @@ def _read_lines(path: Path, limit: int = -1) -> Iterator[tuple[int, str, int]]:
 
 def _read_parquet(path: Path, text_field: str) -> Documents:
     """Yield the column `text_field` of a parquet file, with a batch in memory at a time."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(f"{path}: parquet needs the package pyarrow: pip install 'siamesenorm[data]'") from error
+    pyarrow, parquet = (optional(name, "data", str(path)) for name in ("pyarrow", "pyarrow.parquet"))
     size, row = path.stat().st_size, 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with parquet.ParquetFile(path) as file:
             columns = file.schema_arrow.names
             if text_field not in columns:
                 names = ", ".join(columns) or "none"

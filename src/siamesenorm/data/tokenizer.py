@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from siamesenorm.data.storage import MANIFEST_FILE, TOKENIZER_FILE, TokenizerEntry, read_manifest
-from siamesenorm.errors import UserError, reason
+from siamesenorm.errors import UserError, optional, reason
 
 Ids = NDArray[np.int64]
 
@@ -95,7 +95,7 @@ class LibraryTokenizer:
 
 def _parse(name: str, content: bytes) -> Any:
     """Return the library's tokenizer, set to plain encoding."""
-    library = _library()
+    library = optional("tokenizers", "lab", "a tokenizer other than 'bytes'")
     try:
         backend = library.Tokenizer.from_str(content.decode("utf-8"))
     except Exception as error:  # the library raises bare Exception
@@ -104,15 +104,6 @@ def _parse(name: str, content: bytes) -> Any:
     backend.no_padding()
     backend.encode_special_tokens = True
     return backend
-
-
-def _library() -> Any:
-    """Import the tokenizers library, or say how to install it."""
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise UserError("no package tokenizers: pip install 'siamesenorm[lab]', or use tokenizer 'bytes'") from error
-    return tokenizers
 
 
 def _find_end_of_text(name: str, ids: dict[str, int], wanted: str | None) -> int:
@@ -156,7 +147,7 @@ def load_tokenizer(spec: str | Path, end_of_text: str | None = None) -> Tokenize
 
 def _from_hub(name: str) -> bytes:
     """Return the JSON of a tokenizer on the Hugging Face Hub."""
-    library = _library()
+    library = optional("tokenizers", "lab", "a tokenizer other than 'bytes'")
     try:
         text: str = library.Tokenizer.from_pretrained(name).to_str()
     except Exception as error:  # the library raises bare Exception, and the network anything
@@ -199,7 +190,7 @@ def train_bpe(texts: Iterable[str], vocabulary: int, end_of_text: str | None = N
     than that: the tokenizer then has a smaller vocabulary, which is in its name.
     """
     end_of_text = end_of_text or END_OF_TEXT_NAMES[0]
-    library = _library()
+    library = optional("tokenizers", "lab", "a tokenizer other than 'bytes'")
     backend = library.Tokenizer(library.models.BPE())
     backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = library.decoders.ByteLevel()

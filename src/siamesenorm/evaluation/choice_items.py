@@ -11,7 +11,7 @@ from typing import Any
 
 from siamesenorm.data.builtin import builtin_equations, equation
 from siamesenorm.data.sources import read_json_lines
-from siamesenorm.errors import UserError, reason, unknown
+from siamesenorm.errors import UserError, optional, reason, unknown
 from siamesenorm.evaluation.choice_tasks import GENERATED, TASKS, ChoiceItem, ChoiceTask
 from siamesenorm.files import disk_errors, encode_json
 
@@ -102,10 +102,7 @@ def _file_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _hub_rows(task: ChoiceTask, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(f"the Hub needs the package datasets: pip install 'siamesenorm[data]' ({error})") from error
+    datasets = optional("datasets", "data", task.repository)
     try:
         rows: Iterable[Any] = datasets.load_dataset(
             task.repository, task.configuration, split=split, revision=task.revision

@@ -155,8 +155,7 @@ class TrainedRun:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Compute without gradients, in the precision of the run."""
-        lowered = self.config.precision == "bfloat16"
-        with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=lowered):
+        with torch.no_grad(), execution.autocast(self.config.precision, self.device):
             yield
 
     def evaluate(

@@ -12,6 +12,7 @@ from siamesenorm.evaluation.evaluation import AVERAGE, RAW, Subject, make_record
 from siamesenorm.evaluation.multiple_choice import MultipleChoice, TaskSelection
 from siamesenorm.tasks.language import LanguageTaskConfig
 from siamesenorm.training.config import RunConfig
+from siamesenorm.training.execution import autocast
 from siamesenorm.training.loop import Instrument, TrainingLoop
 
 
@@ -26,7 +27,6 @@ class EvaluationOptions(TaskSelection):
     """Score the tasks every so many steps and at the last; 0 for never."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for a negative interval, and for tasks without one."""
         if self.every < 0:
             raise UserError(f"evaluation.every is {self.every}: give 0 for never, or a number of steps")
         if not self.every and (self.tasks or self.task_names):
@@ -64,14 +64,13 @@ class EvaluationInstrument(Instrument):
                 loop.record(self._record(loop, step, AVERAGE))
 
     def _record(self, loop: TrainingLoop, step: int, weights: str) -> dict[str, Any]:
-        lowered = loop.config.precision == "bfloat16"
         subject = Subject(config=loop.config, task=loop.task, model=loop.model, device=loop.device)
         loop.model.eval()
         # A second shape would compile a block anew, for shapes that vary, and training would go on with that one.
         with (
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
-            torch.autocast(loop.device.type, torch.bfloat16, enabled=lowered),
+            autocast(loop.config.precision, loop.device),
         ):
             results = self.evaluation.run(subject)
         loop.model.train()

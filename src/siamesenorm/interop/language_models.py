@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from siamesenorm.errors import UserError, reason
+from siamesenorm.errors import UserError, optional, reason
 from siamesenorm.interop.library_models import TransformersModel, library_errors
 from siamesenorm.interop.native_models import NativeModel, require_finite
 from siamesenorm.interop.stored import detect
@@ -80,13 +80,10 @@ def require_vocabulary(highest: int, tokens: int, name: str | Path) -> None:
 
 
 def _from_hub(name: str) -> tuple[Any, Any]:
+    library = optional("transformers", "hf", name)
     try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError as error:
-        raise UserError(f"{name} needs transformers ({error}): pip install 'siamesenorm[hf]'") from error
-    try:
-        model = AutoModelForCausalLM.from_pretrained(name, use_safetensors=True).eval()
-        return model, AutoTokenizer.from_pretrained(name)
+        model = library.AutoModelForCausalLM.from_pretrained(name, use_safetensors=True).eval()
+        return model, library.AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the network and the Hub raise anything
         raise UserError(
             f"{name}: no such directory, nor a language model that the Hugging Face Hub could give ({reason(error)}): "

@@ -5,7 +5,6 @@ Nothing is downloaded, no code of the directory runs, and weights are safetensor
 
 from __future__ import annotations
 
-import importlib
 import logging
 import re
 import shutil
@@ -20,7 +19,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
-from siamesenorm.errors import UserError
+from siamesenorm.errors import UserError, optional
 from siamesenorm.interop.stored_model import StoredModel, safetensors_errors
 
 COMPANIONS = (
@@ -101,11 +100,7 @@ class LibraryModel(StoredModel):
 
     def import_library(self) -> Any:
         """Return the library; raises UserError, with the extra of this package that brings it, without it."""
-        try:
-            return importlib.import_module(self.library)
-        except ImportError as error:
-            install = f"pip install 'siamesenorm[{self.extra}]'"
-            raise UserError(f"{self.path} needs {self.library} ({error}): {install}") from error
+        return optional(self.library, self.extra, str(self.path))
 
     def class_of(self, library: Any, name: str) -> Any:
         """Return a model's class of the library by its name; raises UserError if it has none."""

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from siamesenorm.errors import UserError, reason, unknown
+from siamesenorm.errors import UserError, optional, unknown
 from siamesenorm.models.block import TransformerOutput
 from siamesenorm.models.initialisation import build_initialised, fill_normal
 from siamesenorm.models.transformer import inherited_operator, read_method, require_positive
@@ -66,7 +66,6 @@ class ConvNextConfig:
     """Number of classes."""
 
     def __post_init__(self) -> None:
-        """Refuse what makes no model."""
         for name in ("image_size", "patch_size", "channels", "classes"):
             require_positive(self, name)
         for name in ("depths", "dims"):
@@ -205,11 +204,7 @@ def build_convnext(
 
 def _build_with_timm(config: ConvNextConfig) -> Any:
     """Return timm's model, on torch's default device; raises UserError where timm is not installed."""
-    try:
-        from timm.models.convnext import ConvNeXt
-    except (ImportError, RuntimeError) as error:  # a torchvision of another torch raises the latter
-        raise UserError(f"ConvNeXt needs timm ({reason(error)}): pip install 'siamesenorm[vision]'") from error
-    return ConvNeXt(
+    return optional("timm.models.convnext", "vision", "ConvNeXt").ConvNeXt(
         in_chans=config.channels,
         num_classes=config.classes,
         depths=config.depths,

@@ -86,7 +86,6 @@ class DiffusionTransformerConfig(TransformerConfig):
     """One embedding of timestep and class for the model, or one for every block, as diffusers stores them."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for values from which no model can be built."""
         super().__post_init__()
         require_patches(self)
         require_positive(self, "classes")

@@ -130,7 +130,6 @@ class LanguageModelConfig(TransformerConfig):
     """Weight of the z loss of the routers in the objective, a mean over blocks."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for values from which no model can be built."""
         super().__post_init__()
         require_positive(self, "context")
         if self.vocabulary < 0:

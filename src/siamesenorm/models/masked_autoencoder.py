@@ -53,7 +53,6 @@ class MaskedAutoencoderConfig(ImageEncoderConfig):
     """Width of the decoder's MLP."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for values from which no model can be built."""
         super().__post_init__()
         for name in ("decoder_depth", "decoder_dim", "decoder_heads", "decoder_hidden"):
             require_positive(self, name)

@@ -92,7 +92,6 @@ class TransformerConfig:
     """Dtype of the input of sublayers; inherit is the precision of a run."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for values from which no model can be built."""
         for name in ("depth", "dim", "hidden"):
             require_positive(self, name)
         for name, hint in get_type_hints(type(self)).items():

@@ -65,7 +65,6 @@ class ImageEncoderConfig(TransformerConfig):
     """Add a position to the class token, too, as ViT and DeiT do."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for values from which no model can be built."""
         super().__post_init__()
         require_patches(self)
         if self.positions == "sine-cosine" and self.dim % 4:
@@ -112,7 +111,6 @@ class VisionTransformerConfig(ImageEncoderConfig):
     """Add DeiT's distillation token and its head; the logits are the mean of both heads'."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for values from which no model can be built."""
         super().__post_init__()
         require_positive(self, "classes")
         if self.distillation and self.pooling != "token":

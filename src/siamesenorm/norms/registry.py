@@ -74,7 +74,6 @@ class NormSpec:
     options: tuple[tuple[str, Scalar], ...] = field(default=())
 
     def __post_init__(self) -> None:
-        """Raise UserError for unknown names; sort and normalise the options."""
         defaults = norm_options(self.name)
         for key, _ in self.options:
             if key not in defaults:

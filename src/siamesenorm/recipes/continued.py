@@ -82,7 +82,6 @@ class ContinuedPlan:
     warmup_fraction: tyro.conf.Suppress[float] = 0.1
 
     def __post_init__(self) -> None:
-        """Refuse an experiment without seeds or rates, and numbers that cannot be run."""
         if not self.seeds or not self.learning_rates:
             raise UserError("nothing to train: give at least one seed and one learning rate")
         if min(self.base_steps, self.steps) < 2:

@@ -40,7 +40,6 @@ class AttentionShape:
     causal: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse widths that do not divide and unknown attention norms."""
         if self.heads < 1 or self.dim % self.heads:
             raise UserError(f"{self.heads} heads do not divide the width {self.dim}: choose a divisor of {self.dim}")
         if self.kv_heads < 1 or self.heads % self.kv_heads:

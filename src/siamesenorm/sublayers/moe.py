@@ -36,7 +36,6 @@ class MixtureShape:
     renormalise: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse numbers of experts from which nothing can be chosen."""
         if self.experts < 2:
             raise UserError(f"experts is {self.experts}: choose at least 2, or 0 for a dense MLP")
         if not 1 <= self.active <= self.experts:

@@ -50,7 +50,6 @@ class AutoencodingTaskConfig(ImageTaskConfig):
     """Targets are the pixels of a patch with mean 0 and variance 1, else those of the normalised image."""
 
     def __post_init__(self) -> None:
-        """Refuse patches that cannot be normalised, and changes of labels, which there are none of."""
         super().__post_init__()
         if self.normalised_pixels and self.model.patch_values == 1:
             raise UserError(

@@ -78,7 +78,6 @@ class ClassificationTaskConfig(ImageTaskConfig):
     """Factor on the learning rate from each layer to the one below it, for fine-tuning; MAE's ViT-B has 0.65."""
 
     def __post_init__(self) -> None:
-        """Refuse choices that do not exist and numbers out of range."""
         super().__post_init__()
         if self.trainable not in get_args(Trainable):
             raise unknown("trainable", str(self.trainable), get_args(Trainable))

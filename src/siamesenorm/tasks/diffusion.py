@@ -64,7 +64,6 @@ class DiffusionTaskConfig(TaskConfig):
     """Held-out images of an evaluation, the first ones; 0 is all of them."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers out of range."""
         if self.timesteps < 2:
             raise UserError(f"timesteps is {self.timesteps}: choose at least 2")
         if self.beta_schedule not in get_args(BetaSchedule):

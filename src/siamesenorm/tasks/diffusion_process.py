@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from siamesenorm.errors import UserError
+from siamesenorm.errors import optional
 
 BetaSchedule = Literal["linear", "scaled_linear", "squaredcos_cap_v2"]
 Sampler = Literal["ddpm", "ddim", "dpm-solver"]
@@ -28,7 +28,7 @@ class DiffusionProcess:
 
     def __init__(self, timesteps: int, beta_schedule: BetaSchedule) -> None:
         self.options: dict[str, Any] = {"num_train_timesteps": timesteps, "beta_schedule": beta_schedule}
-        self.schedulers = import_diffusers()
+        self.schedulers = optional("diffusers", "diffusion", "a diffusion model")
         betas = self.schedulers.DDPMScheduler(**self.options).betas
         self.kept = (1 - betas.double()).cumprod(0)
         """The products a_t, [timesteps] in fp64."""
@@ -110,12 +110,3 @@ def level_log_likelihood(images: Tensor, mean: Tensor, log_std: Tensor) -> Tenso
     above = torch.where(images > 1 - HALF_LEVEL, 1.0, above)
     below = torch.where(images < -1 + HALF_LEVEL, 0.0, below)
     return (above - below).clamp(min=LEAST_PROBABILITY).log()
-
-
-def import_diffusers() -> Any:
-    """Return diffusers; raises UserError where it is not installed."""
-    try:
-        import diffusers
-    except ModuleNotFoundError as error:
-        raise UserError(f"{error.name} is not installed: pip install 'siamesenorm[diffusion]'") from error
-    return diffusers

@@ -29,7 +29,6 @@ class ImageTaskConfig(TaskConfig):
     """Changes of the training images."""
 
     def __post_init__(self) -> None:
-        """Refuse choices that do not exist and numbers out of range."""
         if self.fit not in get_args(Fit):
             raise unknown("fit", str(self.fit), get_args(Fit))
         if not 0 < self.crop_fraction <= 1:

@@ -43,7 +43,6 @@ class LanguageTaskConfig(TaskConfig):
     """Tokens of an evaluation."""
 
     def __post_init__(self) -> None:
-        """Refuse an evaluation of nothing."""
         if self.validation_tokens < 1:
             raise UserError(f"validation_tokens is {self.validation_tokens}: choose at least 1")
 

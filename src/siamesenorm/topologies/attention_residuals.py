@@ -60,7 +60,6 @@ class AttentionResiduals(Topology):
     rescale: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse groups of no block, and a negative eps."""
         super().__post_init__()
         if self.block_size != "auto" and self.block_size < 1:
             raise UserError(f"block_size of {self.title} is {self.block_size}: choose at least 1, or auto")

@@ -34,7 +34,6 @@ class MultiStream(Topology):
     exact_eps: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse fewer than one stream."""
         super().__post_init__()
         if self.streams < 1:
             raise UserError(f"streams of {self.title} is {self.streams}: choose at least one")

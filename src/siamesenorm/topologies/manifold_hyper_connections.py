@@ -95,7 +95,6 @@ class ManifoldHyperConnections(MultiStream):
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be computed, and combinations that contradict each other."""
         super().__post_init__()
         if self.iterations < 1:
             raise UserError(f"iterations of {self.title} is {self.iterations}: choose at least one")

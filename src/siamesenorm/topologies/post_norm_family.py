@@ -142,7 +142,6 @@ class MixLN(BoundaryTopology):
     post_blocks: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        """Refuse a fraction outside [0, 1]."""
         super().__post_init__()
         if not 0 <= self.post_fraction <= 1:
             raise UserError(f"post_fraction of {self.title} is {self.post_fraction}: choose a number from 0 to 1")
@@ -257,7 +256,6 @@ class ResiDual(BoundaryTopology):
     dual_eps: float | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        """Refuse a dual stream that is always zero, and a negative eps."""
         super().__post_init__()
         if self.dual_scale <= 0:
             raise UserError(f"dual_scale of {self.title} is {self.dual_scale}: choose a positive number")

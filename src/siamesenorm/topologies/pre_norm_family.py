@@ -104,7 +104,6 @@ class LayerScale(BoundaryTopology):
     initial: float | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        """Refuse a negative initial value."""
         super().__post_init__()
         if self.initial != "auto" and self.initial < 0:
             raise UserError(f"initial of {self.title} is {self.initial}: choose 0 or more, or auto (by depth)")

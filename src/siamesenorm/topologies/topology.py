@@ -93,7 +93,6 @@ class ResidualSpec:
     kernels: Kernels = "plain"
 
     def __post_init__(self) -> None:
-        """Read the name of a norm; raise UserError for unknown kernels."""
         if self.kernels not in get_args(Kernels):
             raise unknown("kernels", self.kernels, get_args(Kernels))
         if isinstance(self.norm, str):
@@ -319,7 +318,6 @@ class Topology:
             cls.title = cls.__name__
 
     def __post_init__(self) -> None:
-        """Normalise the options (1 as 1.0 for a float); raises UserError for values that `check_option` refuses."""
         hints = get_type_hints(type(self))
         for option in fields(self):
             value = check_option(f"{option.name} of {self.title}", getattr(self, option.name), hints[option.name])

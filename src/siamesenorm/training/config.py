@@ -75,7 +75,6 @@ class Execution:
     """Train as a job of Slurm (the `cluster` extra) with these options of sbatch: nodes=2 time=600 partition=gpu."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers below their least and choices that do not exist."""
         leasts = {
             "threads": 0,
             "shards": 0,
@@ -131,7 +130,6 @@ class WarmStart:
     position: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse a position before the first sample."""
         if self.position < 0:
             raise UserError(f"position is {self.position}: choose at least 0")
 
@@ -173,7 +171,6 @@ class RunConfig:
     """How the run is carried out; not part of its identity."""
 
     def __post_init__(self) -> None:
-        """Refuse budgets that cannot be run."""
         for name in ("steps", "batch", "validation_every"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: choose at least 1")

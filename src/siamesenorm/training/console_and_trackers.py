@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from siamesenorm.errors import UserError
+from siamesenorm.errors import optional
 from siamesenorm.progress import ProgressDisplay
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.loop import Instrument, Record, TrainingLoop
@@ -72,7 +70,7 @@ class TensorBoardTracker(Instrument):
     """Writes the numbers of every record as TensorBoard events."""
 
     def __init__(self, directory: Path) -> None:
-        self.module, self.directory = _import("torch.utils.tensorboard", "tensorboard"), directory
+        self.module, self.directory = optional("torch.utils.tensorboard", "track", "tensorboard"), directory
 
     def on_start(self, loop: TrainingLoop, step: int) -> None:
         """Open the file, without what an interrupted process wrote of the steps that are repeated."""
@@ -97,7 +95,7 @@ class WandbTracker(Instrument):
     """Mirrors the numbers of every record to Weights & Biases; a resumed run continues under its name."""
 
     def __init__(self, directory: Path) -> None:
-        self.module, self.directory = _import("wandb", "wandb"), directory
+        self.module, self.directory = optional("wandb", "track", "the tracker"), directory
 
     def on_start(self, loop: TrainingLoop, step: int) -> None:
         """Open the run, new or resumed."""
@@ -129,10 +127,3 @@ def build_trackers(config: RunConfig, directory: Path) -> tuple[Instrument, ...]
 def _scalars(loop: TrainingLoop, record: Record) -> dict[str, float]:
     names = {*SCALARS, *(metric.name for metric in loop.task.metrics)}
     return {f"{record['kind']}/{name}": record[name] for name in sorted(names & record.keys()) if "step" in record}
-
-
-def _import(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(f"tracker {package} is not installed: pip install 'siamesenorm[track]'") from error

@@ -102,6 +102,11 @@ def find_device(name: str) -> torch.device:
     raise UserError(f"device {name!r} is not available: choose cpu, or a device that torch finds") from error
 
 
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    """Return the context in which a run of a precision computes; that of float32 changes nothing."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
+
+
 def require_memory(model: nn.Module, device: torch.device, shards: int = 1) -> None:
     """Raise UserError unless a shard of the parameters and their optimizer state fits into the memory of the device."""
     needed = BYTES_PER_PARAMETER * sum(parameter.numel() for parameter in model.parameters()) / shards

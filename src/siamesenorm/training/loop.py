@@ -257,7 +257,7 @@ class TrainingLoop:
 
     def forward(self, position: int, part: int) -> Losses:
         """Return the losses of a micro-batch of this process, in the batch at a position."""
-        with self._precision():
+        with execution.autocast(self.config.precision, self.device):
             start = position + self.world.rank * self.share + part * self.at_once
             return self.task.loss(self.replica, start, self.at_once)
 
@@ -287,14 +287,10 @@ class TrainingLoop:
 
     def _evaluate(self) -> dict[str, float]:
         self.model.eval()
-        with self._precision():
+        with execution.autocast(self.config.precision, self.device):
             result = self.task.evaluate(self.model, self.at_once, self.world)
         self.model.train()
         return result
-
-    def _precision(self) -> torch.autocast:
-        enabled = self.config.precision == "bfloat16"
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
     def _checkpoints(self) -> CheckpointSaver:
         # Imported here: the import costs seconds, which reading a run does not need.

@@ -51,7 +51,6 @@ class LossCurve:
         return cls(steps=tuple(range(1, len(losses) + 1)), losses=losses, **facts)
 
     def __post_init__(self) -> None:
-        """Raise UserError for facts that cannot be those of these steps."""
         last = self.steps[-1] if self.steps else 0
         if self.steps_total is not None and self.steps_total < max(1, last):
             raise UserError(f"steps_total is {self.steps_total}: the curve goes to step {last}, give at least that")

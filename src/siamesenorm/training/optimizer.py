@@ -65,7 +65,6 @@ class OptimizerConfig:
     skips none."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers out of range and choices that do not exist."""
         for name in ("learning_rate", "epsilon"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
@@ -111,7 +110,6 @@ class Schedule:
     total_steps: int
 
     def __post_init__(self) -> None:
-        """Refuse values that make no schedule."""
         config, steps = self.config, self.total_steps
         if config.shape not in get_args(Shape):
             raise unknown("schedule", config.shape, get_args(Shape))

@@ -100,7 +100,6 @@ class Thresholds:
     """Often high: part of the steps so far above."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for thresholds with which the labels would lose their meaning."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not value > 0 and field.name != "floor_margin":
