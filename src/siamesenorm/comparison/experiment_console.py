@@ -89,13 +89,14 @@ class ExperimentConsole(ExperimentObserver):
 
     def planned(self, jobs: Sequence[Job]) -> None:
         """Add jobs, some of which may be finished."""
+        what = "further run" if self.runs else "run"
         for job in jobs:
             self.runs[job] = run = RunProgress(job, job.config.steps, len(read_notes(job)))
             run.read()
             if verdict := job.verdict:
                 run.verdict = verdict.label
         done = sum(self.runs[job].verdict is not None for job in jobs)
-        self._print(f"{formatting.plural(len(jobs), 'run')} in {self.directory}, {done} of them finished before")
+        self._print(f"{formatting.plural(len(jobs), what)} in {self.directory}, {done} of them finished before")
 
     def progressed(self, running: Sequence[Job]) -> None:
         """Read the records of the running jobs."""
