@@ -41,6 +41,12 @@ def test_the_committed_runs_are_there() -> None:
     assert len(RUNS) > 50
 
 
+def test_committed_records_name_no_path_of_a_machine() -> None:
+    for file in (ROOT / "benchmarks").glob("*/**/*.json*"):
+        text = file.read_text()
+        assert not re.search(r'"(?:data|vae|path|name|source)": "/|/(?:home|root|work)/', text), file
+
+
 @over_pages
 def test_the_tables_of_a_comparison_are_those_of_its_runs(page: str) -> None:
     text, results = (ROOT / f"docs/{page}.md").read_text(), read_experiment(ROOT / "benchmarks" / PAGES[page])
