@@ -182,6 +182,8 @@ class RunConfig:
             raise UserError(f"bf16_parameters with precision {self.precision}: choose bfloat16")
         if self.micro_batch < 0 or self.batch % (self.micro_batch or self.batch):
             raise UserError(f"micro_batch {self.micro_batch} does not divide batch {self.batch}: choose one that does")
+        if self.execution.recomputation != "full" and not self.checkpoint_activations:
+            raise UserError(f"recomputation is {self.execution.recomputation}: it needs checkpoint_activations")
         if not 0 <= self.ema < 1:
             raise UserError(f"ema is {self.ema}: choose a decay from 0 to below 1, such as 0.999")
         self.optimizer.schedule(self.steps)

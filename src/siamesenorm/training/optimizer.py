@@ -117,7 +117,7 @@ class Schedule:
             raise UserError(f"total_steps is {steps}: a schedule needs at least one step")
         if not 0 <= config.warmup_steps < steps:
             raise UserError(
-                f"warmup_steps is {config.warmup_steps}: it must be at least 0 and less than the {steps} steps"
+                f"optimizer.warmup_steps is {config.warmup_steps}: choose from 0 to less than the {steps} steps"
             )
         if not 0 <= config.final_fraction <= 1:
             raise UserError(f"final_fraction is {config.final_fraction}: it must be between 0 and 1")
