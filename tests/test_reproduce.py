@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from siamesenorm.recipes.prices import count_operations
 from siamesenorm.recipes.published_numbers import find_published, published_rows
 from siamesenorm.recipes.scales import WORKLOADS, Scale, Workload
 from siamesenorm.topologies import available_topologies
+from siamesenorm.training.run_directory import RunDirectory
 from test_sweep import Workers
 from training_runs import tiny_run, write_data
 
@@ -221,26 +223,39 @@ def test_what_failed_exploded_or_diverged_counts_as_it_is_declared(measure: str,
     assert MEASURES[measure].of(of) == pytest.approx(value)
 
 
-@pytest.mark.parametrize(("word", "outcome"), [("diverged", ClaimOutcome.CONFIRMED), ("stable", ClaimOutcome.NOT_SEEN)])
+@pytest.mark.parametrize(
+    ("word", "outcome"), [("diverged", ClaimOutcome.ON_EVERY_SEED), ("stable", ClaimOutcome.ON_NO_SEED)]
+)
 def test_a_failure_is_a_verdict_and_not_any_difference(word: str, outcome: ClaimOutcome) -> None:
     claim = next(claim for claim in claims_of("table1") if claim.measure == "failed")
     runs = {"hybridnorm": run(word, []), "siamese": run("stable", [])}
     (judged,) = judge_claims("table1", [claim], lambda cell: dict.fromkeys(range(2), runs[cell.method]))
     assert judged.outcome is outcome and judged.published == 1
+    assert judged.interval is judged.corrected is None, "equal answers have no interval"
+    own = {"siamese": None, "hybridnorm": {0: runs["hybridnorm"]}}
+    (lost,) = judge_claims("table1", [claim], lambda cell: own[cell.method])
+    assert lost.outcome is ClaimOutcome.NO_RATE
 
 
 def test_the_curve_of_budgets_is_of_one_learning_rate() -> None:
     def grid(*runs: tuple[int, float, float]) -> Any:
-        made = [SimpleNamespace(steps=n, learning_rate=rate, score=loss, has_result=True) for n, rate, loss in runs]
+        made = [
+            SimpleNamespace(steps=n, learning_rate=rate, score=loss, has_result=True, seed=seed)
+            for seed, (n, rate, loss) in enumerate(runs)
+        ]
         return SimpleNamespace(runs_of=lambda method: made)
 
-    league = grid((400, 1e-2, 3.0), (400, 3e-2, 2.9), (400, 1e-2, 3.2))
+    league = grid((400, 1e-2, 3.0), (400, 1e-2, 3.2), (400, 3e-2, 2.9), (400, 1e-2, 9.0))
     methods = {"league": ("pre", "siamese"), "half": ("pre",), "twice": ("pre",)}
     results: Any = SimpleNamespace(
-        grids={"league": league, "half": grid((200, 1e-2, 3.5)), "twice": grid((800, 1e-2, 2.8))},
+        grids={
+            "league": league,
+            "half": grid((200, 1e-2, 3.5), (200, 1e-2, 3.7)),
+            "twice": grid((800, 1e-2, 2.8), (800, 1e-2, 2.6)),
+        },
         grid=lambda name: SimpleNamespace(methods=methods[name]),
     )
-    assert budget_curve(results) == pytest.approx({200: 3.5, 400: 3.1, 800: 2.8})
+    assert budget_curve(results) == pytest.approx({200: 3.6, 400: 3.1, 800: 2.7}), "on the seeds of all budgets"
 
 
 # --- training, with stand-ins for processes
@@ -302,6 +317,15 @@ def test_items_share_their_runs_and_rates_are_extended_at_edges(small_world: tup
     assert not [rate for method, rate, seed in new if method == "pre" and seed == 0], "its best is inside"
     assert {(rate, seed) for method, rate, seed in new if method == "pre"} == {(1e-3, seed) for seed in (2, 3, 4, 5)}
     assert {seed for method, _, seed in new if method == "siamese"} == {0, 1, 2, 3}
+    before = len(workers.started)
+    assert main(["reproduce", "league", "--data", "data", "--out", "out", "--jobs", "1"]) == 0
+    assert len(workers.started) == before, "at most two extensions, however often the command is repeated"
+    for run in (path / "out/runs").iterdir():
+        if RunDirectory(run).read_config().optimizer.learning_rate < 2e-4:
+            shutil.rmtree(run)
+    assert main(["reproduce", "league", "--data", "data", "--out", "out", "--jobs", "1"]) == 0
+    again_trained = workers.started[before:]
+    assert {(rate, seed) for _, rate, seed in again_trained} == {(rate, seed) for _, rate, seed in new if rate < 2e-4}
     before = len(workers.started)
     assert main(["reproduce", "table1", "--data", "data", "--out", "other", "--runs", "out/runs", "--jobs", "1"]) == 0
     assert len(workers.started) == before

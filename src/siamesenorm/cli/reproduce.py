@@ -8,7 +8,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -147,14 +147,14 @@ def run(arguments: ReproduceArguments | ContinuedArguments) -> None:
         read_costs(arguments.costs)  # refused before anything is trained, as are tasks
     evaluations = build_evaluations(arguments.tasks, arguments.task_limit)
     deadline = deadline_after(arguments.minutes)
-    failed: list[Experiment] = []
+    started: list[Experiment] = []
     try:
         for item in items:
-            failed += [each for each in train_item(item, arguments, deadline) if each.failures]
+            train_item(item, arguments, deadline, started)
             report_item(item, arguments, evaluations)
     except OutOfTime:
         print(STOPPED.format(arguments.minutes))
-    for experiment in failed:
+    for experiment in started:
         raise_failures(experiment)
 
 
@@ -181,8 +181,8 @@ def report_item(item: Item, arguments: ReproduceArguments, evaluations: Mapping[
     show_report(item_report(read_item(directory)), directory / "report")
 
 
-def train_item(item: Item, arguments: ReproduceArguments, deadline: float) -> Iterator[Experiment]:
-    """Train the grids of an item whose data are given; yield the experiment of each.
+def train_item(item: Item, arguments: ReproduceArguments, deadline: float, started: list[Experiment]) -> None:
+    """Train the grids of an item whose data are given; add the experiment of each to `started`.
 
     Raises UserError for a single item at a scale that one of its grids does not have, and for one with neither data nor
     runs; nothing has been trained then.
@@ -211,9 +211,9 @@ def train_item(item: Item, arguments: ReproduceArguments, deadline: float) -> It
             deadline=deadline,
         )
         write = partial(write_item, directory, item, scale, arguments.costs, mixed=arguments.mixed)
+        started.append(experiment)
         with contextlib.closing(ItemConsole(experiment.directory, write)) as experiment.observer:
             experiment.train(partial(grid.stages, workload))
-        yield experiment
 
 
 class ItemConsole(ExperimentConsole):

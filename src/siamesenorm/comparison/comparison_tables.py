@@ -10,7 +10,15 @@ from typing import TypeVar
 from siamesenorm.comparison import formatting
 from siamesenorm.comparison.accuracy_tables import accuracy_tables
 from siamesenorm.comparison.experiment_plan import ComparisonKind
-from siamesenorm.comparison.findings import Choice, Comparison, Findings, NoiseBand, Outcome, Quantity
+from siamesenorm.comparison.findings import (
+    Choice,
+    Comparison,
+    Findings,
+    NoiseBand,
+    Outcome,
+    Quantity,
+    diverged_at_every_rate,
+)
 from siamesenorm.comparison.formatting import NOTHING
 from siamesenorm.comparison.report_parts import HIGHER, LOWER, Column, Entry, Pill, Row, RowGroup, Table
 from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, SPIKED, UNFINISHED, ExperimentResults, RunResult
@@ -260,8 +268,7 @@ def _change(ratio: float) -> str:
 
 def missing_choice(results: ExperimentResults, method: str) -> Entry:
     """Return the entry in place of a chosen rate: diverged at every rate, or no finished run."""
-    complete = [run for run in results.runs_of(method) if run.complete]
-    lost = complete and all(run.diverged for run in complete)
+    lost = diverged_at_every_rate(results, method)
     return Entry(pill=Pill(DIVERGED, "diverged at every rate") if lost else Pill(UNFINISHED, "no finished run"))
 
 

@@ -232,20 +232,28 @@ class Findings:
         return outcome.whole and own is not None and own.mean == (min if lowest else max)(means)
 
     def ranked(self) -> list[Choice]:
-        """Return the choices that have a result, lowest held-out loss first, on the seeds that all of them share.
+        """Return the choices whose seeds all have a result (without any, of which some have), lowest loss first.
 
-        The selection run is used where they share none; the first two are in the order of the seeds the two share.
+        The loss is `shared_loss`; the first two are in the order of the seeds the two share.
         """
-        with_result = [choice for choice in self.choices.values() if choice.losses]
-        shared = set.intersection(*(set(choice.losses) for choice in with_result)) if with_result else set()
-
-        def mean(choice: Choice) -> float:
-            return statistics.fmean(choice.losses[seed] for seed in shared) if shared else choice.selection.score
-
-        ranked = sorted(with_result, key=mean)
+        ranked = sorted(self._comparable, key=self.shared_loss)
         if len(ranked) > 1 and paired(ranked[0], ranked[1]).interval().mean > 0:
             ranked[:2] = ranked[1::-1]
         return ranked
+
+    @property
+    def _comparable(self) -> list[Choice]:
+        some = [choice for choice in self.choices.values() if choice.losses]
+        return [choice for choice in some if choice.whole] or some
+
+    @property
+    def shared_seeds(self) -> set[int]:
+        """The reported seeds on which every ranked choice has a result."""
+        return set.intersection(*(set(choice.losses) for choice in self._comparable)) if self._comparable else set()
+
+    def shared_loss(self, choice: Choice) -> float:
+        """Return the mean held-out loss of a ranked choice over the shared seeds; without any, of the selection."""
+        return statistics.fmean([choice.losses[seed] for seed in self.shared_seeds] or [choice.selection.score])
 
     @property
     def noise(self) -> NoiseBand | None:
@@ -297,6 +305,12 @@ def choose_learning_rate(results: ExperimentResults, method: str) -> Choice | No
     others = tuple(run for run in complete if run.learning_rate == rate and run.part is not Part.SELECTION)
     edge = _edge(rate, {run.learning_rate for run in tried})
     return Choice(method=method, learning_rate=rate, runs=others or (best,), edge=edge, selection=best)
+
+
+def diverged_at_every_rate(results: ExperimentResults, method: str) -> bool:
+    """Whether a method has runs that ended, and all of them diverged."""
+    complete = [run for run in results.runs_of(method) if run.complete]
+    return bool(complete) and all(run.diverged for run in complete)
 
 
 def compare(planned: PlannedComparison, method: Outcome, baseline: Outcome) -> Comparison:

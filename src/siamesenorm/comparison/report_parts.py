@@ -23,6 +23,7 @@ SIGNS = {
     "diverged on a seed": ("–", "bad"),
     "edge": ("!", "warn"),
     "confirmed": ("✓", "good"),
+    "seen on every seed": ("✓", "good"),
     "contradicted": ("✕", "bad"),
     "below noise": ("↓", "good"),
     "inside noise": ("≈", ""),

@@ -13,7 +13,7 @@ from typing_extensions import Doc
 from siamesenorm.comparison.experiment_plan import ComparisonKind, Part, PlannedComparison, PlannedRun
 from siamesenorm.comparison.experiment_runner import Experiment, Planned
 from siamesenorm.comparison.findings import Choice, Edge, choose_learning_rate
-from siamesenorm.comparison.results import read_experiment
+from siamesenorm.comparison.results import ExperimentResults, read_experiment
 from siamesenorm.errors import UserError, unknown
 from siamesenorm.models.transformer import INITIAL, TransformerConfig, read_method
 from siamesenorm.norms import NormSpec
@@ -124,29 +124,46 @@ def runs_at_chosen_rates(experiment: Experiment, methods: Sequence[str], seeds: 
     return runs
 
 
-def runs_beyond_edges(experiment: Experiment, methods: Sequence[str]) -> list[Planned]:
+def runs_beyond_edges(
+    experiment: Experiment, methods: Sequence[str], rates: Sequence[float], most: int
+) -> list[Planned]:
     """Return a selection run one step outside the tried rates for each method whose best is at their edge.
 
-    The step is the ratio of the two outermost rates. A method that diverged at every rate is tried at a lower one.
+    The step is the ratio of the two outermost rates. A method that diverged at every rate is tried at a lower one. Each
+    method has at most `most` runs beyond the `rates` of the grid; one that was planned and has not ended is returned
+    again, and no further one before it has.
     """
-    runs = []
-    for method, choice in _choices(experiment, methods).items():
-        selection = [run for run in experiment.plan.runs.values() if run.part is Part.SELECTION]
-        tried = sorted({run.learning_rate for run in selection if run.method == method})
+    results, template, runs = _results(experiment), experiment.template, []
+    for method, label in _labels(results, template, methods).items():
+        planned = [run for run in experiment.plan.runs.values() if run.part is Part.SELECTION and run.method == label]
+        tried = sorted({run.learning_rate for run in planned})
+        ended = {run.learning_rate for run in results.runs_of(label) if run.part is Part.SELECTION and run.complete}
+        beyond = [rate for rate in tried if rate not in rates]
+        wanted = [rate for rate in beyond if rate not in ended]
+        choice = choose_learning_rate(results, label)
         edge = Edge.LOW if choice is None else choice.edge
-        if len(tried) > 1 and edge in (Edge.LOW, Edge.HIGH):
+        if ended.issuperset(tried) and len(tried) > 1 and len(beyond) < most and edge in (Edge.LOW, Edge.HIGH):
             outermost, inner = tried[:2] if edge is Edge.LOW else tried[:-3:-1]
-            rate = float(f"{outermost * outermost / inner:.3g}")
-            runs.append(planned_run(experiment.template, method, rate, experiment.template.seed, Part.SELECTION))
+            wanted = [float(f"{outermost * outermost / inner:.3g}")]
+        runs += [planned_run(template, method, rate, template.seed, Part.SELECTION) for rate in wanted]
     return runs
+
+
+def _results(experiment: Experiment) -> ExperimentResults:
+    return read_experiment(experiment.directory, mixed=experiment.mixed)
+
+
+def _labels(results: ExperimentResults, template: RunConfig, methods: Sequence[str]) -> dict[str, str]:
+    """Return by method the one that the plan has for the same configuration."""
+    labels = {_signature(template.with_method(run.method)): run.method for run in results.runs}
+    return {method: labels.get(_signature(template.with_method(method)), method) for method in methods}
 
 
 def _choices(experiment: Experiment, methods: Sequence[str]) -> dict[str, Choice | None]:
     """Return the rate that each method's selection runs have chosen; None where none of them has a result."""
-    results, template = read_experiment(experiment.directory, mixed=experiment.mixed), experiment.template
-    labels = {_signature(template.with_method(run.method)): run.method for run in results.runs}
-    own = {method: labels.get(_signature(template.with_method(method)), method) for method in methods}
-    return {method: choose_learning_rate(results, label) for method, label in own.items()}
+    results = _results(experiment)
+    labels = _labels(results, experiment.template, methods)
+    return {method: choose_learning_rate(results, label) for method, label in labels.items()}
 
 
 def normalised(method: str) -> str:

@@ -2,6 +2,7 @@
 
 A claim is `sum_i c_i m(cell_i)` of a measure m, and the sign that the paper reports. Its interval is widened for all
 claims of an item (Holm): it is confirmed where that excludes zero on the paper's side, contradicted where on the other.
+Of a measure that is yes or no for each seed the seeds are counted: a t interval of equal values would have no width.
 """
 
 from __future__ import annotations
@@ -33,6 +34,14 @@ class ClaimOutcome(StrEnum):
     """Fewer than two seeds have what is measured: there is no interval."""
     CONTRADICTED = "contradicted"
     """The interval excludes zero in the other direction."""
+    ON_EVERY_SEED = "seen on every seed"
+    """Of yes or no: as published on each of at least two seeds."""
+    ON_NO_SEED = "seen on no seed"
+    """Of yes or no: on none of at least two seeds."""
+    ON_SOME_SEEDS = "seen on some seeds"
+    """Of yes or no: on some of them."""
+    NO_RATE = "diverged at every rate"
+    """A method of the claim has no rate at which it could be compared."""
     NOT_RUN = "not run"
     """A cell has no finished run, or none with what is measured."""
 
@@ -46,6 +55,8 @@ class Measure:
     of: Callable[[RunResult], float | None]
     published: str = ""
     decimals: int = 4
+    counts: bool = False
+    """Whether it is yes or no for each seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +84,12 @@ class PaperClaim:
     published: tuple[str, str, float] | None = None
 
 
+OWN = ("raw", "none")
+"""Kinds of weights in records that are not of an average."""
 REDUCTIONS = {"ppl_reduction": "pre"}
 """Published numbers that are differences from a method, with that method."""
-Cells = Callable[[Cell], Mapping[int, RunResult]]
-"""Returns the finished runs of a cell by seed."""
+Cells = Callable[[Cell], Mapping[int, RunResult] | None]
+"""Returns the finished runs of a cell by seed; None where the method diverged at every rate from which to choose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +101,23 @@ class JudgedClaim:
     published: float | None
     published_verdicts: tuple[str, ...]
     confidence: float | None = None
+    without_rate: bool = False
+    """Whether a method of the claim diverged at every rate."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether what is measured is yes or no for each seed."""
+        return MEASURES[self.claim.measure].counts
+
+    @property
+    def seeds_as_published(self) -> int:
+        """On how many seeds the effect has the published sign."""
+        return sum(value * self.claim.sign > 0 for value in self.effect.by_seed.values())
 
     @property
     def interval(self) -> Estimate | None:
-        """The mean effect with its 95 % t interval."""
-        return self.effect.interval() if self.effect.by_seed else None
+        """The mean effect with its 95 % t interval; none of yes or no."""
+        return self.effect.interval() if self.effect.by_seed and not self.counts else None
 
     @property
     def corrected(self) -> Estimate | None:
@@ -101,9 +126,12 @@ class JudgedClaim:
 
     @property
     def outcome(self) -> ClaimOutcome:
-        """What the corrected interval says."""
+        """What the corrected interval says, or the number of seeds."""
         if not self.effect.by_seed:
-            return ClaimOutcome.NOT_RUN
+            return ClaimOutcome.NO_RATE if self.without_rate else ClaimOutcome.NOT_RUN
+        if self.counts and len(self.effect.by_seed) > 1:
+            found = {0: ClaimOutcome.ON_NO_SEED, len(self.effect.by_seed): ClaimOutcome.ON_EVERY_SEED}
+            return found.get(self.seeds_as_published, ClaimOutcome.ON_SOME_SEEDS)
         if self.corrected is None or self.corrected.ends is None:
             return ClaimOutcome.TOO_FEW_SEEDS
         low, high = self.corrected.ends
@@ -113,14 +141,15 @@ class JudgedClaim:
 
     @property
     def same_direction(self) -> bool | None:
-        """Whether the mean has the sign of the paper; None without runs."""
-        return None if self.interval is None else self.interval.mean * self.claim.sign > 0
+        """Whether the mean has the sign of the paper; None without an interval, and for a mean of zero."""
+        return None if self.interval is None or not self.interval.mean else self.interval.mean * self.claim.sign > 0
 
 
 def judge_claims(item: str, claims: Sequence[PaperClaim], cells: Cells) -> tuple[JudgedClaim, ...]:
     """Return the claims of an item with their outcomes, corrected together (Holm)."""
     judged = [_effect_of(item, claim, cells) for claim in claims]
-    tested = {index: p for index, each in enumerate(judged) if (p := each.effect.p_value) is not None}
+    values = {index: each.effect.p_value for index, each in enumerate(judged) if not each.counts}
+    tested = {index: p for index, p in values.items() if p is not None}
     for index, decision in zip(tested, holm(list(tested.values())), strict=True):
         judged[index] = replace(judged[index], confidence=decision.confidence)
     return tuple(judged)
@@ -128,12 +157,13 @@ def judge_claims(item: str, claims: Sequence[PaperClaim], cells: Cells) -> tuple
 
 def _effect_of(item: str, claim: PaperClaim, cells: Cells) -> JudgedClaim:
     measure = MEASURES[claim.measure]
+    runs = [(factor, cells(cell)) for factor, cell in claim.terms]
     found = [
         (
             factor,
-            {s: value for s, run in cells(cell).items() if (value := measure.of(run)) is not None and isfinite(value)},
+            {s: v for s, run in (each or {}).items() if (v := measure.of(run)) is not None and isfinite(v)},
         )
-        for factor, cell in claim.terms
+        for factor, each in runs
     ]
     seeds = set.intersection(*(set(values) for _, values in found))
     rows = [find_published(item, cell.grid, cell.method, cell.rate) for _, cell in claim.terms]
@@ -152,6 +182,7 @@ def _effect_of(item: str, claim: PaperClaim, cells: Cells) -> JudgedClaim:
         ),
         published=None if None in numbers else sum(number for number in numbers if number is not None),
         published_verdicts=tuple(f"{row.method} {row.verdict}" for row in rows if row and row.verdict),
+        without_rate=any(each is None for _, each in runs),
     )
 
 
@@ -172,7 +203,7 @@ def held_out_accuracy(run: RunResult) -> float | None:
 
 
 def failed(run: RunResult) -> float:
-    """Return 1 for a run that diverged or did not learn, else 0; where all seeds agree the interval has no width."""
+    """Return 1 for a run that diverged or did not learn, else 0."""
     return float(run.word in (DIVERGED, NOT_LEARNED))
 
 
@@ -187,9 +218,18 @@ def exploded(run: RunResult) -> float | None:
 
 
 def evaluated(run: RunResult, name: str) -> dict[str, Any] | None:
-    """Return the results of an evaluation of a run's own weights, the newest; None where it was not made."""
-    found = [each for each in run.evaluations if each["evaluation"] == name and each["weights"] in ("raw", "none")]
-    return dict(found[-1]["results"]) if found else None
+    """Return the results of an evaluation of a run's own weights; None where it was not made.
+
+    Of several that on the most items or samples, then the newest.
+    """
+    own = (each for each in reversed(run.evaluations) if each["evaluation"] == name and each["weights"] in OWN)
+    found: list[dict[str, Any]] = [dict(each["results"]) for each in own]
+    return max(found, key=_size, default=None)
+
+
+def _size(results: dict[str, Any]) -> int:
+    tasks = [each for each in results.values() if isinstance(each, dict)]
+    return int(results.get("samples") or sum(int(each.get("items") or 0) for each in tasks))
 
 
 def task_accuracy(run: RunResult, task: str = "") -> float | None:
@@ -245,13 +285,13 @@ MEASURES: dict[str, Measure] = {
         published="arithmetic",
         decimals=2,
     ),
-    "failed": Measure(label="failed (1: diverged or not learned)", unit="", of=failed, published="failed", decimals=2),
-    "trained": Measure(label="trained (1) or failed (-1)", unit="", of=lambda run: 1 - 2 * failed(run), decimals=2),
+    "failed": Measure(label="failed (1: diverged or not learned)", unit="", of=failed, published="failed", counts=True),
+    "trained": Measure(label="trained (1) or failed (-1)", unit="", of=lambda run: 1 - 2 * failed(run), counts=True),
     "exploded": Measure(
         label="exploded (1: a gradient norm above 100 after the warm-up, or not finite)",
         unit="",
         of=exploded,
-        decimals=2,
+        counts=True,
     ),
     "growth": Measure(label="log growth of the magnitude", unit="", of=magnitude_growth),
     "fusion": Measure(

@@ -96,7 +96,7 @@ class RunGrid:
         if experiment.nothing_finished:
             return
         for _ in range(EXTENSIONS):
-            yield runs_beyond_edges(experiment, self.methods)
+            yield runs_beyond_edges(experiment, self.methods, rates, EXTENSIONS)
         yield runs_at_chosen_rates(experiment, self.methods, self.reported(workload))
         yield runs_at_chosen_rates(experiment, self.headline, self.reported(workload, HEADLINE))
 

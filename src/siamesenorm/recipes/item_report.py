@@ -52,8 +52,16 @@ WORDS = {
     "the paper's scale.",
     ClaimOutcome.TOO_FEW_SEEDS: "Fewer than two seeds have what is measured: there is no interval.",
     ClaimOutcome.CONTRADICTED: "The Holm interval excludes zero, in the other direction, at this scale.",
+    ClaimOutcome.ON_EVERY_SEED: "Of what is yes or no for a run: as published on every one of at least two seeds. No "
+    "interval follows from equal answers.",
+    ClaimOutcome.ON_SOME_SEEDS: "Of what is yes or no for a run: as published on some of the seeds.",
+    ClaimOutcome.ON_NO_SEED: "Of what is yes or no for a run: as published on none of at least two seeds.",
+    ClaimOutcome.NO_RATE: "A method of the claim diverged at every learning rate: none could be chosen for it.",
     ClaimOutcome.NOT_RUN: "A run that the claim needs was not trained, or not evaluated.",
 }
+
+
+NOT_RUN_HERE = " The paper's own settings (--scale full) are configurations that build; they were not run here."
 
 
 def item_report(results: ItemResults, *, title: str = "") -> Report:
@@ -157,10 +165,10 @@ def claims_table(judged: tuple[JudgedClaim, ...]) -> Table:
     """Build the table of claims: the published effect, ours with both intervals, and the outcome."""
     columns = (
         Column("Claim", "what the paper reports", numeric=False),
-        Column("Outcome", "by the Holm interval", numeric=False),
-        Column("Ours", "the mean over paired seeds"),
+        Column("Outcome", "by the Holm interval, or by the seeds where a run says yes or no", numeric=False),
+        Column("Ours", "the mean over paired seeds, or the seeds on which it is as published"),
         Column("Published", "the effect in the paper: method minus baseline, in nats from the perplexities"),
-        Column("Holm interval", "widened so that all claims of the page together are wrong at most once in 20"),
+        Column("Holm interval", "widened: the probability that any interval of this table misses is at most 5 %"),
         Column("95 % t interval", "of this effect alone"),
         Column("Seeds", "seeds that all cells of the claim have"),
         Column("Direction", "whether the mean has the published sign", numeric=False),
@@ -176,6 +184,9 @@ def _claim_row(each: JudgedClaim) -> Row:
     decimals = 2 if claim.published else measure.decimals
     stated = f"{formatting.signed(each.published, decimals)} {unit}".strip() if each.published else ""
     ours = NOTHING if interval is None else f"{formatting.signed(interval.mean, measure.decimals)} {measure.unit}"
+    if each.counts:
+        stated, seeds = "", len(each.effect.by_seed)
+        ours = f"{each.seeds_as_published} of {formatting.plural(seeds, 'seed')}" if seeds else NOTHING
     direction = {None: NOTHING, True: "same", False: "other"}[each.same_direction]
     return (
         Entry(claim.text),
@@ -267,16 +278,17 @@ def definitions(results: ItemResults) -> dict[str, str]:
         "Effect": "A measure of the method minus that of the baseline on the same seed, whose runs have the same data "
         "order and, up to the factors that a topology declares, the same initial weights. Published perplexities are "
         "compared as their logarithms, in nats a token; the paper's are of the training data, ours held out.",
-        "A run that diverged": "Counts with the loss of a model that has learned nothing.",
+        "A run that diverged": "In claims, counts with the loss of a model that has learned nothing. Means of tables "
+        "leave it out, and say so by their verdict.",
         "Seeds": "At a given rate all seeds count. Where each method has the best rate of its own, the seed that chose "
-        "the rate does not count.",
-        "The scale": f"{results.scale}. The paper's own settings (--scale full) are configurations that build; they "
-        "were not run here.",
+        "the rate does not count. Claims and results by learning rate are over the seeds that all their methods have; "
+        "published and ours over all seeds of each method.",
+        "The scale": f"{results.scale}." + (NOT_RUN_HERE if results.scale is not Scale.FULL else ""),
     }
     if 0 < compiled < len(environments):
         found["Kernels"] = (
             f"{compiled} of the {len(environments)} runs were compiled, the others not: numbers differ by rounding, "
-            "times are not comparable."
+            "times and memory are not comparable."
         )
     return found
 

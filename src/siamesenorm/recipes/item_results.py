@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from siamesenorm.comparison.findings import choose_learning_rate
+from siamesenorm.comparison.findings import choose_learning_rate, diverged_at_every_rate
 from siamesenorm.comparison.results import ExperimentResults, RunResult, has_started, read_experiment
 from siamesenorm.errors import UserError, reason
 from siamesenorm.files import decode_json, disk_errors, encode_json, write_atomically
@@ -33,15 +33,19 @@ class ItemResults:
     grids: Mapping[str, ExperimentResults]
     costs: Mapping[str, float] = field(default_factory=dict)
 
-    def runs_in(self, cell: Cell) -> dict[int, RunResult]:
-        """Return the finished runs of a cell by seed: those at its rate, or those reported at the chosen one."""
+    def runs_in(self, cell: Cell) -> dict[int, RunResult] | None:
+        """Return the finished runs of a cell by seed: those at its rate, or those reported at the chosen one.
+
+        None where a rate was to be chosen and the method diverged at every one.
+        """
         results = self.grids.get(cell.grid)
         if results is None:
             return {}
         grid = self.grid(cell.grid)
         if grid.chosen:
-            choice = choose_learning_rate(results, cell.method)
-            return {run.seed: run for run in choice.runs} if choice else {}
+            if choice := choose_learning_rate(results, cell.method):
+                return {run.seed: run for run in choice.runs}
+            return None if diverged_at_every_rate(results, cell.method) else {}
         workload = self.item.workload(grid, self.scale)
         rate = workload.rates[min(cell.rate or 0, len(workload.rates) - 1)]
         own = (run for run in results.runs_of(cell.method) if run.learning_rate == rate and run.complete)

@@ -6,7 +6,7 @@ import statistics
 
 from siamesenorm.comparison import formatting
 from siamesenorm.comparison.comparison_tables import METHOD, estimate_text, missing_choice, verdict_entry
-from siamesenorm.comparison.findings import Choice, NoiseBand, choose_learning_rate
+from siamesenorm.comparison.findings import Choice, Findings, NoiseBand, choose_learning_rate, find
 from siamesenorm.comparison.formatting import NOTHING
 from siamesenorm.comparison.report_parts import LOWER, Block, Column, Entry, Pill, Row, RowGroup, Statements, Table
 from siamesenorm.comparison.report_parts import statements as named_statements
@@ -25,18 +25,23 @@ def league_sections(results: ItemResults) -> dict[str, Block]:
     pre = choose_learning_rate(league, BASELINE) if league else None
     if league is None or pre is None:
         return {}
-    choices = {method: choose_learning_rate(league, method) for method in league.methods}
-    ranked = sorted((each for each in choices.values() if each), key=_mean_loss)
-    absent = [method for method, choice in choices.items() if choice is None]
+    findings = find(league)
+    ranked = findings.ranked()
+    places = {choice.method for choice in ranked}
+    others = [each for each in findings.choices.values() if each.method not in places]
+    absent = [method for method in league.methods if method not in findings.choices]
     band = NoiseBand.of(pre)
     curve = budget_curve(results)
-    rows = [_row(results, league, choice, pre, band, curve) for choice in ranked]
+    rows = [_row(results, league, choice, pre, band, curve, findings.shared_loss(choice)) for choice in ranked]
+    rows += [_row(results, league, choice, pre, band, curve, None) for choice in others]
     columns = (
         METHOD,
         Column("Chosen rate", "the lowest held-out loss of the first seed"),
         Column(f"Held-out loss{LOWER}", "mean ± half width of the 95 % t interval over the reported seeds"),
         Column("Seeds", "reported seeds"),
-        Column("Against noise", "place of the mean against the band of one more run of Pre-Norm", numeric=False),
+        Column(
+            "Against noise", "place of the loss on the shared seeds against one more run of Pre-Norm", numeric=False
+        ),
         Column("Stable rates", "tried rates at which the first seed neither diverged nor failed to learn"),
         Column("Verdict", "at the chosen rate, the worst of the seeds", numeric=False),
         Column("Parameters", "more than Pre-Norm's"),
@@ -51,7 +56,7 @@ def league_sections(results: ItemResults) -> dict[str, Block]:
     table = Table("The league", columns, (RowGroup("", (*rows, *failed)),)).without_empty_columns()
     return {
         "The league": table,
-        "How to read the league": Statements(named_statements(_definitions(results, band, curve))),
+        "How to read the league": Statements(named_statements(_definitions(results, findings, band, curve))),
     }
 
 
@@ -66,11 +71,12 @@ def budget_runs(results: ItemResults) -> tuple[RunResult, ...]:
 
 
 def budget_curve(results: ItemResults) -> dict[float, float]:
-    """Return the mean held-out loss of those runs by compute, in steps."""
-    scores: dict[float, list[float]] = {}
+    """Return the mean held-out loss of those runs by compute, in steps, over the seeds that all budgets have."""
+    scores: dict[float, dict[int, float]] = {}
     for run in budget_runs(results):
-        scores.setdefault(float(run.steps), []).append(run.score)
-    return {steps: statistics.fmean(each) for steps, each in sorted(scores.items())}
+        scores.setdefault(float(run.steps), {})[run.seed] = run.score
+    seeds = set.intersection(*map(set, scores.values())) if scores else set()
+    return {steps: statistics.fmean(each[s] for s in seeds) for steps, each in sorted(scores.items()) if seeds}
 
 
 def step_cost(results: ItemResults, choice: Choice, pre: Choice) -> float | None:
@@ -88,14 +94,16 @@ def _row(
     pre: Choice,
     band: NoiseBand | None,
     curve: dict[float, float],
+    loss: float | None,
 ) -> Row:
-    loss, cost = _mean_loss(choice), step_cost(results, choice, pre)
+    """Return the row of a method; without a `loss`, because seeds diverged, it has neither a place nor a speedup."""
+    cost = step_cost(results, choice, pre)
     speedup = (
         effective_speedup(curve, loss, cost or 1.0, compute=float(pre.selection.steps), irreducible=IRREDUCIBLE)
-        if len(curve) > 2 and pre.selection.steps
+        if len(curve) > 2 and pre.selection.steps and loss is not None
         else None
     )
-    place = NOTHING if band is None else band.place(loss).removesuffix(" noise")
+    place = NOTHING if band is None or loss is None else band.place(loss).removesuffix(" noise")
     first = [run for run in league.runs_of(choice.method) if run.part == "selection" and run.complete]
     stable = [run for run in first if run.word not in (DIVERGED, NOT_LEARNED)]
     more = (choice.selection.parameters or 0) / (pre.selection.parameters or 1) - 1
@@ -115,23 +123,25 @@ def _row(
     )
 
 
-def _mean_loss(choice: Choice) -> float:
-    return statistics.fmean(choice.losses.values()) if choice.losses else choice.selection.score
-
-
-def _definitions(results: ItemResults, band: NoiseBand | None, curve: dict[float, float]) -> dict[str, str]:
+def _definitions(
+    results: ItemResults, findings: Findings, band: NoiseBand | None, curve: dict[float, float]
+) -> dict[str, str]:
+    seeds = formatting.listed([str(seed) for seed in sorted(findings.shared_seeds)])
+    shared = f"seeds {seeds}, which all methods have" if seeds else "the seed that chose the rates"
     between = f"between {band.low:.4f} and {band.high:.4f} here" if band else "not known before two seeds have ended"
     points = ", ".join(f"{steps:g} steps {loss:.4f}" for steps, loss in curve.items())
     rate = ", ".join(dict.fromkeys(formatting.rate(run.learning_rate) for run in budget_runs(results)))
     return {
-        "Order": "By mean held-out loss. Neighbours are not shown to differ; tests against the baselines are below.",
+        "Order": f"By the mean held-out loss over {shared}; methods of which a seed diverged come last. Neighbours are "
+        "not shown to differ; tests against the baselines are below.",
         "Noise": f"The interval in which the loss of one more run of Pre-Norm falls, {between}.",
         "Speedup": f"From Pre-Norm's own losses by number of steps ({points}), all at the learning rate {rate}, "
         f"interpolated in their logarithms above an irreducible loss of {IRREDUCIBLE:g}. A loss outside of them gives "
         "a bound."
         if curve
         else "Not known before Pre-Norm has been trained with other numbers of steps.",
-        "Step": "Measured apart from the runs, on one thread of a CPU with plain operators; kernels on a GPU differ."
+        "Step": "Measured apart from the runs, of another, larger model on one thread of a CPU with plain operators; "
+        "kernels on a GPU differ."
         if results.costs
         else "The median over the faster half of the steps, where every run was trained alone on its device.",
     }

@@ -29,7 +29,8 @@ def published_of(results: ItemResults) -> dict[str, list[PublishedRow]]:
         positions: list[int | None] = [None] if grid.chosen else list(grid.rates or range(len(rates)))
         for position in positions:
             rows = [row for m in grid.methods if (row := find_published(results.item.name, name, m, position))]
-            at = "own best rate" if position is None else f"learning rate {formatting.rate(rates[position])}"
+            rate = None if position is None else rates[min(position, len(rates) - 1)]
+            at = "own best rate" if rate is None else f"learning rate {formatting.rate(rate)}"
             groups[", ".join(filter(None, (name, at)))] = rows
     return {title: rows for title, rows in groups.items() if rows}
 
@@ -78,7 +79,7 @@ def published_table(results: ItemResults) -> Table:
 
 
 def _published_row(results: ItemResults, row: PublishedRow, values: tuple[str, ...], metrics: Sequence[Metric]) -> Row:
-    runs = tuple(results.runs_in(Cell(row.method, row.grid, row.rate)).values())
+    runs = tuple((results.runs_in(Cell(row.method, row.grid, row.rate)) or {}).values())
     outcome = Outcome(method=row.method, learning_rate=runs[0].learning_rate if runs else 0.0, runs=runs)
     stated = [Entry(f"{row.values[name]:g}" if name in row.values else NOTHING) for name in values]
     return (
@@ -102,7 +103,7 @@ def _reduction(results: ItemResults, row: PublishedRow, metric: str, baseline: s
     ours, base = (
         {
             seed: value
-            for seed, run in results.runs_in(Cell(method, row.grid, row.rate)).items()
+            for seed, run in (results.runs_in(Cell(method, row.grid, row.rate)) or {}).items()
             if run.has_result and (value := run.held_out.get(metric)) is not None
         }
         for method in (row.method, baseline)
