@@ -145,7 +145,8 @@ class ContinuedVariant:
     base: str
     label: str
     outcome: Outcome
-    jump: float
+    jump: float | None
+    """None where no base has a result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,15 +245,15 @@ def _variant(outcome: Outcome, by_id: Mapping[str, RunResult]) -> ContinuedVaria
         base=next((base.label for _, base in starts if base), NOTHING),
         label=outcome.runs[0].label,
         outcome=outcome,
-        jump=max((_jump(run, base) for run, base in starts), key=abs),
+        jump=max((jump for run, base in starts if (jump := _jump(run, base)) is not None), key=abs, default=None),
     )
 
 
-def _jump(run: RunResult, base: RunResult | None) -> float:
+def _jump(run: RunResult, base: RunResult | None) -> float | None:
     """Return the held-out loss of a run before its first step minus that of its base at its end."""
     if "loss" not in run.first_held_out:
         raise UserError(f"{run.path} has no evaluation before its first step: train it again")
-    return run.first_held_out["loss"] - base.held_out["loss"] if base and "loss" in base.held_out else 0.0
+    return run.first_held_out["loss"] - base.held_out["loss"] if base and "loss" in base.held_out else None
 
 
 def _comparisons(results: ExperimentResults, outcomes: Mapping[tuple[float, str], Outcome]) -> Iterator[Comparison]:
@@ -271,7 +272,7 @@ def _comparisons(results: ExperimentResults, outcomes: Mapping[tuple[float, str]
 
 
 def _row(each: ContinuedVariant) -> tuple[Entry, ...]:
-    jump = "0" if each.jump == 0 else f"{each.jump:+.0e}".replace("-", formatting.MINUS)
+    jump = NOTHING if each.jump is None else f"{each.jump:+.0e}".replace("-", formatting.MINUS) if each.jump else "0"
     entries = (Entry(each.base), Entry(each.label), Entry(jump), comparison_tables.verdict_entry(each.outcome))
     return (*entries, *_seeds_and_loss(each.outcome))
 
