@@ -18,15 +18,18 @@ from report_tables import fill_tables
 from siamesenorm.cli import main, reproduce
 from siamesenorm.comparison import experiment_runner, report_writer
 from siamesenorm.comparison.experiment_plan import read_plan, write_plan
+from siamesenorm.comparison.findings import find
+from siamesenorm.comparison.formatting import NOTHING
+from siamesenorm.comparison.report_parts import Table
 from siamesenorm.comparison.report_writer import report_in_markdown
 from siamesenorm.recipes import scales
 from siamesenorm.recipes.claims import MEASURES, Cell, ClaimOutcome, judge_claims
 from siamesenorm.recipes.item import Item, RunGrid
 from siamesenorm.recipes.item_claims import against, claims_of
-from siamesenorm.recipes.item_report import item_report
+from siamesenorm.recipes.item_report import item_report, leaders
 from siamesenorm.recipes.item_results import read_item
 from siamesenorm.recipes.items import ITEMS
-from siamesenorm.recipes.league import budget_curve
+from siamesenorm.recipes.league import budget_curve, league_sections
 from siamesenorm.recipes.prices import count_operations
 from siamesenorm.recipes.published_numbers import find_published, published_rows
 from siamesenorm.recipes.scales import WORKLOADS, Scale, Workload
@@ -348,6 +351,22 @@ def test_items_share_their_runs_and_rates_are_extended_at_edges(small_world: tup
     assert "speedup" in league.lower() and "- **League: lowest held-out loss**: pre at 1e-3" in league
     assert "- **League: noise**: One more seed of pre falls between" in league
     assert main(["report", "out/mini/table1"]) == 0
+
+
+def test_a_method_of_which_a_seed_diverged_has_no_place_in_the_league(small_world: tuple[Path, Workers]) -> None:
+    """It has the lowest loss on the seeds that are left."""
+    path, workers = small_world
+    workers.outcome_of = lambda c: math.nan if c.label != "pre" and c.seed == 2 else loss_of(c) - (c.label != "pre")
+    assert main(["reproduce", "league", "--data", "data", "--out", "out", "--jobs", "1"]) == 0
+    results = read_item(path / "out/mini/league")
+    table = league_sections(results)["The league"]
+    assert isinstance(table, Table)
+    titles = [column.title for column in table.columns]
+    rows = [dict(zip(titles, row, strict=True)) for group in table.groups for row in group.rows]
+    assert [row["Method"].text for row in rows] == ["pre", "siamese"]
+    assert rows[0]["Against noise"].text == "inside" and rows[1]["Against noise"].text == NOTHING
+    (leader, *_) = leaders({name: find(each) for name, each in results.grids.items()})
+    assert leader.text.startswith("pre at")
 
 
 def test_a_page_has_the_data_and_the_commands_of_all_grids_and_reductions_beside_published_ones(
