@@ -14,6 +14,7 @@ from siamesenorm.comparison import formatting
 from siamesenorm.comparison.experiment_runner import ExperimentObserver, Job
 from siamesenorm.comparison.report_parts import Pill
 from siamesenorm.comparison.report_writer import TERMINAL_STYLES
+from siamesenorm.comparison.results import NOT_LEARNED
 from siamesenorm.errors import UserError
 from siamesenorm.progress import ProgressDisplay, format_duration
 from siamesenorm.training.run_directory import RunDirectory
@@ -117,8 +118,9 @@ class ExperimentConsole(ExperimentObserver):
             self.note(f"{job.name}: {line}")
         self._measure()
         result = error or (verdict.sentence() if verdict else "no verdict")
-        # After an error the last validation is that of an interrupted run, not a result.
-        held_out = "" if error or run.held_out is None else f", held-out {run.held_out:.3f}"
+        # After an error the last validation is that of an interrupted run, not a result; what has not learned says it.
+        left_out = error or run.held_out is None or run.verdict == NOT_LEARNED
+        held_out = "" if left_out else f", held-out {run.held_out:.3f}"
         left = sum(each.verdict is None for each in self.runs.values())
         total, time_left = len(self.runs), self.display.time_left()
         duration = time_left or format_duration(self.display.elapsed)

@@ -9,7 +9,7 @@ from siamesenorm.errors import optional
 from siamesenorm.progress import ProgressDisplay
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.loop import Instrument, Record, TrainingLoop
-from siamesenorm.training.verdict import Verdict
+from siamesenorm.training.verdict import Reason, Verdict
 
 SCALARS = ("loss", "learning_rate", "gradient_norm", "step_seconds")
 
@@ -50,7 +50,7 @@ class Console(Instrument):
     def on_end(self, loop: TrainingLoop, verdict: Verdict) -> None:
         """Show the verdict."""
         self.close()
-        self.display.line(f"{verdict.sentence()}{self.held_out}")
+        self.display.line(verdict.sentence() + ("" if Reason.NOT_LEARNED in verdict.reasons[:1] else self.held_out))
 
     def close(self) -> None:
         """Remove the live line, if the run was started."""
