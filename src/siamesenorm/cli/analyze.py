@@ -68,7 +68,7 @@ def run(arguments: Arguments) -> None:
     opened = {label: _open(path, arguments) for label, path in zip(labels, arguments.models, strict=True)}
     out = arguments.out or arguments.models[0] / "analysis"
     if not arguments.json and (out.exists() or out.parent.is_file()) and not out.is_dir():
-        raise UserError(f"--out {out}: is no directory: name one for the report")
+        raise UserError(f"{out} is not a directory: name one for the report with --out")
     results: dict[str, RunResult] = {
         label: read_run(path) for label, path in zip(labels, arguments.models, strict=True) if RunDirectory(path).is_run
     }

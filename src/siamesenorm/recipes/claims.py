@@ -220,15 +220,15 @@ def exploded(run: RunResult) -> float | None:
 def evaluated(run: RunResult, name: str) -> dict[str, Any] | None:
     """Return the results of an evaluation of a run's own weights; None where it was not made.
 
-    Of several that on the most items or samples, then the newest.
+    Of several that of the last step, and of these the one on the most items or samples.
     """
-    own = (each for each in reversed(run.evaluations) if each["evaluation"] == name and each["weights"] in OWN)
-    found: list[dict[str, Any]] = [dict(each["results"]) for each in own]
-    return max(found, key=_size, default=None)
+    own = [each for each in run.evaluations if each["evaluation"] == name and each["weights"] in OWN]
+    best = max(own, key=lambda each: (each["step"], _size(each["results"])), default=None)
+    return None if best is None else dict(best["results"])
 
 
-def _size(results: dict[str, Any]) -> int:
-    tasks = [each for each in results.values() if isinstance(each, dict)]
+def _size(results: Mapping[str, Any]) -> int:
+    tasks = [each for each in results.values() if isinstance(each, Mapping)]
     return int(results.get("samples") or sum(int(each.get("items") or 0) for each in tasks))
 
 
