@@ -20,7 +20,7 @@ from siamesenorm.analysis.jacobians import jacobian
 from siamesenorm.analysis.outliers import attention_to_first, outliers
 from siamesenorm.analysis.quantisation import linear_layers, quantised, rounded
 from siamesenorm.analysis.stream_terms import closing_terms, input_terms, mean_of_copies
-from siamesenorm.analysis.transitions import in_double
+from siamesenorm.analysis.transitions import Transition, in_double
 from siamesenorm.errors import UserError
 from siamesenorm.sublayers.sublayer import Context
 from siamesenorm.topologies import ResidualSpec, Streams
@@ -401,18 +401,27 @@ def test_experts_are_rounded_and_routers_are_not() -> None:
 # --- Jacobians
 
 
-@pytest.mark.parametrize("topology", ["pre", "post", "peri", "siamese-post-pre", "siamese", "residual"])
+BOUNDARY = ("pre", "post", "peri", "siamese-post-pre", "siamese", "residual")
+
+
+@pytest.mark.parametrize("topology", BOUNDARY)
 def test_transitions_are_those_of_equation_8(topology: str) -> None:
     found = measure("jacobians", subject(topology, residual_dtype="float32"), tokens=2)
     names = {"first to first", "second to second", "second to first", "first to second"}
     assert found["identity"].keys() == (
         names if topology in ("siamese-post-pre", "siamese", "residual") else {"first to first"}
     )
-    assert max(found["identity"].values()) < 1e-13
+    assert max(found["identity"].values()) < 1e-13 and found["forward"] < 1e-13
     assert len(found["largest"]) == 4 and min(found["largest"]) > 0.5
 
 
-@pytest.mark.parametrize("topology", ["siamese-post-pre", "dhc-2", "attnres-full"])
+def test_a_transition_that_is_not_the_model_s_own_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Transition, "read", lambda self, *streams: self.normalised(self.connection.gate(streams[0])))
+    found = measure("jacobians", subject("siamese", residual_dtype="float32"), tokens=2)
+    assert found["forward"] > 1e-3
+
+
+@pytest.mark.parametrize("topology", [*BOUNDARY, "dhc-2", "attnres-full"])
 def test_the_product_of_the_transitions_is_the_jacobian_of_the_stack(topology: str) -> None:
     held_out = subject(topology)
     found = measure("jacobians", held_out, tokens=2)
@@ -420,11 +429,12 @@ def test_the_product_of_the_transitions_is_the_jacobian_of_the_stack(topology: s
     with torch.no_grad():
         state = model.open(model.embedding(TOKENS[:1, :2]))
         context = Context(model.rotary(torch.arange(2)))
+        second = model.blocks[1].connections[0]
+        normalised = topology in BOUNDARY and not isinstance(second.post_norm, nn.Identity)  # what follows a block
 
         def stack(*streams: Tensor) -> Streams:
             for block in model.blocks:
                 streams, _ = block(streams, context)
-            normalised = topology == "siamese-post-pre"
             return (model.closing.post_norm(streams[0]), *streams[1:]) if normalised else streams
 
         values = torch.linalg.svdvals(jacobian(stack, state, 2))

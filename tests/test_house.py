@@ -33,7 +33,7 @@ DEPENDS_ON: dict[str, set[str]] = {
     "evaluation": {"training"},
     "analysis": {"evaluation"},
     "comparison": {"evaluation", "analysis"},
-    "recipes": {"comparison"},
+    "recipes": {"comparison", "benchmark"},
     "interop": {"analysis"},
     "benchmark": {"training", "interop"},
     "cli": {"recipes", "interop", "benchmark"},

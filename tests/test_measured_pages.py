@@ -13,7 +13,7 @@ from siamesenorm.errors import UserError
 ROOT = Path(__file__).parents[1]
 TABLES = {
     "cost": 1, "evaluation": 4, "huggingface": 1, "performance": 6, "rewire": 2, "scale": 3, "seednorm_heads": 1,
-    "stability": 1, "vision": 1,
+    "stability": 1, "theory": 1, "vision": 1,
 }  # fmt: skip
 """Numbers of tables of measurements, by page."""
 RESULTS = sorted([*ROOT.glob("benchmarks/performance/*.json"), *ROOT.glob("benchmarks/gpu/*.json")])

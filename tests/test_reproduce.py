@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 import shutil
@@ -258,7 +259,11 @@ def test_the_curve_of_budgets_is_of_one_learning_rate() -> None:
         },
         grid=lambda name: SimpleNamespace(methods=methods[name]),
     )
-    assert budget_curve(results) == pytest.approx({200: 3.6, 400: 3.1, 800: 2.7}), "on the seeds of all budgets"
+    findings: Any = SimpleNamespace(shared_seeds={0, 1, 3})
+    curve = budget_curve(results, findings)
+    assert curve == pytest.approx({200: 3.6, 400: 3.1, 800: 2.7}), "on the seeds of all budgets"
+    findings = SimpleNamespace(shared_seeds={1})
+    assert budget_curve(results, findings) == pytest.approx({200: 3.7, 400: 3.2, 800: 2.6}), "on those that rank"
 
 
 # --- training, with stand-ins for processes
@@ -359,7 +364,7 @@ def test_a_method_of_which_a_seed_diverged_has_no_place_in_the_league(small_worl
     workers.outcome_of = lambda c: math.nan if c.label != "pre" and c.seed == 2 else loss_of(c) - (c.label != "pre")
     assert main(["reproduce", "league", "--data", "data", "--out", "out", "--jobs", "1"]) == 0
     results = read_item(path / "out/mini/league")
-    table = league_sections(results)["The league"]
+    table = league_sections(results, find(results.grids["league"]))["The league"]
     assert isinstance(table, Table)
     titles = [column.title for column in table.columns]
     rows = [dict(zip(titles, row, strict=True)) for group in table.groups for row in group.rows]
@@ -367,6 +372,34 @@ def test_a_method_of_which_a_seed_diverged_has_no_place_in_the_league(small_worl
     assert rows[0]["Against noise"].text == "inside" and rows[1]["Against noise"].text == NOTHING
     (leader, *_) = leaders({name: find(each) for name, each in results.grids.items()})
     assert leader.text.startswith("pre at")
+
+
+def test_the_speedup_of_the_league_is_read_from_the_budgets_of_pre_norm(
+    small_world: tuple[Path, Workers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SiameseNorm has the loss of Pre-Norm with twice the steps, and a step 1.25 times as long."""
+    path, workers = small_world
+    own = RunGrid(name="league", methods=("pre", "siamese"), chosen=True)
+    more = [RunGrid(name=f"{n} x", methods=("pre",), rates=(1,), length=n, reporting=True) for n in (0.5, 2.0, 4.0)]
+    monkeypatch.setitem(ITEMS, "league", dataclasses.replace(ITEMS["league"], grids=(own, *more)))
+
+    def outcome(config: Any) -> float:
+        steps = config.steps * (1 if config.label == "pre" else 2)
+        return float(3.0 * steps**-0.1 + 0.01 * config.seed + abs(math.log(config.optimizer.learning_rate / 1e-3)))
+
+    workers.outcome_of = outcome
+    cost = {"candidate": "plain", "topology": "siamese", "step_to_pre": {"median": 1.25}}
+    rows = [{**cost, "topology": "pre", "step_to_pre": {"median": 1.0}}, cost, {**cost, "candidate": "compiled"}]
+    (path / "costs.json").write_text(json.dumps({"rows": rows}))
+    command = ["reproduce", "league", "--data", "data", "--out", "out", "--jobs", "1", "--costs", "costs.json"]
+    assert main(command) == 0
+    results = read_item(path / "out/mini/league")
+    table = league_sections(results, find(results.grids["league"]))["The league"]
+    assert isinstance(table, Table)
+    titles = [column.title for column in table.columns]
+    found = {row[0].text: dict(zip(titles, row, strict=True)) for group in table.groups for row in group.rows}
+    shown = {m: tuple(row[name].text for name in ("Step", *titles[-2:])) for m, row in found.items()}
+    assert shown == {"pre": ("1.00×", "1.00×", "1.00×"), "siamese": ("1.25×", "2.00×", "1.60×")}
 
 
 def test_a_page_has_the_data_and_the_commands_of_all_grids_and_reductions_beside_published_ones(
@@ -450,15 +483,18 @@ def test_without_an_item_the_items_are_listed(
     assert not workers.started and not (path / "out").exists()
 
 
-def test_every_grid_is_checked_before_the_first_is_trained(
-    small_world: tuple[Path, Workers], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_grids_that_a_scale_does_not_have_are_left_out(
+    small_world: tuple[Path, Workers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, workers = small_world
-    grids = (*TINY[0].grids, RunGrid(name="other", domain="convnext", methods=("pre",)))
-    monkeypatch.setitem(ITEMS, "table1", dataclasses.replace(TINY[0], grids=grids))
-    assert main(["reproduce", "table1", "--data", "data", "--out", "out", "--jobs", "1"]) == 2
-    assert "no scale mini for convnext" in capsys.readouterr().err
+    other = RunGrid(name="other", domain="convnext", methods=("pre",))
+    command = ["reproduce", "table1", "--data", "data", "--out", "out", "--jobs", "1"]
+    monkeypatch.setitem(ITEMS, "table1", dataclasses.replace(TINY[0], grids=(other,)))
+    assert main(command) == 2
     assert not workers.started and not (path / "out").exists()
+    monkeypatch.setitem(ITEMS, "table1", dataclasses.replace(TINY[0], grids=(other, *TINY[0].grids)))
+    assert main(command) == 0
+    assert len(workers.started) == 12 and set(read_item(path / "out/mini/table1").grids) == {"three rates"}
 
 
 def test_the_list_counts_what_there_is(small_world: tuple[Path, Workers], capsys: pytest.CaptureFixture[str]) -> None:

@@ -535,7 +535,9 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, template: Run
     workers.outcome_of = lambda config: "no room left" if config.optimizer.learning_rate == 2e-3 else held_out(config)
     run = sweep(tmp_path / "sweep", template).run()
     assert len(workers.started) == 4
-    assert run.failures == {f"{method} @ 0.002, seed 0": "no room left" for method in ("pre", "post")}
+    assert {job.name: error for job, error in run.failures.items()} == {
+        f"{method} @ 0.002, seed 0": "no room left" for method in ("pre", "post")
+    }
     assert sorted(run.observer.said) == ["no room left", "no room left", "ok", "ok", "planned 4"]
     workers.outcome_of, workers.started = held_out, []
     again = sweep(tmp_path / "sweep", template).run()

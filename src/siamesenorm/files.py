@@ -20,6 +20,7 @@ from siamesenorm.errors import UserError
 
 # What a write raises when there is no room: the disk, the user's quota, or the file size limit of the process.
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+ACCESS_REMEDY = "choose another path, or change its permissions"
 
 
 class StoppedError(UserError):
@@ -37,7 +38,7 @@ def disk_errors(directory: Path) -> Iterator[None]:
             raise StoppedError(
                 f"{directory}: no room left to write ({reason}): free some space and repeat the command"
             ) from error
-        raise UserError(f"{error.filename or directory}: {reason}: choose another path or its permissions") from error
+        raise UserError(f"{error.filename or directory}: {reason}: {ACCESS_REMEDY}") from error
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -74,10 +75,10 @@ def sync_directory(directory: Path) -> None:
 
 
 @contextmanager
-def exclusive(lock: Path) -> Iterator[None]:
+def exclusive(lock: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold a lock file against other processes; the lock of a killed holder is gone with it.
 
-    Raises `StoppedError` if another process holds it.
+    Raises `StoppedError` if another process holds it, unless `wait`.
     """
     try:
         import fcntl
@@ -86,7 +87,7 @@ def exclusive(lock: Path) -> Iterator[None]:
         return
     with open(lock, "w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError as error:
             raise StoppedError(f"{lock.parent}: another process is writing here: wait for its end") from error
         yield

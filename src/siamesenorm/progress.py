@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 BAR_WIDTH = 40
 
+Progress = Callable[[float, str], None]
+"""Is called with how much is done, and a text."""
+
 
 def format_duration(seconds: float) -> str:
     """Return a duration as text in the unit that fits: `45 s`, `12 min`, `3 h 20 min`, `5 days`."""

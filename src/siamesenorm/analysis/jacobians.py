@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +36,9 @@ class Jacobians(Analysis):
       relative to the transition's largest entry. With \(J_h = J_F J_{in}\), \(\Gamma\) the gate, \(J_o\) of what acts
       on the output and factors a, s, c of the write: first to first \(J_X (a I + s J_o J_h \Gamma)\), which is
       Post-Norm's \(J_X (I + J_F)\); second to second \(I + c J_o J_h J_Y\), Pre-Norm's \(I + J_F J_Y\); second to first
-      \(s J_X J_o J_h J_Y\), first to second \(c J_o J_h \Gamma\).
+      \(s J_X J_o J_h J_Y\), first to second \(c J_o J_h \Gamma\);
+    * "forward": the largest difference of a transition's result from the state that the model itself has before the
+      next sublayer, relative to the largest entry of that stream: the transitions are those of the model.
 
     Refused for streams of more than `largest` numbers: all of the matrix is computed.
     """
@@ -75,15 +78,16 @@ class Jacobians(Analysis):
                 self._require_size(sum(x[:, : self.tokens].numel() for x in each.state))
             matrices = [jacobian(each.step, each.state, self.tokens) for each in transitions]
             identity = [deviations(each, J, self.tokens) for each, J in zip(transitions, matrices, strict=True)]
-        return {
-            "samples": 1,
-            "blocks": len(path.blocks),
-            "sublayers": [each.name for each in transitions],
-            **_spectra(matrices),
-            "to_end": _products(matrices, [stack_of(each.name) for each in transitions]),
-            "streams": _diagonal(path.topology, transitions, matrices, self.tokens),
-            "identity": _largest_by_name([found for found in identity if found]),
-        }
+            return {
+                "samples": 1,
+                "blocks": len(path.blocks),
+                "sublayers": [each.name for each in transitions],
+                **_spectra(matrices),
+                "to_end": _products(matrices, [stack_of(each.name) for each in transitions]),
+                "streams": _diagonal(path.topology, transitions, matrices, self.tokens),
+                "identity": _largest_by_name([found for found in identity if found]),
+                "forward": forward_difference(transitions),
+            }
 
 
 def jacobian(function: Map, state: Sequence[Tensor], tokens: int) -> Tensor:
@@ -134,6 +138,16 @@ def deviations(transition: Transition, found: Tensor, tokens: int) -> dict[str, 
         source, target = name.split(" to ")
         differences[name] = float((found[places[target], places[source]] - block).abs().max()) / scale
     return differences
+
+
+def forward_difference(transitions: Sequence[Transition]) -> float:
+    """Return the largest difference of a transition's result from the next state, relative to its largest entry."""
+    return max(
+        float((computed - stream).abs().max() / stream.abs().max())
+        for each, following in pairwise(transitions)
+        if stack_of(each.name) == stack_of(following.name)
+        for computed, stream in zip(each.step(*each.state), following.state, strict=True)
+    )
 
 
 def _largest_by_name(several: list[dict[str, float]]) -> dict[str, float] | None:

@@ -43,8 +43,13 @@ class Quantisation(Analysis):
                 raise UserError(f"scheme {scheme!r}: write bits of weights and activations, 2 to 16, such as w8a8")
 
     def require_model(self, model: nn.Module) -> None:
-        """Raise UserError for a model whose blocks have no linear layers of PyTorch."""
+        """Raise UserError for a model whose blocks have no linear layers of PyTorch, or experts of another library."""
         super().require_model(model)
+        if stacked := next(stacked_weights(model), None):
+            raise UserError(
+                f"{self.name}: the experts of a {type(model).__name__} are one parameter, {stacked}, that would not be "
+                "rounded: choose a dense model, or one of this package"
+            )
         if not linear_layers(model):
             raise UserError(f"{self.name}: the blocks of a {type(model).__name__} have no torch.nn.Linear to round")
 
@@ -65,6 +70,15 @@ def linear_layers(model: nn.Module) -> list[nn.Module]:
     found = (module for block in blocks for module in block.modules())
     kept = (each for each in found if isinstance(each, (nn.Linear, ExpertProjection)))
     return [each for each in kept if getattr(each, "role", "") != "router"]
+
+
+def stacked_weights(model: nn.Module) -> Iterator[str]:
+    """Yield the names of three-dimensional parameters of blocks: stacked weights of experts of another library."""
+    for path, block in PathParts.of(model).blocks.items():
+        for place, module in block.named_modules():
+            if not isinstance(module, (ExpertProjection, nn.Conv1d)):
+                own = module.named_parameters(prefix=f"{path}.{place}".rstrip("."), recurse=False)
+                yield from (name for name, weight in own if weight.dim() == 3)
 
 
 def rounded(x: Tensor, bits: int) -> Tensor:

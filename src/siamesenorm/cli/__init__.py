@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from siamesenorm.cli.parsing import HELP, check_preset, parse
 from siamesenorm.errors import UserError, unknown
+from siamesenorm.files import ACCESS_REMEDY
 from siamesenorm.training.presets import PRESETS
 
 COMMANDS = {
@@ -87,7 +88,7 @@ def _run(arguments: list[str]) -> int:
         if error.filename is None:
             raise
         reason = (error.strerror or "cannot be read").lower()
-        print(f"siamesenorm: {error.filename}: {reason}: choose another path or its permissions", file=sys.stderr)
+        print(f"siamesenorm: {error.filename}: {reason}: {ACCESS_REMEDY}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stopped:
         print("siamesenorm: interrupted; repeat the command to resume", file=sys.stderr)

@@ -75,7 +75,7 @@ def run(arguments: Arguments) -> None:
     refused: dict[str, str] = {}
     chosen = {label: _fitting(model, label, arguments, refused) for label, model in opened.items()}
     records: dict[str, list[Record]] = {}
-    total = sum(len(analyses) * _kinds(opened[label]) for label, analyses in chosen.items())
+    total = sum(len(analyses) * len(opened[label].kinds) for label, analyses in chosen.items())
     with ProgressDisplay(total) as progress:
         for label, model in opened.items():
             before = sum(map(len, records.values()))
@@ -104,10 +104,6 @@ def _open(path: Path, arguments: Arguments) -> TrainedRun | TextModel:
     if not RunDirectory(path).is_run:
         raise UserError(f"{path} is not the directory of a run: name one, or add --text FILE to analyse a model on it")
     return TrainedRun(path, device=arguments.device, data=arguments.data)
-
-
-def _kinds(model: TrainedRun | TextModel) -> int:
-    return len(model.kinds) if isinstance(model, TrainedRun) else 1
 
 
 def _fitting(

@@ -29,26 +29,29 @@ from siamesenorm.errors import UserError
 from siamesenorm.evaluation.evaluation import Evaluation
 from siamesenorm.models.language import LanguageModelConfig, language_model_config
 from siamesenorm.norms import NormSpec
+from siamesenorm.progress import ProgressDisplay
 from siamesenorm.recipes.catalogue import items_table, list_items
 from siamesenorm.recipes.continued import ContinuedPlan
 from siamesenorm.recipes.item import Item, RunGrid
-from siamesenorm.recipes.item_evaluations import build_evaluations, evaluate_item
+from siamesenorm.recipes.item_evaluations import build_evaluations, evaluate_item, missing_evaluations
 from siamesenorm.recipes.item_report import item_report
 from siamesenorm.recipes.item_results import ITEM_FILE, read_costs, read_item, write_item
 from siamesenorm.recipes.items import ITEMS, find_item
-from siamesenorm.recipes.scales import WORKLOADS, Scale, Workload
+from siamesenorm.recipes.scales import RUNS_PER_GPU, WORKLOADS, Scale, Workload
 from siamesenorm.tasks.language import LanguageTaskConfig
 from siamesenorm.training.config import Compile, Execution, RunConfig
 from siamesenorm.training.optimizer import OptimizerConfig
 
 NAMES = ", ".join([*ITEMS, "continued", "all"])
+SWITCHES = ("--list", "--mixed")
+"""Options without a value."""
 STOPPED = "stopped after {:g} minutes; repeat the command to resume"
 MODEL = language_model_config("mini", dim=64, hidden=176, topology="pre", vocabulary=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReproduceArguments:
-    """Train what an item needs and is not there yet, evaluate it, and set it beside the published numbers.
+    """Train the missing runs of an item, evaluate them, and compare them with the published numbers.
 
     Without an item the items are listed, and nothing is trained. Repeat the command to resume it after an interruption.
     Runs are shared between items.
@@ -76,9 +79,9 @@ class ReproduceArguments:
     costs: Path | None = None
     """File of step times by topology, such as benchmarks/topology_cost.json, for the league."""
     jobs: int = 0
-    """Runs at a time; as many as cores (or GPUs) if 0."""
+    """Runs at a time; if 0 one for each core or GPU, and six for each GPU at the scale small."""
     minutes: float = 0.0
-    """Stop after so many minutes, to be resumed by the same command; 0 does not stop."""
+    """Stop after this many minutes; repeat the command to resume. 0 is no limit."""
     device: str = ""
     """Device of the runs, if not that of the scale."""
     compile: Compile = "auto"
@@ -105,7 +108,7 @@ class ContinuedArguments:
     jobs: int = 0
     """Runs at a time; as many as cores (or GPUs) if 0."""
     minutes: float = 0.0
-    """Stop after so many minutes, to be resumed by the same command; 0 does not stop."""
+    """Stop after this many minutes; repeat the command to resume. 0 is no limit."""
     title: str = ""
     """Title of the report."""
     out: Path = Path("runs/continued")
@@ -122,7 +125,7 @@ class Arguments:
         """Return the type that tyro reads, the words, and how tyro reads topologies and norms."""
         before = ("", *words)
         for place, word in enumerate(words):
-            if word == "continued" and not before[place].startswith("--"):
+            if word == "continued" and (before[place] in SWITCHES or not before[place].startswith("--")):
                 others = [*words[:place], *words[place + 1 :]]
                 return ContinuedArguments, others, text_constructors(NormSpec())
         return ReproduceArguments, list(words), text_constructors(NormSpec())
@@ -151,7 +154,7 @@ def run(arguments: ReproduceArguments | ContinuedArguments) -> None:
     try:
         for item in items:
             train_item(item, arguments, deadline, started)
-            report_item(item, arguments, evaluations)
+            report_item(item, arguments, evaluations, deadline)
     except OutOfTime:
         print(STOPPED.format(arguments.minutes))
     for experiment in started:
@@ -165,8 +168,13 @@ def deadline_after(minutes: float) -> float:
     return time.monotonic() + 60 * minutes if minutes else math.inf
 
 
-def report_item(item: Item, arguments: ReproduceArguments, evaluations: Mapping[str, Evaluation]) -> None:
-    """Evaluate the runs that have weights, and write the page of an item; without runs there is none."""
+def report_item(
+    item: Item, arguments: ReproduceArguments, evaluations: Mapping[str, Evaluation], deadline: float
+) -> None:
+    """Evaluate the runs that have weights, and write the page of an item; without runs there is none.
+
+    Raises OutOfTime at the deadline; what has been evaluated is kept.
+    """
     directory = arguments.out / arguments.scale / item.name
     if item.experiment is not None:
         report = item.experiment()
@@ -176,19 +184,31 @@ def report_item(item: Item, arguments: ReproduceArguments, evaluations: Mapping[
         return
     if arguments.item == "all" and not (directory / ITEM_FILE).is_file():
         return
-    data = partial(data_of_run, arguments, item)
-    evaluate_item(read_item(directory), evaluations, data, arguments.device or "cpu", print)
+    waiting = list(missing_evaluations(read_item(directory), evaluations))
+    scale = Scale(arguments.scale)
+    workload = item.workload(grids_at(item, scale)[0], scale)
+    with ProgressDisplay(sum(len(missing) for _, missing in waiting)) as progress:
+
+        def show(done: float, what: str) -> None:
+            if time.monotonic() > deadline:
+                raise OutOfTime
+            progress.update(done, what)
+
+        device = execution(arguments, workload.template()).device
+        evaluate_item(waiting, partial(data_of_run, arguments, item), device, show)
     show_report(item_report(read_item(directory)), directory / "report")
 
 
 def train_item(item: Item, arguments: ReproduceArguments, deadline: float, started: list[Experiment]) -> None:
     """Train the grids of an item whose data are given; add the experiment of each to `started`.
 
-    Raises UserError for a single item at a scale that one of its grids does not have, and for one with neither data nor
-    runs; nothing has been trained then.
+    Grids that a scale does not have are left out. Raises UserError for a single item of which it has none, and for one
+    with neither data nor runs; nothing has been trained then.
     """
     scale, alone = Scale(arguments.scale), arguments.item == item.name
-    available = [grid for grid in item.grids if alone or scale in WORKLOADS[grid.domain]]
+    available = grids_at(item, scale)
+    if alone and item.grids and not available:
+        item.workload(item.grids[0], scale)  # raises
     directory = arguments.out / scale / item.name
     prepared: list[tuple[RunGrid, Workload, Path | None]] = []
     for grid in available:
@@ -203,7 +223,7 @@ def train_item(item: Item, arguments: ReproduceArguments, deadline: float, start
         experiment = Experiment(
             directory=directory / grid.directory,
             template=template,
-            jobs=chosen_jobs(arguments.jobs, template),
+            jobs=chosen_jobs(arguments.jobs, template, RUNS_PER_GPU[scale]),
             comparisons=grid.comparisons(template),
             command=shlex.join(["siamesenorm", *sys.argv[1:]]),
             stores=(arguments.out / "runs", *arguments.runs),
@@ -214,6 +234,11 @@ def train_item(item: Item, arguments: ReproduceArguments, deadline: float, start
         started.append(experiment)
         with contextlib.closing(ItemConsole(experiment.directory, write)) as experiment.observer:
             experiment.train(partial(grid.stages, workload))
+
+
+def grids_at(item: Item, scale: Scale) -> list[RunGrid]:
+    """Return the grids of an item that a scale has."""
+    return [grid for grid in item.grids if scale in WORKLOADS[grid.domain]]
 
 
 class ItemConsole(ExperimentConsole):
@@ -237,9 +262,10 @@ def data_of(arguments: ReproduceArguments, workload: Workload) -> Path | None:
 
 def data_of_run(arguments: ReproduceArguments, item: Item, run: RunResult) -> Path | None:
     """Return the path that was given for the data of a run of an item."""
-    grids = (item.workload(grid, Scale(arguments.scale)) for grid in item.grids)
+    scale = Scale(arguments.scale)
+    workloads = (item.workload(grid, scale) for grid in grids_at(item, scale))
     tag = run.config["task"]["tag"]
-    return next((data_of(arguments, w) for w in grids if w.template().task.tag == tag), None)
+    return next((data_of(arguments, w) for w in workloads if w.template().task.tag == tag), None)
 
 
 def execution(arguments: ReproduceArguments, template: RunConfig) -> Execution:

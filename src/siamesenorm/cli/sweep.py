@@ -88,16 +88,16 @@ def train_experiment(experiment: Experiment, stages: Stages) -> None:
 def raise_failures(experiment: Experiment) -> None:
     """Raise UserError when runs have failed."""
     if experiment.failures:
-        name, error = next(iter(experiment.failures.items()))
+        job, error = next(iter(experiment.failures.items()))
         failed = f"{len(experiment.failures)} of {len(experiment.trained)} runs failed"
-        raise UserError(f"{failed}, such as {name}: {error}")
+        raise UserError(f"{failed}, such as {job.name}: {error}")
 
 
-def chosen_jobs(jobs: int, template: RunConfig) -> int:
+def chosen_jobs(jobs: int, template: RunConfig, per_gpu: int = 1) -> int:
     """Return the number of runs at a time; raises UserError for a negative one."""
     if jobs < 0:
         raise UserError(f"jobs is {jobs}: choose at least 1, or 0 for one a core")
-    return jobs or usual_jobs(template.execution.device, template.execution.threads)
+    return jobs or usual_jobs(template.execution.device, template.execution.threads, per_gpu)
 
 
 def template_of(run: RunConfig) -> RunConfig:

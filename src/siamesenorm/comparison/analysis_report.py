@@ -240,6 +240,8 @@ def _jacobians(found: Record) -> Numbers:
     yield "mean logarithm", _number(_mean(found["mean_log"]))
     if found["identity"]:
         yield "difference from Eq. 8", f"{max(found['identity'].values()):.0e}"
+    if "forward" in found:
+        yield "difference from the forward pass", f"{found['forward']:.0e}"
 
 
 SUMMARIES: dict[str, Callable[[Record], Numbers]] = {
@@ -272,7 +274,7 @@ DEFINITIONS = {
     "fusion": "Mean gain of the last norm of each stream alone, and the share of the stream's RMS in the final sum.",
     "logit-lens": "The streams after some blocks go through the model's own final norms and head. A stream alone goes "
     "through its own final norm and the output norm, with the terms of the other streams absent.",
-    "pruning": "Removed: the streams pass by a block unchanged. Zeroed: its sublayers write 0, and norms act.",
+    "pruning": "Removed: the streams skip a block. Zeroed: its sublayers write 0, and its norms still apply.",
     "effective-depth": "Effective blocks: (sum h)² / sum h² of the rises h of the loss when one block is removed. "
     "Needed blocks: the fewest first blocks from which on the loss is within 5 % of what all gain, unless another "
     "tolerance is in the record. Influence: mean 1 - cosine between a stream before and after a block (arXiv "

@@ -67,8 +67,8 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """Label, learning rate and seed."""
-        return f"{self.label} @ {self.learning_rate:g}, seed {self.seed}"
+        """Method, learning rate and seed."""
+        return f"{self.method} @ {self.learning_rate:g}, seed {self.seed}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

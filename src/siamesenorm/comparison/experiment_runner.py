@@ -114,10 +114,10 @@ class Experiment:
     stores: tuple[Path, ...] = ()
     deadline: float = math.inf
     trained: list[Job] = field(default_factory=list)
-    failures: dict[str, str] = field(default_factory=dict)
+    failures: dict[Job, str] = field(default_factory=dict)
 
     def train(self, stages: Stages) -> None:
-        """Train every run of the stages that is not finished yet; `failures` then has the errors of runs by name.
+        """Train every run of the stages that is not finished yet; `failures` then has the errors.
 
         Raises UserError where the directory holds another experiment or something else, for runs that cannot be
         configured, and where data, device or trackers are missing; nothing has been written then.
@@ -253,7 +253,7 @@ class Experiment:
 
 def train_jobs(
     jobs: Sequence[Job], at_once: int, observer: ExperimentObserver, deadline: float = math.inf
-) -> dict[str, str]:
+) -> dict[Job, str]:
     """Train the jobs that are not finished, each in a process of its own; return the errors of those that failed.
 
     The configurations of the jobs are in their directories already. All processes end with this one. Raises OutOfTime
@@ -261,7 +261,7 @@ def train_jobs(
     """
     waiting = iter([job for job in jobs if job.verdict is None])
     running: dict[int, tuple[Job, subprocess.Popen[bytes] | SlurmJob]] = {}
-    failures: dict[str, str] = {}
+    failures: dict[Job, str] = {}
     try:
         while True:
             free = [place for place in range(at_once) if place not in running]
@@ -275,7 +275,7 @@ def train_jobs(
                     del running[place]
                     error = _error_of(job, process)
                     if error is not None:
-                        failures[job.name] = error
+                        failures[job] = error
                     observer.ended(job, error)
             observer.progressed([job for job, _ in running.values()])
             if running and time.monotonic() > deadline:
@@ -299,10 +299,10 @@ def shared_gpus(device: str) -> list[str]:
     return visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
 
 
-def usual_jobs(device: str, threads: int) -> int:
-    """Return how many runs fit at a time: one a GPU, or one for every `threads` cores."""
+def usual_jobs(device: str, threads: int, per_gpu: int = 1) -> int:
+    """Return how many runs fit at a time: `per_gpu` for each GPU, or one for every `threads` cores."""
     if not device.startswith("cpu"):
-        return max(1, len(shared_gpus(device)))
+        return per_gpu * max(1, len(shared_gpus(device)))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // max(1, threads))
 
@@ -315,14 +315,16 @@ def _operations(config: RunConfig) -> float:
 
 
 def _error_of(job: Job, process: subprocess.Popen[bytes] | SlurmJob) -> str | None:
-    """Wait for the process of a job that has ended, and return the last line of its log if it failed."""
+    """Wait for the process of a job that has ended; return its signal, or the last line of its log, if it failed."""
     with process:  # closes its standard input
-        process.wait()
-    if not process.returncode:
+        code = process.wait()
+    if code == 0:
         return None
+    if code < 0:
+        return f"killed by signal {-code}"
     log = RunDirectory(job.directory).log_file
     lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
-    return lines[-1] if lines else f"exit code {process.returncode}"
+    return lines[-1] if lines else f"exit code {code}"
 
 
 def _start(job: Job, place: int) -> subprocess.Popen[bytes] | SlurmJob:

@@ -20,7 +20,6 @@ from siamesenorm.comparison.statistics import (
     HolmDecision,
     PairedDifference,
     holm,
-    median_time,
     noise_band,
     paired_difference,
     rate_sensitivity,
@@ -341,7 +340,7 @@ def steps_to_final_loss(runs: Iterable[RunResult], baseline: Iterable[RunResult]
     times = [
         time_to_target(run.trailing_losses, targets[run.seed]) for run in runs if run.complete and run.seed in targets
     ]
-    return median_time(times) if times else None
+    return statistics.median(times) if times else None
 
 
 def corrected_together(comparisons: Iterable[Comparison]) -> tuple[Comparison, ...]:

@@ -7,8 +7,7 @@ baseline falls; the dependence of a loss on the learning rate; the steps and the
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -151,15 +150,15 @@ def rate_sensitivity(losses: Mapping[float, float], *, floor: float | None) -> f
 
     (Wortsman et al., 2023, arXiv 2309.14322, whose floor is the loss at initialisation: that depends on the model, the
     loss of one that has learned nothing does not). `losses` are the final losses by rate, infinite or NaN for a rate
-    at which the run diverged: it counts at `floor`. None where only one rate was tried, where all diverged (a method
-    that fails everywhere is not insensitive), and where one diverged and the floor is unknown.
+    at which the run diverged: it counts at `floor`. None where only one rate was tried, where no loss is below the
+    floor (a method that fails everywhere is not insensitive), and where one diverged and the floor is unknown.
     """
     finite = [loss for loss in losses.values() if math.isfinite(loss)]
     if len(losses) < 2 or not finite or (floor is None and len(finite) < len(losses)):
         return None
     cap = math.inf if floor is None else floor
     counted = [min(loss, cap) if math.isfinite(loss) else cap for loss in losses.values()]
-    return sum(counted) / len(counted) - min(counted)
+    return sum(counted) / len(counted) - min(counted) if min(counted) < cap else None
 
 
 # --- over steps and compute
@@ -168,11 +167,6 @@ def rate_sensitivity(losses: Mapping[float, float], *, floor: float | None) -> f
 def time_to_target(losses_by_step: Mapping[int, float], target: float) -> float:
     """Return the first step whose loss is not above a target, infinity where there is none; NaN does not count."""
     return min((step for step, loss in losses_by_step.items() if loss <= target), default=math.inf)
-
-
-def median_time(times: Iterable[float]) -> float:
-    """Return the median of the times of several seeds, in which a miss counts as infinite (arXiv 2306.07179)."""
-    return statistics.median(times)
 
 
 def effective_speedup(

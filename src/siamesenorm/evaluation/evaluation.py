@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from siamesenorm.files import decode_json, disk_errors, encode_json, write_atomically
+from siamesenorm.files import decode_json, disk_errors, encode_json, exclusive, write_atomically
+from siamesenorm.progress import Progress
 from siamesenorm.tasks.task import Task
 from siamesenorm.training import execution
 from siamesenorm.training.config import RunConfig
@@ -29,6 +30,9 @@ from siamesenorm.world import World
 RAW, AVERAGE, NONE = "raw", "ema", "none"
 KEY = ("step", "weights", "evaluation", "options")
 """The fields of a record that say what was evaluated: a repeated evaluation replaces the record."""
+
+MADE_BY = ("siamesenorm", "commit", "torch")
+"""What a record says of the code that made it."""
 
 Record = dict[str, Any]
 ItemDirectory = Callable[[str], Path]
@@ -47,7 +51,7 @@ class Subject:
     """The run, whose record and caches may be used; None inside training."""
     step: int = 0
     weights: str = RAW
-    on_progress: Callable[[float, str], None] = lambda part, text: None
+    on_progress: Progress = lambda part, text: None
     """Is called with the part of the evaluation that is done, and a text."""
 
     @property
@@ -107,6 +111,9 @@ class TaskMetrics:
         return subject.task.evaluate(subject.model, at_once, World(device=subject.device))
 
 
+Kind = TypeVar("Kind", bound=Evaluation)
+
+
 class TrainedRun:
     """The newest whole checkpoint of a run, with its task on the run's data, or on `data` where they were moved.
 
@@ -159,7 +166,7 @@ class TrainedRun:
             yield
 
     def evaluate(
-        self, evaluations: Sequence[Evaluation], on_progress: Callable[[float, str], None] = lambda done, what: None
+        self, evaluations: Sequence[Evaluation], on_progress: Progress = lambda done, what: None
     ) -> list[Record]:
         """Return a record of each evaluation with each kind of weights that it uses; each is kept when it is made.
 
@@ -172,19 +179,16 @@ class TrainedRun:
         records: list[Record] = []
         for kind in self.kinds:
             subject = self.subject(kind)
-            for evaluation in evaluations:
-                if not evaluation.uses_model and kind != RAW:
-                    continue
 
-                def show(part: float, text: str, what: str = f"{evaluation.name}, {kind} weights") -> None:
-                    on_progress(len(records) + part, f"{what} {text}".rstrip())
-
-                show(0, "")
+            def results_of(evaluation: Evaluation, show: Progress, subject: Subject = subject) -> Mapping[str, Any]:
                 with self.computing():
-                    results = evaluation.run(dataclasses.replace(subject, on_progress=show))
-                weights = kind if evaluation.uses_model else NONE
-                records.append(make_record(evaluation, results, step=self.step, weights=weights))
-                self.keep(records[-1:])
+                    return evaluation.run(dataclasses.replace(subject, on_progress=show))
+
+            def show(done: float, what: str, kind: str = kind, before: int = len(records)) -> None:
+                on_progress(before + done, f"{kind} weights, {what}")
+
+            chosen = [each for each in evaluations if each.uses_model or kind == RAW]
+            records += evaluate_each(chosen, results_of, show, step=self.step, weights=kind, keep=self.keep)
         return records
 
     def subject(self, kind: str = RAW) -> Subject:
@@ -204,12 +208,40 @@ class TrainedRun:
         keep_records(self.directory.evaluations_file, records)
 
 
+def evaluate_each(
+    evaluations: Sequence[Kind],
+    results_of: Callable[[Kind, Progress], Mapping[str, Any]],
+    on_progress: Progress,
+    *,
+    step: int,
+    weights: str,
+    keep: Callable[[Sequence[Record]], None] = lambda records: None,
+) -> list[Record]:
+    """Return the record of each evaluation, with the environment; `keep` is called with each when it is made.
+
+    `on_progress` is called with how many are done, and parts of one.
+    """
+    environment = execution.describe_environment("")
+    made_by = {name: environment[name] for name in MADE_BY}
+    records: list[Record] = []
+    for evaluation in evaluations:
+
+        def show(part: float, text: str, what: str = evaluation.name) -> None:
+            on_progress(len(records) + part, f"{what} {text}".rstrip())
+
+        show(0, "")
+        results = results_of(evaluation, show)
+        records.append({**make_record(evaluation, results, step=step, weights=weights), "environment": made_by})
+        keep(records[-1:])
+    return records
+
+
 def make_record(evaluation: Evaluation, results: Mapping[str, Any], *, step: int, weights: str) -> Record:
     """Return the record of an evaluation."""
     return {
         "kind": "evaluation",
         "step": step,
-        "weights": weights,
+        "weights": weights if evaluation.uses_model else NONE,
         "evaluation": evaluation.name,
         "options": dict(evaluation.options()),
         "results": dict(results),
@@ -218,12 +250,15 @@ def make_record(evaluation: Evaluation, results: Mapping[str, Any], *, step: int
 
 def keep_records(file: Path, records: Sequence[Record]) -> None:
     """Write records behind the earlier ones of a file, in the place of those of the same evaluation."""
-    new = {_key(record) for record in records}
-    earlier = [record for record in read_metrics(file) if _key(record) not in new] if file.exists() else []
+    new = {record_key(record) for record in records}
     with disk_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
+        held = exclusive(file.with_name(f".{file.name}.lock"), wait=True)  # other evaluations of the run write it, too
+    with held, disk_errors(file):
+        earlier = [record for record in read_metrics(file) if record_key(record) not in new] if file.exists() else []
         write_atomically(file, "".join(f"{encode_json(record)}\n" for record in [*earlier, *records]).encode())
 
 
-def _key(record: Record) -> str:
+def record_key(record: Record) -> str:
+    """Return what identifies a record among those of a run: step, weights, evaluation and options, as JSON text."""
     return encode_json(decode_json(encode_json([record.get(name) for name in KEY])))

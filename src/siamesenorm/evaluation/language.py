@@ -12,9 +12,18 @@ import torch
 
 from siamesenorm.errors import UserError
 from siamesenorm.evaluation.causal_models import NativeCausalModel, model_digest
-from siamesenorm.evaluation.evaluation import RAW, Evaluation, ItemDirectory, Record, Subject, keep_records, make_record
-from siamesenorm.evaluation.scorer import LanguageScorer, Progress
+from siamesenorm.evaluation.evaluation import (
+    RAW,
+    Evaluation,
+    ItemDirectory,
+    Record,
+    Subject,
+    evaluate_each,
+    keep_records,
+)  # fmt: skip
+from siamesenorm.evaluation.scorer import LanguageScorer
 from siamesenorm.models.language import LanguageModel
+from siamesenorm.progress import Progress
 from siamesenorm.tasks.language import LanguageTask
 from siamesenorm.tasks.task import Task
 from siamesenorm.training.run_directory import RunDirectory
@@ -69,14 +78,12 @@ class OtherModel:
         self, evaluations: Sequence[LanguageEvaluation], on_progress: Progress = lambda done, what: None
     ) -> list[Record]:
         """Return a record of each evaluation, and keep them; `on_progress` as in `TrainedRun.evaluate`."""
-        keep = functools.partial(self.directory.item_scores_of, self.step, RAW)
-        records: list[Record] = []
-        for evaluation in evaluations:
-
-            def show(part: float, text: str, what: str = evaluation.name) -> None:
-                on_progress(len(records) + part, f"{what} {text}".rstrip())
-
-            results = evaluation.measure(self.scorer, keep, show)
-            records.append(make_record(evaluation, results, step=self.step, weights=RAW))
-        keep_records(self.directory.evaluations_file, records)
-        return records
+        items = functools.partial(self.directory.item_scores_of, self.step, RAW)
+        return evaluate_each(
+            evaluations,
+            lambda evaluation, show: evaluation.measure(self.scorer, items, show),
+            on_progress,
+            step=self.step,
+            weights=RAW,
+            keep=functools.partial(keep_records, self.directory.evaluations_file),
+        )

@@ -16,8 +16,9 @@ from siamesenorm.evaluation.choice_items import TaskItems, read_tasks
 from siamesenorm.evaluation.choice_tasks import ChoiceItem, ChoiceTask
 from siamesenorm.evaluation.evaluation import ItemDirectory, Subject
 from siamesenorm.evaluation.language import require_language, scorer_of
-from siamesenorm.evaluation.scorer import LanguageScorer, Progress
+from siamesenorm.evaluation.scorer import LanguageScorer
 from siamesenorm.files import disk_errors, encode_json, write_atomically
+from siamesenorm.progress import Progress
 from siamesenorm.tasks.task import Task
 from siamesenorm.training.run_record import read_metrics
 

@@ -15,9 +15,10 @@ from numpy.typing import ArrayLike
 from siamesenorm.errors import UserError
 from siamesenorm.evaluation.evaluation import ItemDirectory, Subject, TaskMetrics
 from siamesenorm.evaluation.language import require_language, scorer_of
-from siamesenorm.evaluation.scorer import LanguageScorer, Progress, Request
+from siamesenorm.evaluation.scorer import LanguageScorer, Request
 from siamesenorm.files import disk_errors
-from siamesenorm.tasks.task import LARGEST_EXPONENT, Task
+from siamesenorm.progress import Progress
+from siamesenorm.tasks.task import Task, perplexity
 from siamesenorm.training.run_record import read_metrics
 
 FINAL_FRACTION = 0.1
@@ -66,7 +67,7 @@ class Perplexity:
         """Return losses and perplexities of training, held-out data and files."""
         train = _train(subject)
         held_out = TaskMetrics().run(subject)["loss"]
-        found = {**train, "held_out_loss": held_out, "held_out_ppl": _exp(held_out)}
+        found = {**train, "held_out_loss": held_out, "held_out_ppl": perplexity(held_out)}
         return {**found, **self.measure(scorer_of(subject), None, subject.on_progress)} if self.files else found
 
     def measure(self, scorer: LanguageScorer, keep: ItemDirectory | None, on_progress: Progress) -> dict[str, Any]:
@@ -97,7 +98,7 @@ def text_perplexity(
     total = -sum(value for (value,) in scorer.score(windows, on_progress))
     count, size_in_bytes = len(tokens) - 1, len(text.encode())
     loss, bits = total / count, total / math.log(2) / size_in_bytes
-    return {"loss": loss, "ppl": _exp(loss), "bits_per_byte": bits, "tokens": count, "bytes": size_in_bytes}
+    return {"loss": loss, "ppl": perplexity(loss), "bits_per_byte": bits, "tokens": count, "bytes": size_in_bytes}
 
 
 def require_texts(files: Sequence[Path]) -> None:
@@ -118,13 +119,9 @@ def _train(subject: Subject) -> dict[str, Any]:
     read = (subject.config.steps * subject.config.batch + (start.position if start else 0)) * items
     return {
         "train_loss": loss,
-        "train_ppl": None if loss is None else _exp(loss),
+        "train_ppl": None if loss is None else perplexity(loss),
         "train_ppl_seen_once": bool(facts.get("train_items")) and read <= facts["train_items"],
     }
-
-
-def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < LARGEST_EXPONENT else math.inf if loss == loss else math.nan
 
 
 def _read(file: Path) -> str:

@@ -22,12 +22,11 @@ from torch import Tensor
 from siamesenorm.errors import UserError
 from siamesenorm.evaluation.causal_models import Batch, CausalModel, sharing_mask
 from siamesenorm.files import disk_errors, exclusive
+from siamesenorm.progress import Progress
 from siamesenorm.training.run_record import MetricsLog, read_metrics
 
 TOKENS_AT_ONCE = 4096
 LOCK_FILE = "lock"
-Progress = Callable[[float, str], None]
-"""Is called with the part that is done, from 0 to 1, and a text."""
 
 
 class Request(NamedTuple):

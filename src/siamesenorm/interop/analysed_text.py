@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,13 @@ from torch.nn import functional as F
 
 from siamesenorm.analysis.held_out import Analysis, HeldOut
 from siamesenorm.errors import UserError
-from siamesenorm.evaluation.evaluation import RAW, Record, make_record
+from siamesenorm.evaluation.evaluation import RAW, Record, evaluate_each
 from siamesenorm.interop.language_models import open_language_model
 from siamesenorm.interop.library_models import TransformersModel
 from siamesenorm.interop.native_models import NativeModel
 from siamesenorm.interop.stored import detect
 from siamesenorm.interop.trained_model import TrainedModel
+from siamesenorm.progress import Progress
 from siamesenorm.training.execution import find_device
 
 TOKEN_FILE = ".npy"
@@ -32,6 +33,11 @@ class TextModel:
     windows: Tensor
     step: int = 0
     """Step of the weights; 0 where none is recorded."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of weights there are."""
+        return (RAW,)
 
     @classmethod
     def open(cls, path: Path, text: Path, *, context: int, device: str = "cpu") -> TextModel:
@@ -75,19 +81,16 @@ class TextModel:
 
         return HeldOut(self.model, evaluate)
 
-    def evaluate(
-        self, analyses: Sequence[Analysis], on_progress: Callable[[float, str], None] = lambda done, what: None
-    ) -> list[Record]:
+    def evaluate(self, analyses: Sequence[Analysis], on_progress: Progress = lambda done, what: None) -> list[Record]:
         """Return a record of each analysis; raises UserError before anything is computed where one does not fit."""
         for analysis in analyses:
             analysis.require_model(self.model)
-        records: list[Record] = []
-        for analysis in analyses:
-            on_progress(len(records), analysis.name)
+
+        def results_of(analysis: Analysis, show: Progress) -> Mapping[str, Any]:
             with torch.no_grad():
-                results = analysis.results(self.held_out(analysis.samples))
-            records.append(make_record(analysis, results, step=self.step, weights=RAW))
-        return records
+                return analysis.results(self.held_out(analysis.samples))
+
+        return evaluate_each(analyses, results_of, on_progress, step=self.step, weights=RAW)
 
 
 def _limits(model: Any, context: int) -> tuple[int, int]:

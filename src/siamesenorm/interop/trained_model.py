@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +16,7 @@ from siamesenorm.errors import UserError
 from siamesenorm.interop.native_models import NativeModel, for_use
 from siamesenorm.models.language import LanguageModelConfig
 from siamesenorm.tasks.language import LanguageTaskConfig
+from siamesenorm.tasks.task import perplexity
 from siamesenorm.topologies import topology_name
 from siamesenorm.training.checkpoint import Checkpoint, read_checkpoint
 from siamesenorm.training.config import RunConfig
@@ -170,10 +170,9 @@ def _results(run: RunDirectory, step: int, records: list[dict[str, Any]]) -> dic
         facts["Training loss"] = f"{sum(last) / len(last):.4f} nats a token, mean of the last {len(last)} steps"
     if held_out := [record for record in records if record["kind"] == "validation"]:
         newest = held_out[-1]
-        perplexity = f"{math.exp(newest['loss']):.2f}" if newest["loss"] < 100 else "beyond e^100"
         facts["Held-out loss"] = (
-            f"{newest['loss']:.4f} nats a token (perplexity {perplexity}), step {newest['step']:,}, "
-            f"over {newest['items']:,} tokens"
+            f"{newest['loss']:.4f} nats a token (perplexity {perplexity(newest['loss']):.4g}), "
+            f"step {newest['step']:,}, over {newest['items']:,} tokens"
         )
     verdict = run.read_verdict()
     facts["Verdict"] = "none: the run is not finished" if verdict is None else verdict.sentence()

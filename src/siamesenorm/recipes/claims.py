@@ -1,8 +1,9 @@
 """Claims of the papers as declared comparisons, and what our runs say of each: a signed sum over paired seeds.
 
 A claim is `sum_i c_i m(cell_i)` of a measure m, and the sign that the paper reports. Its interval is widened for all
-claims of an item (Holm): it is confirmed where that excludes zero on the paper's side, contradicted where on the other.
-Of a measure that is yes or no for each seed the seeds are counted: a t interval of equal values would have no width.
+claims of an item (Holm), those of the paper and our own hypotheses apart: it is confirmed where that excludes zero on
+the paper's side, contradicted where on the other. Of a measure that is yes or no for each seed the seeds are counted: a
+t interval of equal values would have no width.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, RunResult
-from siamesenorm.comparison.statistics import Estimate, PairedDifference, holm
+from siamesenorm.comparison.results import DIVERGED, NOT_LEARNED, Record, RunResult
+from siamesenorm.comparison.statistics import Estimate, HolmDecision, PairedDifference, holm
+from siamesenorm.evaluation.evaluation import NONE, RAW
 from siamesenorm.evaluation.multiple_choice import MEAN, MultipleChoice
 from siamesenorm.recipes.published_numbers import find_published
 
@@ -82,9 +84,11 @@ class PaperClaim:
     terms: tuple[tuple[float, Cell], ...]
     sign: int
     published: tuple[str, str, float] | None = None
+    own: bool = False
+    """Whether no paper states it: a hypothesis of this project."""
 
 
-OWN = ("raw", "none")
+OWN = (RAW, NONE)
 """Kinds of weights in records that are not of an average."""
 REDUCTIONS = {"ppl_reduction": "pre"}
 """Published numbers that are differences from a method, with that method."""
@@ -94,13 +98,13 @@ Cells = Callable[[Cell], Mapping[int, RunResult] | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedClaim:
-    """A claim with the published effect, and ours by seed with the confidence of Holm's procedure."""
+    """A claim with the published effect, and ours by seed with the decision of Holm's procedure."""
 
     claim: PaperClaim
     effect: PairedDifference
     published: float | None
     published_verdicts: tuple[str, ...]
-    confidence: float | None = None
+    decision: HolmDecision | None = None
     without_rate: bool = False
     """Whether a method of the claim diverged at every rate."""
 
@@ -122,7 +126,7 @@ class JudgedClaim:
     @property
     def corrected(self) -> Estimate | None:
         """The mean effect with the interval widened for all claims of the item."""
-        return None if self.confidence is None else self.effect.interval(self.confidence)
+        return None if self.decision is None else self.effect.interval(self.decision.confidence)
 
     @property
     def outcome(self) -> ClaimOutcome:
@@ -146,12 +150,13 @@ class JudgedClaim:
 
 
 def judge_claims(item: str, claims: Sequence[PaperClaim], cells: Cells) -> tuple[JudgedClaim, ...]:
-    """Return the claims of an item with their outcomes, corrected together (Holm)."""
+    """Return the claims of an item with their outcomes, corrected together (Holm); our hypotheses are so apart."""
     judged = [_effect_of(item, claim, cells) for claim in claims]
-    values = {index: each.effect.p_value for index, each in enumerate(judged) if not each.counts}
-    tested = {index: p for index, p in values.items() if p is not None}
-    for index, decision in zip(tested, holm(list(tested.values())), strict=True):
-        judged[index] = replace(judged[index], confidence=decision.confidence)
+    for own in (False, True):
+        family = {index: each for index, each in enumerate(judged) if each.claim.own is own and not each.counts}
+        tested = {index: p for index, each in family.items() if (p := each.effect.p_value) is not None}
+        for index, decision in zip(tested, holm(list(tested.values())), strict=True):
+            judged[index] = replace(judged[index], decision=decision)
     return tuple(judged)
 
 
@@ -218,13 +223,18 @@ def exploded(run: RunResult) -> float | None:
 
 
 def evaluated(run: RunResult, name: str) -> dict[str, Any] | None:
-    """Return the results of an evaluation of a run's own weights; None where it was not made.
+    """Return the results of an evaluation of a run's own weights; None where it was not made."""
+    best = newest_record(run, name)
+    return None if best is None else dict(best["results"])
+
+
+def newest_record(run: RunResult, name: str) -> Record | None:
+    """Return the record of an evaluation of a run's own weights; None where it was not made.
 
     Of several that of the last step, and of these the one on the most items or samples.
     """
     own = [each for each in run.evaluations if each["evaluation"] == name and each["weights"] in OWN]
-    best = max(own, key=lambda each: (each["step"], _size(each["results"])), default=None)
-    return None if best is None else dict(best["results"])
+    return max(own, key=lambda each: (each["step"], _size(each["results"])), default=None)
 
 
 def _size(results: Mapping[str, Any]) -> int:
@@ -265,6 +275,26 @@ def pruning_harm(run: RunResult) -> float | None:
         return None
     deeper = results["removed"][results["blocks"] // 2 :]
     return statistics.fmean(deeper) - float(results["loss"])
+
+
+def rounding_harm(run: RunResult, scheme: str) -> float | None:
+    """Return the rise of the loss when linear layers are rounded."""
+    results = evaluated(run, "quantisation")
+    return None if results is None else float(results["schemes"][scheme]["rise"])
+
+
+def largest_outlier(run: RunResult) -> float | None:
+    """Return the log of the largest ratio of an entry to the median, over sublayers and streams."""
+    results = evaluated(run, "outliers")
+    if results is None:
+        return None
+    return math.log(max(value for each in results["streams"].values() for value in each["ratio"] if value is not None))
+
+
+def effective_blocks(run: RunResult) -> float | None:
+    """Return the effective number of blocks."""
+    results = evaluated(run, "effective-depth")
+    return None if results is None else float(results["effective_blocks"])
 
 
 MEASURES: dict[str, Measure] = {
@@ -308,5 +338,9 @@ MEASURES: dict[str, Measure] = {
         decimals=1,
     ),
     "pruning": Measure(label="loss added by removing a deep block", unit="nats", of=pruning_harm),
+    "w8a8": Measure(label="loss added by rounding to 8 bits", unit="nats", of=lambda run: rounding_harm(run, "w8a8")),
+    "w4a4": Measure(label="loss added by rounding to 4 bits", unit="nats", of=lambda run: rounding_harm(run, "w4a4")),
+    "outliers": Measure(label="log of the largest ratio of an entry to the median", unit="", of=largest_outlier),
+    "effective blocks": Measure(label="effective blocks", unit="", of=effective_blocks, decimals=2),
 }
 """What claims measure, by name."""

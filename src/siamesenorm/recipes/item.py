@@ -41,6 +41,7 @@ class RunGrid:
         chosen: Whether each method's rate is chosen on the first seed, and the method reported on others.
         headline: Methods that are reported on five seeds in place of three; where rates are given, at the second.
         weighted: Whether the seeds are those whose runs have weights, for what is measured on them.
+        reporting: Whether the seeds are those on which methods are reported whose rate is chosen.
         shape: Position in the shapes of the scale; the template's own if None.
         length: Factor on the number of steps.
         warmup: Whether there is a warm-up.
@@ -54,6 +55,7 @@ class RunGrid:
     chosen: bool = False
     headline: tuple[str, ...] = ()
     weighted: bool = False
+    reporting: bool = False
     shape: int | None = None
     length: float = 1.0
     warmup: bool = True
@@ -80,6 +82,8 @@ class RunGrid:
 
     def seeds(self, workload: Workload) -> tuple[int, ...]:
         """Return the seeds of runs at given rates."""
+        if self.reporting:
+            return self.reported(workload) or workload.seeds
         return workload.weighted if self.weighted else workload.seeds
 
     def comparisons(self, template: RunConfig) -> tuple[PlannedComparison, ...]:

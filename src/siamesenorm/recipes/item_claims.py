@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
+from siamesenorm.comparison.sweep_grid import CONTROL
 from siamesenorm.recipes.claims import Cell, PaperClaim
 from siamesenorm.recipes.items import POST_PRE_CODE
 
 RATES = ("conservative", "high", "aggressive")
+OVER_CONTROL = "SiameseNorm is better than Pre-Norm with the same QKV-norm"
 SHAPES = ("shallow", "middle", "deep", "deepest")
 
 
@@ -22,13 +25,19 @@ def against(
     measure: str = "loss",
     sign: int = -1,
     published: tuple[str, str, float] | None = None,
+    own: bool = False,
 ) -> PaperClaim:
     """Return the claim that a measure of a method is lower (sign -1) or higher (1) than that of a baseline."""
     terms = ((1.0, Cell(method, grid, rate)), (-1.0, Cell(baseline, grid, rate)))
-    return PaperClaim(text=text, measure=measure, terms=terms, sign=sign, published=published)
+    return PaperClaim(text=text, measure=measure, terms=terms, sign=sign, published=published, own=own)
 
 
 higher = partial(against, sign=1)
+
+
+def hypothesis(text: str, method: str, baseline: str, **options: Any) -> PaperClaim:
+    """Return a claim that no paper states, as `against` does."""
+    return against(f"hypothesis of this project: {text}", method, baseline, own=True, **options)
 
 
 def _table1() -> Iterator[PaperClaim]:
@@ -40,6 +49,8 @@ def _table1() -> Iterator[PaperClaim]:
     for method, rate in (("hybridnorm", 1), ("post", 1), ("deepnorm", 2)):
         text = f"{method} fails at the {RATES[rate]} rate, where SiameseNorm converges"
         yield at(text, method, "siamese", rate=rate, measure="failed", sign=1)
+    for rate, word in enumerate(RATES):
+        yield hypothesis(f"{OVER_CONTROL} at the {word} rate", "siamese", CONTROL, grid="three rates", rate=rate)
     long = "3.5 times the steps"
     yield against("SiameseNorm is better than Pre-Norm on the longer run", "siamese", "pre", grid=long, rate=2)
     for measure, text in (("average", "the mean of the tasks"), ("arithmetic", "arithmetic")):
@@ -72,6 +83,7 @@ def _table3() -> Iterator[PaperClaim]:
 def _depth() -> Iterator[PaperClaim]:
     for shape in SHAPES:
         yield against(f"SiameseNorm is better than Pre-Norm, {shape}", "siamese", "pre", grid=shape, rate=1)
+        yield hypothesis(f"{OVER_CONTROL}, {shape}", "siamese", CONTROL, grid=shape, rate=1)
     signs = {("siamese", "deepest"): 1, ("pre", "deepest"): -1, ("siamese", "shallow"): -1, ("pre", "shallow"): 1}
     yield PaperClaim(
         text="SiameseNorm's gain over Pre-Norm grows from the shallowest to the deepest model",
@@ -148,17 +160,27 @@ def _seednorm() -> Iterator[tuple[str, PaperClaim]]:
             "seednorm-heads",
             higher(text, most, f"{seednorm}:heads={heads}", rate=1, measure="accuracy"),
         )
-    # No paper states these.
-    for method, text in (
-        ("siamese", "SiameseNorm is better than Pre-Norm, each at its best rate"),
-        (seednorm, "SeeDNorm is better than RMSNorm, each at its best rate"),
+
+
+def _hypotheses() -> Iterator[tuple[str, PaperClaim]]:
+    for method, baseline, text in (
+        ("siamese", "pre", "SiameseNorm is better than Pre-Norm"),
+        ("siamese", CONTROL, OVER_CONTROL),
+        ("pre + seednorm", "pre", "SeeDNorm is better than RMSNorm"),
     ):
-        yield "league", against(f"hypothesis of this project: {text}", method, "pre", grid="league")
+        yield "league", hypothesis(f"{text}, each at its best rate", method, baseline, grid="league")
+    for measure, sign, text in (
+        ("outliers", -1, "SiameseNorm has smaller outliers than Pre-Norm"),
+        ("w8a8", -1, "rounding to 8 bits harms SiameseNorm less than Pre-Norm"),
+        ("w4a4", -1, "rounding to 4 bits harms SiameseNorm less than Pre-Norm"),
+        ("effective blocks", 1, "SiameseNorm has more effective blocks than Pre-Norm"),
+    ):
+        yield "numerics", hypothesis(text, "siamese", "pre", rate=1, measure=measure, sign=sign)
 
 
 def claims_of(item: str) -> tuple[PaperClaim, ...]:
     """Return the claims of an item, in the order of its paper."""
     tables = {"table1": _table1, "table2": _table2, "table3": _table3, "depth": _depth}
-    named = [*_figures(), *_other_models(), *_seednorm()]
+    named = [*_figures(), *_other_models(), *_seednorm(), *_hypotheses()]
     own = list(tables[item]()) if item in tables else []
     return tuple([*own, *(claim for name, claim in named if name == item)])

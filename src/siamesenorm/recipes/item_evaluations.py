@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from siamesenorm.analysis import available_analyses, build_analysis
@@ -12,6 +12,8 @@ from siamesenorm.evaluation.choice_items import read_tasks
 from siamesenorm.evaluation.evaluation import Evaluation, TrainedRun
 from siamesenorm.evaluation.multiple_choice import MultipleChoice
 from siamesenorm.evaluation.perplexity import Perplexity
+from siamesenorm.files import encode_json
+from siamesenorm.progress import Progress
 from siamesenorm.recipes.item_results import ItemResults
 from siamesenorm.training.run_directory import RunDirectory
 
@@ -38,21 +40,33 @@ def missing_evaluations(
         wanted = [evaluations[key] for key in results.grid(name).evaluations if key in evaluations]
         for run in each.runs:
             if run.complete and wanted and any(RunDirectory(run.path).checkpoints.glob("*")):
-                there = [(e["evaluation"], e["options"]) for e in run.evaluations if e["step"] == run.steps_done]
-                missing = [one for one in wanted if (one.name, dict(one.options())) not in there]
+                there = {
+                    encode_json([e["evaluation"], e["options"]]) for e in run.evaluations if e["step"] == run.steps_done
+                }
+                missing = [one for one in wanted if encode_json([one.name, one.options()]) not in there]
                 if missing:
                     yield run, missing
 
 
 def evaluate_item(
-    results: ItemResults,
-    evaluations: Mapping[str, Evaluation],
+    waiting: Sequence[tuple[RunResult, Sequence[Evaluation]]],
     data_of: Callable[[RunResult], Path | None],
     device: str,
-    on_run: Callable[[str], None],
+    on_progress: Progress,
 ) -> None:
-    """Make the evaluations of an item that are not there, on the data that `data_of` names or those of the run."""
-    for run, missing in list(missing_evaluations(results, evaluations)):
-        on_run(f"{run.name}: {', '.join(each.name for each in missing)}")
+    """Make the missing evaluations of an item, on the data that `data_of` returns or on those of the run.
+
+    `on_progress` is called with how many are done, and parts of one.
+    """
+    before = 0
+    for run, missing in waiting:
         data = data_of(run)
-        TrainedRun(run.path, device=device, data=None if data is None else str(data)).evaluate(missing)
+        trained = TrainedRun(run.path, device=device, data=None if data is None else str(data))
+
+        def show(
+            done: float, what: str, name: str = run.name, before: int = before, trained: TrainedRun = trained
+        ) -> None:
+            on_progress(before + done / len(trained.kinds), f"{name}: {what}")
+
+        trained.evaluate(missing, show)
+        before += len(missing)

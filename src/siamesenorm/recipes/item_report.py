@@ -10,6 +10,7 @@ from siamesenorm.analysis import available_analyses
 from siamesenorm.comparison import comparison_report, formatting
 from siamesenorm.comparison.accuracy_tables import accuracy_tables
 from siamesenorm.comparison.analysis_figures import analysis_figures
+from siamesenorm.comparison.analysis_report import analysis_table
 from siamesenorm.comparison.comparison_tables import (
     METHOD,
     against_baselines,
@@ -38,9 +39,9 @@ from siamesenorm.comparison.report_parts import (
     statements,
 )
 from siamesenorm.comparison.results import ExperimentResults, Record
-from siamesenorm.recipes.claims import MEASURES, ClaimOutcome, JudgedClaim
+from siamesenorm.recipes.claims import MEASURES, ClaimOutcome, JudgedClaim, newest_record
 from siamesenorm.recipes.item_results import ItemResults
-from siamesenorm.recipes.league import league_sections
+from siamesenorm.recipes.league import LEAGUE, league_sections
 from siamesenorm.recipes.prices import items_of, price_of
 from siamesenorm.recipes.published_table import published_of, published_table, sources
 from siamesenorm.recipes.scales import Scale
@@ -76,7 +77,7 @@ def item_report(results: ItemResults, *, title: str = "") -> Report:
         "Claims": claims_table(judged),
         published.title: published,
         "Sources of the published numbers": Statements(tuple(sources(published_of(results)))),
-        **(league_sections(results) if item.ranked else {}),
+        **(league_sections(results, findings[LEAGUE]) if item.ranked and LEAGUE in findings else {}),
         **{table.title: table for table in grid_tables(results, findings)},
         "The methods": Statements(methods(findings)),
         "Figures": Gallery(tuple(item_figures(results, findings))),
@@ -170,6 +171,8 @@ def claims_table(judged: tuple[JudgedClaim, ...]) -> Table:
         Column("Published", "the effect in the paper: method minus baseline, in nats from the perplexities"),
         Column("Holm interval", "widened: the probability that any interval of this table misses is at most 5 %"),
         Column("95 % t interval", "of this effect alone"),
+        Column("p", "two-sided, of a t test over the paired seeds"),
+        Column("p (Holm)", "the same, corrected for all claims of this table"),
         Column("Seeds", "seeds that all cells of the claim have"),
         Column("Direction", "whether the mean has the published sign", numeric=False),
         Column("Measure", "what is compared", numeric=False),
@@ -182,7 +185,7 @@ def _claim_row(each: JudgedClaim) -> Row:
     claim, measure, interval = each.claim, MEASURES[each.claim.measure], each.interval
     unit = claim.published[1] if claim.published else measure.unit
     decimals = 2 if claim.published else measure.decimals
-    stated = f"{formatting.signed(each.published, decimals)} {unit}".strip() if each.published else ""
+    stated = f"{formatting.signed(each.published, decimals)} {unit}".strip() if each.published is not None else ""
     ours = NOTHING if interval is None else f"{formatting.signed(interval.mean, measure.decimals)} {measure.unit}"
     if each.counts:
         stated, seeds = "", len(each.effect.by_seed)
@@ -195,6 +198,8 @@ def _claim_row(each: JudgedClaim) -> Row:
         Entry("; ".join(filter(None, (stated, *each.published_verdicts))) or NOTHING),
         Entry(NOTHING if each.corrected is None else formatting.interval(each.corrected)),
         Entry(NOTHING if interval is None else formatting.interval(interval)),
+        Entry(NOTHING if each.decision is None else formatting.p_value(each.effect.p_value or 0.0)),
+        Entry(NOTHING if each.decision is None else formatting.p_value(each.decision.adjusted_p)),
         Entry(str(len(each.effect.by_seed))),
         Entry(direction),
         Entry(measure.label),
@@ -204,7 +209,7 @@ def _claim_row(each: JudgedClaim) -> Row:
 def grid_tables(results: ItemResults, findings: dict[str, Findings]) -> Iterator[Table]:
     """Yield the tables of every grid: by learning rate, and before it, where rates are chosen, those at them."""
     for name, each in findings.items():
-        tables = [by_learning_rate(each), *accuracy_tables(each)]
+        tables = [by_learning_rate(each), *accuracy_tables(each), *numbers_inside(each, results.grid(name).evaluations)]
         if results.grid(name).chosen:
             tables = [at_chosen_rates(each), against_baselines(by_kind(each.comparisons), each.results.unit), *tables]
         for table in tables:
@@ -226,15 +231,26 @@ def item_figures(results: ItemResults, findings: dict[str, Findings]) -> Iterato
 
 
 def _analysis_figures(findings: Findings, evaluations: tuple[str, ...]) -> Iterator[Figure]:
-    """Yield the figures of analyses, of the newest record of each method on the first seed that has one."""
-    for analysis in evaluations:
-        records: dict[str, Record] = {}
+    """Yield the figures of analyses."""
+    for records in _analysis_records(findings, evaluations).values():
+        yield from analysis_figures(records)
+
+
+def numbers_inside(findings: Findings, evaluations: tuple[str, ...]) -> Iterator[Table]:
+    """Yield the table of the numbers of analyses, by method."""
+    if records := _analysis_records(findings, evaluations):
+        methods = [each for each in findings.results.methods if any(each in found for found in records.values())]
+        yield analysis_table(records, methods)
+
+
+def _analysis_records(findings: Findings, evaluations: tuple[str, ...]) -> dict[str, dict[str, Record]]:
+    """Return the records by analysis and method, of the first seed that has one."""
+    records: dict[str, dict[str, Record]] = {}
+    for analysis in set(evaluations) & set(available_analyses()):
         for run in findings.results.runs:
-            found = [each for each in run.evaluations if each["evaluation"] == analysis]
-            if found:
-                records.setdefault(run.method, found[-1])
-        if records and analysis in available_analyses():
-            yield from analysis_figures(records)
+            if record := newest_record(run, analysis):
+                records.setdefault(analysis, {}).setdefault(run.method, record)
+    return {analysis: records[analysis] for analysis in evaluations if analysis in records}
 
 
 def scale_table(results: ItemResults) -> Table:
@@ -285,6 +301,10 @@ def definitions(results: ItemResults) -> dict[str, str]:
         "published and ours over all seeds of each method.",
         "The scale": f"{results.scale}." + (NOT_RUN_HERE if results.scale is not Scale.FULL else ""),
     }
+    if any(grid.evaluations for grid in results.item.grids):
+        found["Analyses"] = (
+            "Figures and numbers of what is inside a model are of its first seed; claims are of all seeds."
+        )
     if 0 < compiled < len(environments):
         found["Kernels"] = (
             f"{compiled} of the {len(environments)} runs were compiled, the others not: numbers differ by rounding, "

@@ -61,12 +61,13 @@ class ItemResults:
 
 
 def write_item(directory: Path, item: Item, scale: Scale, costs: Path | None = None, *, mixed: bool = False) -> None:
-    """Write what an item's directory holds the runs of; without `costs`, and without `mixed`, what it says stays.
+    """Write `item.json`; earlier costs stay unless `costs` is given, and `mixed`, once set, stays set.
 
-    `mixed` allows runs of a grid that were computed with different kernels, or partly compiled.
+    `mixed` allows runs of a grid that were computed with different kernels, or partly compiled. Raises UserError for a
+    file that is there and cannot be read.
     """
     file = directory / ITEM_FILE
-    earlier = decode_json(file.read_bytes()) if file.is_file() else {"costs": {}, "mixed": False}
+    earlier = _read_record(directory) if file.is_file() else {"costs": {}, "mixed": False}
     with disk_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         record: dict[str, Any] = {
@@ -80,20 +81,31 @@ def write_item(directory: Path, item: Item, scale: Scale, costs: Path | None = N
 
 def read_item(directory: Path) -> ItemResults:
     """Read the directory of an item; raises UserError where it is none, or where no run has started."""
-    try:
-        record = decode_json((directory / ITEM_FILE).read_bytes())
-        item, scale, costs = find_item(record["item"]), Scale(record["scale"]), record["costs"]
-        mixed = record["mixed"]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{directory} is not the directory of an item ({error}): reproduce it first") from error
+    record = _read_record(directory)
+    item = record["item"]
     grids = {
-        grid.name: read_experiment(directory / grid.directory, mixed=mixed)
+        grid.name: read_experiment(directory / grid.directory, mixed=record["mixed"])
         for grid in item.grids
         if has_started(directory / grid.directory)
     }
     if not grids:
         raise UserError(f"no run of {item.name} has started in {directory}: train it before the report")
-    return ItemResults(item=item, scale=scale, path=directory, grids=grids, costs=costs)
+    return ItemResults(item=item, scale=record["scale"], path=directory, grids=grids, costs=record["costs"])
+
+
+def _read_record(directory: Path) -> dict[str, Any]:
+    """Return the fields of `item.json`; raises UserError where it is missing or damaged."""
+    try:
+        record = decode_json((directory / ITEM_FILE).read_bytes())
+        return {
+            "item": find_item(record["item"]),
+            "scale": Scale(record["scale"]),
+            "costs": {topology: float(cost) for topology, cost in record["costs"].items()},
+            "mixed": bool(record["mixed"]),
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        fault = f"{directory} is not the directory of an item ({reason(error)})"
+        raise UserError(f"{fault}: reproduce the item in another one") from error
 
 
 def read_costs(file: Path) -> dict[str, float]:

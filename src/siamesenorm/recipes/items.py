@@ -72,7 +72,7 @@ ITEMS: dict[str, Item] = {
                 RunGrid(name="3.5 times the steps", methods=("pre", "dhc-2", "siamese"), rates=(2,), length=3.5),
                 RunGrid(
                     name="evaluated",
-                    methods=("pre", "dhc-2", "siamese"),
+                    methods=("pre", CONTROL, "dhc-2", "siamese"),
                     rates=(1,),
                     weighted=True,
                     evaluations=("perplexity", "multiple-choice"),
@@ -94,7 +94,7 @@ ITEMS: dict[str, Item] = {
             published="At the high learning rate, HybridNorm alone diverged and with ResiDual's shortcut had loss "
             "spikes; with two streams it converged. Depth-wise scaling and normalised input each lowered the "
             "perplexity.",
-            grids=(RunGrid(name="high rate", methods=(*TABLE_3, "pre"), rates=(1,)),),
+            grids=(RunGrid(name="high rate", methods=(*TABLE_3, "pre", CONTROL), rates=(1,)),),
         ),
         Item(
             name="depth",
@@ -115,7 +115,7 @@ ITEMS: dict[str, Item] = {
             "With an RMSNorm on the embedding the profile is nearly flat, and the perplexity 0.4 higher.",
             grids=(
                 RunGrid(
-                    methods=("pre", "pre-embednorm", "siamese"),
+                    methods=("pre", CONTROL, "pre-embednorm", "siamese"),
                     rates=(1,),
                     weighted=True,
                     evaluations=("hidden-magnitude",),
@@ -128,7 +128,7 @@ ITEMS: dict[str, Item] = {
             title="gradient norms over training",
             published="At the high learning rate, HybridNorm's gradient norm repeatedly exceeded 100; after the "
             "warm-up those of Pre-Norm and SiameseNorm stayed below 0.5.",
-            grids=(RunGrid(methods=("pre", "hybridnorm", "siamese"), rates=(1,)),),
+            grids=(RunGrid(methods=("pre", CONTROL, "hybridnorm", "siamese"), rates=(1,)),),
         ),
         Item(
             name="figure6",
@@ -161,7 +161,7 @@ ITEMS: dict[str, Item] = {
             published="SiameseNorm trains without any warm-up.",
             grids=(
                 RunGrid(
-                    methods=("pre", "post", "hybridnorm", "deepnorm", "siamese-post-pre", "siamese"),
+                    methods=("pre", CONTROL, "post", "hybridnorm", "deepnorm", "siamese-post-pre", "siamese"),
                     rates=(1,),
                     warmup=False,
                 ),
@@ -173,7 +173,21 @@ ITEMS: dict[str, Item] = {
             title="the loss without a block, by depth",
             published="Removing deep layers of Pre-Norm costs little; removing those of SiameseNorm costs much: they "
             "are used.",
-            grids=(RunGrid(methods=("pre", "siamese"), rates=(1,), weighted=True, evaluations=("pruning",)),),
+            grids=(RunGrid(methods=("pre", CONTROL, "siamese"), rates=(1,), weighted=True, evaluations=("pruning",)),),
+        ),
+        Item(
+            name="numerics",
+            paper="",
+            title="outliers, attention sinks, rounding, transitions and effective depth of trained models",
+            published="No paper compares topologies in these.",
+            grids=(
+                RunGrid(
+                    methods=("pre", CONTROL, "pre-embednorm", "dhc-2", "siamese-post-pre", "siamese"),
+                    rates=(1,),
+                    weighted=True,
+                    evaluations=("outliers", "quantisation", "jacobians", "effective-depth"),
+                ),
+            ),
         ),
         Item(
             name="moe",
@@ -187,7 +201,7 @@ ITEMS: dict[str, Item] = {
             name="cost",
             paper="SiameseNorm, cost",
             title="parameters, operations and memory traffic that the second stream adds",
-            published="On a mixture of experts of 15 B parameters: a step 0.5 % slower, 2 % more memory.",
+            published="On a mixture of experts of 15 B parameters a step is 0.5 % slower and needs 2 % more memory.",
             experiment=overhead_report,
         ),
         Item(
@@ -298,7 +312,7 @@ ITEMS: dict[str, Item] = {
                 ),
                 RunGrid(name="deeper", methods=LEAGUE_DEEPER, chosen=True, shape=2),
                 *(
-                    RunGrid(name=name, methods=("pre",), rates=(1,), length=length)
+                    RunGrid(name=name, methods=("pre",), rates=(1,), length=length, reporting=True)
                     for name, length in (("half the steps", 0.5), ("twice the steps", 2.0), ("4 times the steps", 4.0))
                 ),
             ),
@@ -311,5 +325,5 @@ ITEMS: dict[str, Item] = {
 def find_item(name: str) -> Item:
     """Return an item; raises UserError for an unknown name."""
     if name not in ITEMS:
-        raise unknown("item", name, [*ITEMS, "continued", "all"])
+        raise unknown("item", name, ITEMS)
     return ITEMS[name]

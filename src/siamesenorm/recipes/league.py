@@ -6,7 +6,8 @@ import statistics
 
 from siamesenorm.comparison import formatting
 from siamesenorm.comparison.comparison_tables import METHOD, estimate_text, missing_choice, verdict_entry
-from siamesenorm.comparison.findings import Choice, Findings, NoiseBand, choose_learning_rate, find
+from siamesenorm.comparison.experiment_plan import Part
+from siamesenorm.comparison.findings import Choice, Findings, NoiseBand
 from siamesenorm.comparison.formatting import NOTHING
 from siamesenorm.comparison.report_parts import LOWER, Block, Column, Entry, Pill, Row, RowGroup, Statements, Table
 from siamesenorm.comparison.report_parts import statements as named_statements
@@ -19,19 +20,17 @@ IRREDUCIBLE = 0.0
 """Loss, in nats, that the curve of budgets is read above: at this scale none is known."""
 
 
-def league_sections(results: ItemResults) -> dict[str, Block]:
+def league_sections(results: ItemResults, findings: Findings) -> dict[str, Block]:
     """Return the table of the league with its definitions; none before Pre-Norm has a result."""
-    league = results.grids.get(LEAGUE)
-    pre = choose_learning_rate(league, BASELINE) if league else None
-    if league is None or pre is None:
+    league, pre = findings.results, findings.choices.get(BASELINE)
+    if pre is None:
         return {}
-    findings = find(league)
     ranked = findings.ranked()
     places = {choice.method for choice in ranked}
     others = [each for each in findings.choices.values() if each.method not in places]
     absent = [method for method in league.methods if method not in findings.choices]
     band = NoiseBand.of(pre)
-    curve = budget_curve(results)
+    curve = budget_curve(results, findings)
     rows = [_row(results, league, choice, pre, band, curve, findings.shared_loss(choice)) for choice in ranked]
     rows += [_row(results, league, choice, pre, band, curve, None) for choice in others]
     columns = (
@@ -70,11 +69,15 @@ def budget_runs(results: ItemResults) -> tuple[RunResult, ...]:
     return tuple(run for run in runs if others and run.learning_rate == runs[0].learning_rate)
 
 
-def budget_curve(results: ItemResults) -> dict[float, float]:
-    """Return the mean held-out loss of those runs by compute, in steps, over the seeds that all budgets have."""
+def budget_curve(results: ItemResults, findings: Findings) -> dict[float, float]:
+    """Return the mean held-out loss of those runs by compute, in steps, over the seeds that rank the methods.
+
+    Of those, over the seeds that all budgets have.
+    """
     scores: dict[float, dict[int, float]] = {}
     for run in budget_runs(results):
-        scores.setdefault(float(run.steps), {})[run.seed] = run.score
+        if run.seed in findings.shared_seeds:
+            scores.setdefault(float(run.steps), {})[run.seed] = run.score
     seeds = set.intersection(*map(set, scores.values())) if scores else set()
     return {steps: statistics.fmean(each[s] for s in seeds) for steps, each in sorted(scores.items()) if seeds}
 
@@ -104,7 +107,7 @@ def _row(
         else None
     )
     place = NOTHING if band is None or loss is None else band.place(loss).removesuffix(" noise")
-    first = [run for run in league.runs_of(choice.method) if run.part == "selection" and run.complete]
+    first = [run for run in league.runs_of(choice.method) if run.part is Part.SELECTION and run.complete]
     stable = [run for run in first if run.word not in (DIVERGED, NOT_LEARNED)]
     more = (choice.selection.parameters or 0) / (pre.selection.parameters or 1) - 1
     sign = f"{speedup.bound} " if speedup and speedup.bound is not Bound.EXACT else ""
@@ -135,9 +138,9 @@ def _definitions(
         "Order": f"By the mean held-out loss over {shared}; methods of which a seed diverged come last. Neighbours are "
         "not shown to differ; tests against the baselines are below.",
         "Noise": f"The interval in which the loss of one more run of Pre-Norm falls, {between}.",
-        "Speedup": f"From Pre-Norm's own losses by number of steps ({points}), all at the learning rate {rate}, "
-        f"interpolated in their logarithms above an irreducible loss of {IRREDUCIBLE:g}. A loss outside of them gives "
-        "a bound."
+        "Speedup": f"From Pre-Norm's own losses by number of steps ({points}), on the same seeds, all at the learning "
+        f"rate {rate}, interpolated in their logarithms above an irreducible loss of {IRREDUCIBLE:g}. A loss outside "
+        "of them gives a bound."
         if curve
         else "Not known before Pre-Norm has been trained with other numbers of steps.",
         "Step": "Measured apart from the runs, of another, larger model on one thread of a CPU with plain operators; "

@@ -1,8 +1,8 @@
 """The three scales of the reproductions: what is trained at each of them in place of what the papers trained.
 
 * mini: minutes a run on two cores; the language runs are those of `benchmarks/books`.
-* small: about a minute a run on one GPU that several runs share; an item takes about an hour.
-* full: the papers' own settings. They build and have a price; they were not run here.
+* small: one GPU that several runs share, about an hour an item by estimate; not run.
+* full: the papers' own settings. They can be built and their cost estimated; none has been run.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ class Scale(StrEnum):
     MINI = "mini"
     SMALL = "small"
     FULL = "full"
+
+
+RUNS_PER_GPU = {Scale.MINI: 1, Scale.SMALL: 6, Scale.FULL: 1}
+"""Runs that share a GPU: one of the scale small leaves most of it idle."""
 
 
 @dataclass(frozen=True, kw_only=True)

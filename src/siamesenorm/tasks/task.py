@@ -25,6 +25,11 @@ LARGEST_EXPONENT = 709.0
 """The largest whole x for which e^x is a double."""
 
 
+def perplexity(loss: float) -> float:
+    """Return exp(loss); infinite where a double cannot hold it, NaN of NaN."""
+    return math.inf if loss >= LARGEST_EXPONENT else math.exp(loss)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
     """A number of an evaluation: its name in the record, which direction is better, its format and its label.
@@ -39,8 +44,8 @@ class Metric:
     of_loss: Literal["", "same", "exp"] = ""
 
     def from_loss(self, loss: float) -> float:
-        """Return the metric of a loss; infinite where a double cannot hold it."""
-        return loss if self.of_loss == "same" else math.exp(loss) if loss < LARGEST_EXPONENT else math.inf
+        """Return the metric of a loss."""
+        return loss if self.of_loss == "same" else perplexity(loss)
 
     def to_json(self) -> dict[str, str]:
         """Return the fields as JSON values."""

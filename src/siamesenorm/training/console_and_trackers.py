@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from siamesenorm.errors import optional
 from siamesenorm.progress import ProgressDisplay
@@ -71,6 +72,7 @@ class TensorBoardTracker(Instrument):
 
     def __init__(self, directory: Path) -> None:
         self.module, self.directory = optional("torch.utils.tensorboard", "track", "tensorboard"), directory
+        self.writer: Any = None
 
     def on_start(self, loop: TrainingLoop, step: int) -> None:
         """Open the file, without what an interrupted process wrote of the steps that are repeated."""
@@ -86,9 +88,13 @@ class TensorBoardTracker(Instrument):
         self.writer.add_text("notes", line)
 
     def on_end(self, loop: TrainingLoop, verdict: Verdict) -> None:
-        """Write the verdict and close."""
+        """Write the verdict."""
         self.writer.add_text("verdict", verdict.sentence())
-        self.writer.close()
+
+    def close(self) -> None:
+        """Write what is queued, of a run that stops before its end, too."""
+        if self.writer is not None:
+            self.writer.close()
 
 
 class WandbTracker(Instrument):
@@ -96,6 +102,7 @@ class WandbTracker(Instrument):
 
     def __init__(self, directory: Path) -> None:
         self.module, self.directory = optional("wandb", "track", "the tracker"), directory
+        self.run: Any = None
 
     def on_start(self, loop: TrainingLoop, step: int) -> None:
         """Open the run, new or resumed."""
@@ -111,9 +118,13 @@ class WandbTracker(Instrument):
             self.run.log(values, step=record["step"])
 
     def on_end(self, loop: TrainingLoop, verdict: Verdict) -> None:
-        """Log the verdict and close."""
+        """Log the verdict."""
         self.run.summary["verdict"] = verdict.sentence()
-        self.run.finish()
+
+    def close(self) -> None:
+        """Send what is queued, of a run that stops before its end, too."""
+        if self.run is not None:
+            self.run.finish()
 
 
 TRACKERS: dict[str, Callable[[Path], Instrument]] = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
