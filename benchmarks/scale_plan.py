@@ -30,9 +30,9 @@ from siamesenorm.sublayers.moe import ExpertProjection
 HERE = Path(__file__).parent
 FILE, PAGE = HERE / "scale_plan.json", HERE.parent / "docs/scale.md"
 RATE = 0.45 * PEAKS["H100"]
-"""Operations a second that a GPU reaches while it computes: an assumption, to be replaced by `bench step`."""
+"""Operations per second that a GPU reaches while it computes: an assumption, to be replaced by `bench step`."""
 NVLINK, NETWORK, NODE = 300e9, 40e9, 8
-"""Bytes a second of one GPU in one direction, two thirds and four fifths of the data sheets' 450 and 50; its node."""
+"""Bytes per second of one GPU in one direction, two thirds and four fifths of the data sheets' 450 and 50; its node."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
-"""Call a function at every stage of writing a checkpoint, to look at the files or to end the process there."""
+"""Write a checkpoint; call a function at every stage, to look at the files or to end the process there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,16 @@ STAGES = (
 )
 STAGES_OF_OTHERS = tuple(stage for stage in STAGES if stage.startswith(("model", "optimizer")))
 """Of a process that is not the first."""
+
+
+def save_checkpoint(
+    root: Path, step: int, tensors: distributed_checkpoint.Groups, state: Mapping[str, Any], *, keep: int
+) -> Path:
+    """Write the checkpoint of a step, wait for it, and return its directory."""
+    with distributed_checkpoint.CheckpointSaver(root, keep=keep) as saver:
+        saver.save(step, tensors, state)
+        saver.wait()
+    return root / f"step-{step:08d}"
 
 
 def watch_stages(announce: Callable[[str], None], replace: Callable[..., None] = setattr) -> None:

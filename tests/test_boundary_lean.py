@@ -71,7 +71,7 @@ def test_errors_do_not_grow_with_depth(depth: int) -> None:
 
 
 def operator_keeps(topology: str, kernels: str) -> list[tuple[int, int]]:
-    """Return, for each boundary of a model, the stream tensors and the numbers a token that its operator keeps."""
+    """Return, for each boundary of a model, the stream tensors and the numbers per token that its operator keeps."""
     found: list[tuple[int, int]] = []
     model = tiny_model(topology, kernels=kernels)
     dim, count = model.config.dim, tokens().numel()
@@ -102,7 +102,7 @@ def operator_keeps(topology: str, kernels: str) -> list[tuple[int, int]]:
 
 
 def test_what_a_boundary_keeps() -> None:
-    """(stream tensors, numbers a token), of an MLP's boundary and an attention's in turn."""
+    """(stream tensors, numbers per token), of an MLP's boundary and an attention's in turn."""
     assert operator_keeps("siamese", "fused") == [(2, 3), (2, 1), (2, 3), (2, 1), (2, 3)]
     assert operator_keeps("siamese", "lean") == [(1, 3), (1, 1), (1, 3), (1, 1), (1, 3)]
     assert operator_keeps("siamese-post-pre", "fused") == [(2, 3)] * 5

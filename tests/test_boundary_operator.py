@@ -123,7 +123,7 @@ KEPT |= {"deepnorm": (1, 1), "residual": (1, 1), "mix-ln-switch": (1, 2)}
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in KEPT], ids=str)
 def test_it_keeps_streams_and_a_few_numbers_a_token(case: Case) -> None:
-    """By saved-tensor hooks: so many tensors of a stream's size in its dtype, so many fp32 numbers a token."""
+    """By saved-tensor hooks: so many tensors of a stream's size in its dtype, so many fp32 numbers per token."""
     tokens, dim = 6, 32
     tensors = kept(draw_inputs(case, (2, 3, dim), streams=torch.bfloat16))
     streams, numbers = KEPT[case.name]

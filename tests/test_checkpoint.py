@@ -18,11 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoint_stages import STAGES, watch_stages
+from checkpoint_stages import STAGES, save_checkpoint, watch_stages
 from siamesenorm.errors import UserError
 from siamesenorm.training import checkpoint as checkpoint_module
 from siamesenorm.training.checkpoint import keep_last_weights, load_checkpoint, read_checkpoint
-from siamesenorm.training.distributed_checkpoint import CheckpointSaver, save_checkpoint
+from siamesenorm.training.distributed_checkpoint import CheckpointSaver
 
 
 def groups(seed):
@@ -262,9 +262,8 @@ DEATHS = textwrap.dedent(
     import json, os, resource, signal, sys
     from pathlib import Path
     import torch
-    from checkpoint_stages import STAGES, watch_stages
+    from checkpoint_stages import STAGES, save_checkpoint, watch_stages
     from siamesenorm.training.checkpoint import load_checkpoint
-    from siamesenorm.training.distributed_checkpoint import save_checkpoint
     from siamesenorm.training.run_record import MetricsLog, read_metrics
 
     def groups(step):

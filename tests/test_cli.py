@@ -346,7 +346,7 @@ def test_every_topology_explains_itself(
     for part in ("formula", "diagram"):
         assert facts[part].strip()
         assert all(line.strip() in said for line in facts[part].splitlines())
-    assert facts["boundary"]["bytes_a_token"] > 0
+    assert facts["boundary"]["bytes_per_token"] > 0
     parameters = [count_parameters(build_language_model("nano", topology=t, device="meta"))[0] for t in (name, "pre")]
     assert facts["extra_parameters"]["nano"]["parameters"] == parameters[0] - parameters[1]
     assert max(map(len, said.splitlines())) <= 120

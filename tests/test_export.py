@@ -280,9 +280,9 @@ def test_the_card_says_what_the_record_says(trained: Path, exported: Path) -> No
     parameters = sum(parameter.numel() for parameter in native.parameters())
     assert introduction["parameters"] == parameters
     assert facts["Parameters"].startswith(f"{parameters:,}, of which {parameters - native.embedding.weight.numel():,}")
-    assert facts["Training loss"] == f"{(losses[-1] + losses[-2]) / 2:.4f} nats a token, mean of the last 2 steps"
+    assert facts["Training loss"] == f"{(losses[-1] + losses[-2]) / 2:.4f} nats per token, mean of the last 2 steps"
     assert facts["Held-out loss"].startswith(
-        f"{held_out['loss']:.4f} nats a token (perplexity {math.exp(held_out['loss']):.2f}), step 20"
+        f"{held_out['loss']:.4f} nats per token (perplexity {math.exp(held_out['loss']):.2f}), step 20"
     )
     assert facts["Verdict"].startswith(verdict["label"]) and facts["Steps"] == "20 of 20, 128 tokens each"
     manifest = json.loads((Path(config["task"]["data"]) / "manifest.json").read_text())
@@ -298,8 +298,8 @@ def test_the_card_of_an_earlier_checkpoint_tells_its_own_numbers(trained: Path, 
     facts = card_of(tmp_path / "earlier")
     (loss,) = [record["loss"] for record in records(trained, "validation") if record["step"] == 10]
     (last,) = [record["loss"] for record in records(trained, "train") if record["step"] == 10]
-    assert facts["Held-out loss"].startswith(f"{loss:.4f} nats a token") and "step 10" in facts["Held-out loss"]
-    assert facts["Training loss"].startswith(f"{last:.4f} nats a token")
+    assert facts["Held-out loss"].startswith(f"{loss:.4f} nats per token") and "step 10" in facts["Held-out loss"]
+    assert facts["Training loss"].startswith(f"{last:.4f} nats per token")
     assert facts["Steps"].startswith("10 of 20") and facts["Tokens seen"].startswith("1,280")
     assert "these weights are those of step 10" in facts["Verdict"]
 

@@ -25,7 +25,6 @@ from siamesenorm.tasks import TASKS
 from siamesenorm.topologies import TOPOLOGIES, build_topology
 from siamesenorm.training.config import (
     FROZEN_NAMES,
-    FROZEN_TAGS,
     Execution,
     RunConfig,
     WarmStart,
@@ -59,7 +58,7 @@ def schema() -> dict[str, dict[str, Any]]:
     """Return every name in the hash with its default, "required" without one, by class or tag."""
     families = dict.fromkeys(type(topology) for topology in TOPOLOGIES.values())
     table = {
-        FROZEN_TAGS.get(kind.__name__, kind.__name__): {
+        kind.__name__: {
             FROZEN_NAMES.get((kind.__name__, field.name), field.name): (
                 "required" if default_of(field) is dataclasses.MISSING else described(default_of(field))
             )

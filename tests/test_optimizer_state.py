@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from checkpoint_stages import save_checkpoint
 from siamesenorm.errors import UserError
 from siamesenorm.training.checkpoint import capture_random_state, load_checkpoint, restore_random_state
-from siamesenorm.training.distributed_checkpoint import save_checkpoint
 from siamesenorm.training.optimizer import optimizer_tensors, restore_optimizers
 
 

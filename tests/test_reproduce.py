@@ -31,8 +31,8 @@ from siamesenorm.recipes.item_report import item_report, leaders
 from siamesenorm.recipes.item_results import read_item
 from siamesenorm.recipes.items import ITEMS
 from siamesenorm.recipes.league import budget_curve, league_sections
-from siamesenorm.recipes.prices import count_operations
 from siamesenorm.recipes.published_numbers import find_published, published_rows
+from siamesenorm.recipes.run_costs import count_operations
 from siamesenorm.recipes.scales import WORKLOADS, Scale, Workload
 from siamesenorm.topologies import available_topologies
 from siamesenorm.training.run_directory import RunDirectory
@@ -57,7 +57,7 @@ def test_every_item_has_runs_that_can_be_configured_at_every_scale() -> None:
 
 @pytest.mark.parametrize("domain", WORKLOADS)
 def test_the_papers_settings_build_and_have_a_price(domain: str) -> None:
-    """On the meta device: 6 operations a parameter and token at least, of 100 B tokens of 1.3 B parameters 8e20."""
+    """On the meta device: 6 operations per parameter and token at least, of 100 B tokens of 1.3 B parameters 8e20."""
     operations = count_operations(WORKLOADS[domain][Scale.FULL].template())
     assert operations > 1e18
     if domain == "language":

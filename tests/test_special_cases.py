@@ -469,7 +469,7 @@ def test_every_query_of_attention_residuals_has_a_gradient_at_the_start() -> Non
 
 
 def test_attention_residuals_keep_the_sources_and_scalars() -> None:
-    """For the backward pass a read keeps each source once, in its dtype, and two numbers a token of each."""
+    """For the backward pass a read keeps each source once, in its dtype, and two numbers per token of each."""
     for dtype in (torch.float32, torch.bfloat16):
         model = wire("attnres-full", dtype=torch.float32)
         sources = tuple(embedding(k).to(dtype).requires_grad_() for k in range(5))

@@ -173,7 +173,7 @@ def test_the_layer_that_is_not_finite_is_named(layer: str, what: str, data: Path
     assert "post-mortem.json" in note["text"] and layer in note["text"]
     shown = run_report(read_single_run(run)).sections["What came out"]
     assert isinstance(shown, Statements)
-    assert any(each.topic == "Seen first" and layer in each.text for each in shown.items)
+    assert any(each.topic == "First abnormal" and layer in each.text for each in shown.items)
 
 
 class Examined(PostMortem):

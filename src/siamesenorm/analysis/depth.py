@@ -30,7 +30,7 @@ from siamesenorm.topologies import Streams
 class Pruning(Analysis):
     """Held-out loss without blocks: each one alone, and the last n.
 
-    "removed" leaves a block out: the streams pass by it, and its own norms do not act; where streams are
+    "removed" leaves a block out: the streams skip it, and its own norms do not apply; where streams are
     post-normalised, the norm after the block before acts in the next read, or in the closing. "zeroed" writes zero in
     place of its outputs: reads and writes act, so that post-norms do. Both are the same for Pre-Norm, and differ where
     a write normalises, scales or mixes the streams. "last_removed" and "last_zeroed" have L + 1 values, of

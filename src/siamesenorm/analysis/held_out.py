@@ -221,7 +221,7 @@ def observed_reads(
 
 @contextmanager
 def without_blocks(path: PathParts, names: Collection[str]) -> Iterator[None]:
-    """Remove blocks: the streams pass by them unchanged, and their norms do not act.
+    """Remove blocks: the streams skip them unchanged, and their norms do not apply.
 
     The norm that follows the last addition of a block is in the next block's first connection, or in the closing. So
     the read, or closing, after removed blocks has the norm of the block before them, in place of the last removed

@@ -77,13 +77,10 @@ def by_depth(measured: dict[Key, float], blocks: int) -> Results:
         inside = [measured.get(("sublayers", name, "streams", stream, quantity)) for name in sublayers]
         return [*inside, measured.get(("end", stream, quantity))]
 
-    relative = {
-        name: [c / x if c is not None and x else None for c, x in zip(changes, over_depth(name, "rms"), strict=True)][
-            :-1
-        ]
-        for name in streams
-        for changes in [over_depth(name, "change")]
-    }
+    relative = {}
+    for name in streams:
+        pairs = list(zip(over_depth(name, "change"), over_depth(name, "rms"), strict=True))[:-1]
+        relative[name] = [change / x if change is not None and x else None for change, x in pairs]
     return {
         "blocks": blocks,
         "sublayers": sublayers,

@@ -1,4 +1,4 @@
-"""What a run that diverges saw first, and in which layer: `post-mortem.json` in its directory."""
+"""The first abnormal quantities of a diverged run, by layer: `post-mortem.json` in its directory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from siamesenorm.world import by_mesh, norms_of, whole
 HISTORY, RECENT, SHOWN = 512, 8, 20
 """Steps whose gradient norms by layer are kept; those that are compared with the ones before; those in the file."""
 LEAST_GROWTH = 1.5
-"""Growth of a suspect."""
+"""Smallest growth that is reported."""
 KINDS = ("weight", "update", "stream", "gradient")
 """What may have grown: causes before consequences."""
 Rows = list[list[Tensor]]
@@ -45,8 +45,8 @@ class PostMortem(Instrument):
     * `sublayers` and `end`: the streams in a second forward pass over the batch, without dropout; see `StreamMonitor`.
 
     Norms of gradients are those that clipping has computed, and stay on the device; norms of weights are computed at
-    each evaluation. All else is measured when the file is written, before the update: the run goes on with the bits of
-    one without this instrument. Streams and updates have a usual value where the run is monitored
+    each evaluation. All else is measured when the file is written, before the update: this instrument does
+    not change the weights. Streams and updates have a usual value where the run is monitored
     (`MonitorInstrument`). A step that is skipped writes no file.
     """
 
@@ -252,6 +252,6 @@ def sentences(finding: Mapping[str, Any]) -> dict[str, str]:
         usual = f", {each['growth']:.3g} times its usual {each['usual']:.3g}" if "growth" in each else ""
         seen.append(f"{what} of {each['layer']} {each['value']:.3g}{usual}")
     return {
-        "Lost": rose + numbers,
-        "Seen first": "; then ".join(seen) or "all is finite, and nothing has grown by half",
+        "Divergence": rose + numbers,
+        "First abnormal": "; then ".join(seen) or "all is finite, and nothing has grown by half",
     }

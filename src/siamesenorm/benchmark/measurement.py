@@ -224,7 +224,7 @@ def describe_passes(timings: Timings, name: str, traffic: Mapping[str, float]) -
 
 
 def peak_rate(device: torch.device, precision: str) -> tuple[float, str]:
-    """Return the operations a second against which utilisation is stated, and what they are.
+    """Return the operations per second against which utilisation is stated, and what they are.
 
     On known GPUs in bf16 they are those of the data sheet; elsewhere those of the product of two square matrices, the
     fastest of ten.

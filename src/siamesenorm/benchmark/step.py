@@ -141,7 +141,7 @@ def measure_candidate(candidate: str, session: Session[StepSettings]) -> list[Ro
 
 
 def compare(candidate: str, steps: dict[str, TrainingStep], session: Session[StepSettings]) -> list[Row]:
-    """Return a row for each topology: step time, its ratio to Pre-Norm's, tokens a second, utilisation, memory.
+    """Return a row for each topology: step time, its ratio to Pre-Norm's, tokens per second, utilisation, memory.
 
     `steps` may have other candidates of Pre-Norm, as "pre, compiled": they have no row, but may be the fastest.
     """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ import tyro
 
 from siamesenorm.analysis.analyses import available_analyses, build_analysis
 from siamesenorm.analysis.held_out import Analysis
+from siamesenorm.cli.output import command_line
 from siamesenorm.cli.report import show_report
 from siamesenorm.comparison.analysis_report import analysis_report
 from siamesenorm.comparison.results import RunResult, read_run
@@ -92,7 +91,7 @@ def run(arguments: Arguments) -> None:
         shown,
         results,
         data="held-out samples" if arguments.text is None else f"samples of {arguments.text.name}",
-        command=shlex.join(["siamesenorm", *sys.argv[1:]]),
+        command=command_line(),
         refused=refused,
     )
     show_report(report, out)

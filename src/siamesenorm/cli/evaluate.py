@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ from typing import Annotated, cast
 import tyro
 
 from siamesenorm.cli.evaluation_tables import show
+from siamesenorm.cli.output import print_notes
 from siamesenorm.errors import UserError
 from siamesenorm.evaluation.causal_models import LibraryCausalModel, NativeCausalModel, model_digest
 from siamesenorm.evaluation.evaluation import Evaluation, Record, TaskMetrics, TrainedRun, keep_records
@@ -148,11 +148,11 @@ def open_model(arguments: Arguments, path: str) -> TrainedRun | OtherModel:
     """Return the run in a directory, or any other language model; raises UserError for what cannot be evaluated."""
     if RunDirectory(Path(path)).is_run:
         trained = TrainedRun(Path(path), device=arguments.device, data=arguments.data)
-        _note([f"skipped the damaged checkpoint {damaged}" for damaged in trained.checkpoint.skipped])
+        print_notes([f"skipped the damaged checkpoint {damaged}" for damaged in trained.checkpoint.skipped])
         return trained
     device, data = find_device(arguments.device), arguments.data
     opened = open_language_model(path, device=device, data=Path(data) if data else None)
-    _note(opened.notes)
+    print_notes(opened.notes)
     model = opened.model
     scorer = LanguageScorer(
         model=NativeCausalModel(model) if isinstance(model, LanguageModel) else LibraryCausalModel(model),
@@ -186,8 +186,3 @@ def evaluate(model: TrainedRun | OtherModel, chosen: Sequence[Evaluation]) -> li
         if isinstance(model, TrainedRun):
             return model.evaluate(chosen, progress.update)
         return model.evaluate(cast(Sequence[LanguageEvaluation], chosen), progress.update)
-
-
-def _note(notes: Sequence[str]) -> None:
-    for note in notes:
-        print(f"siamesenorm: note: {note}", file=sys.stderr)

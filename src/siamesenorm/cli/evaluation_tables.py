@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from siamesenorm.cli.output import console
 from siamesenorm.comparison.accuracy_tables import result_cells
 from siamesenorm.comparison.formatting import NOTHING
 from siamesenorm.evaluation.choice_tasks import TASKS
@@ -20,11 +20,11 @@ Cells = Sequence[str]
 
 def show(records: Sequence[Record]) -> None:
     """Print a table of each record of tasks and of each comparison, and one with a row for each other result."""
-    console = Console(width=None if Console().is_terminal else 140)
+    output = console()
     kinds = {MultipleChoice.name: ("Task", *CHOICE_COLUMNS), PAIRED: ("Task", *PAIRED_COLUMNS)}
     others = [row for record in records if record["evaluation"] not in kinds for row in _rows(record)]
     if others:
-        console.print(_table("", ("evaluation", "weights", "result", "value"), others))
+        output.print(_table("", ("evaluation", "weights", "result", "value"), others))
     for record in records:
         if columns := kinds.get(record["evaluation"]):
             write = choice_row if record["evaluation"] == MultipleChoice.name else paired_row
@@ -33,7 +33,7 @@ def show(records: Sequence[Record]) -> None:
                 title += f": {' minus '.join(record['models'])}"
             results = record["results"]
             rows = [(TASKS[name].label, *write(results[name])) for name in record["options"]["tasks"]]
-            console.print(_table(title, columns, [*rows, ("Average", *average_cells(results))]))
+            output.print(_table(title, columns, [*rows, ("Average", *average_cells(results))]))
 
 
 COUNTS = {"acc": "accuracy", "acc_per_char": "accuracy per character"}

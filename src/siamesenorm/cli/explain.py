@@ -172,7 +172,7 @@ def describe(topology: Topology) -> dict[str, Any]:
             "forward_passes": cost.forward,
             "backward_passes": cost.backward,
             "saved_tensors": cost.saved,
-            "bytes_a_token": round((cost.forward + cost.backward) * EXAMPLE_DIM * BYTES),
+            "bytes_per_token": round((cost.forward + cost.backward) * EXAMPLE_DIM * BYTES),
         },
         "special_cases": list(topology.special_cases),
         "conditioned_sublayers": topology.modulation_refusal or "composes",
@@ -195,7 +195,7 @@ def topology_text(facts: dict[str, Any]) -> str:
     boundary = cost and (
         f"{cost['forward_passes']:g} passes of a stream forward, {cost['backward_passes']:g} backward, "
         f"{cost['saved_tensors']:g} kept, mean over a model\n"
-        f"= {cost['bytes_a_token']:,} bytes a token at dim {EXAMPLE_DIM} in bf16"
+        f"= {cost['bytes_a_token']:,} bytes per token at dim {EXAMPLE_DIM} in bf16"
     )
     entries = {
         "options": _options(facts),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from siamesenorm.cli.output import print_notes
 from siamesenorm.interop.stored import export
 
 
@@ -30,8 +30,7 @@ class Arguments:
 def run(arguments: Arguments) -> None:
     """Write the directory and print how to load it."""
     stored = export(arguments.model, arguments.out, data=arguments.data)
-    for note in stored.notes:
-        print(f"siamesenorm: note: {note}", file=sys.stderr)
+    print_notes(stored.notes)
     print(
         f"{arguments.out}: after `import siamesenorm.interop.huggingface`, "
         f"AutoModelForCausalLM.from_pretrained({str(arguments.out)!r}) loads it"

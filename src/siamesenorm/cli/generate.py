@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Annotated
 
 import tyro
 
+from siamesenorm.cli.output import print_notes
 from siamesenorm.errors import UserError
 from siamesenorm.files import encode_json
 from siamesenorm.interop.generation import open_prompt
@@ -60,8 +60,7 @@ def run(arguments: Arguments) -> None:
     """Generate, showing the text as it comes."""
     stored = detect(arguments.model, data=arguments.data)
     prompt = open_prompt(stored, arguments.prompt, tokens=arguments.tokens)
-    for note in prompt.notes:
-        print(f"siamesenorm: note: {note}", file=sys.stderr)
+    print_notes(prompt.notes)
     generate = partial(prompt, temperature=arguments.temperature, seed=arguments.seed)
     if arguments.json:
         print(encode_json({"prompt": arguments.prompt, **dataclasses.asdict(generate(lambda text: None))}))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
+from siamesenorm.cli.output import console
 from siamesenorm.comparison.comparison_report import comparison_report, run_report
 from siamesenorm.comparison.experiment_plan import Part, read_plan
 from siamesenorm.comparison.findings import find
@@ -19,6 +18,7 @@ from siamesenorm.comparison.results import read_experiment, read_single_run
 from siamesenorm.recipes.continued import continued_report, find_continued
 from siamesenorm.recipes.item_report import item_report
 from siamesenorm.recipes.item_results import ITEM_FILE, read_item
+from siamesenorm.training.run_directory import RunDirectory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ def build_report(directory: Path, *, title: str = "", mixed: bool = False) -> Re
     plan = read_plan(directory)
     if (directory / ITEM_FILE).is_file():
         return item_report(read_item(directory), title=title)
-    if plan is None and (directory / "config.json").is_file():
+    if plan is None and RunDirectory(directory).is_run:
         return run_report(read_single_run(directory), title=title)
     results = read_experiment(directory, mixed=mixed)
     if any(run.part is Part.CONTINUED for run in results.plan.runs.values()):
@@ -60,7 +60,7 @@ def build_report(directory: Path, *, title: str = "", mixed: bool = False) -> Re
 def show_report(report: Report, out: Path) -> None:
     """Write a report, print its tables, and where the page is."""
     page = write_report(report, out)
-    console = Console() if sys.stdout.isatty() else Console(width=140)
+    output = console()
     for table in report.tables:
-        console.print(table_on_terminal(table, console.width))
+        output.print(table_on_terminal(table, output.width))
     print(f"report: {page}")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import shlex
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +13,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from rich.console import Console
 from typing_extensions import Doc
 
+from siamesenorm.cli.output import command_line, console
 from siamesenorm.cli.report import build_report, show_report
 from siamesenorm.cli.sweep import chosen_jobs, raise_failures, train_experiment
 from siamesenorm.cli.train import text_constructors
@@ -144,7 +142,7 @@ def run(arguments: ReproduceArguments | ContinuedArguments) -> None:
     if arguments.list or not arguments.item:
         stores = (arguments.out / "runs", *arguments.runs)
         states = list(list_items(items, scale, stores, lambda workload: data_of(arguments, workload)))
-        Console(width=None if sys.stdout.isatty() else 140).print(items_table(states, scale))
+        console().print(items_table(states, scale))
         return
     if arguments.costs:
         read_costs(arguments.costs)  # refused before anything is trained, as are tasks
@@ -225,7 +223,7 @@ def train_item(item: Item, arguments: ReproduceArguments, deadline: float, start
             template=template,
             jobs=chosen_jobs(arguments.jobs, template, RUNS_PER_GPU[scale]),
             comparisons=grid.comparisons(template),
-            command=shlex.join(["siamesenorm", *sys.argv[1:]]),
+            command=command_line(),
             stores=(arguments.out / "runs", *arguments.runs),
             mixed=arguments.mixed,
             deadline=deadline,
@@ -288,7 +286,7 @@ def reproduce_continued(arguments: ContinuedArguments) -> None:
             jobs=chosen_jobs(arguments.jobs, template),
             comparisons=plan.comparisons,
             common=plan.common,
-            command=shlex.join(["siamesenorm", *sys.argv[1:]]),
+            command=command_line(),
             deadline=deadline,
         )
         try:

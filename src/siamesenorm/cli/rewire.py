@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ from typing import Annotated, Any
 import tyro
 from typing_extensions import Doc
 
+from siamesenorm.cli.output import print_notes
 from siamesenorm.errors import UserError
 from siamesenorm.files import encode_json
 from siamesenorm.interop.rewire import RewireReport, rewire
@@ -58,8 +58,7 @@ def run(arguments: Arguments) -> None:
     if not 0 <= arguments.seed <= LARGEST_SEED:
         raise UserError(f"--seed is {arguments.seed}: choose a number from 0 to {LARGEST_SEED}")
     model = stored.initialise(arguments.seed) if arguments.scratch else stored.load()
-    for note in stored.notes:
-        print(f"siamesenorm: note: {note}", file=sys.stderr)
+    print_notes(stored.notes)
     report = rewire(model, arguments.topology, preserve=not arguments.scratch, norm=arguments.norm)
     with new_directory(arguments.out) as directory:
         stored.save(model, directory)

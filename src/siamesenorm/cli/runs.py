@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 
+from siamesenorm.cli.output import console
 from siamesenorm.errors import UserError
 from siamesenorm.files import encode_json
 from siamesenorm.training.run_directory import RunDirectory
@@ -40,7 +40,7 @@ def run(arguments: Arguments) -> None:
         table.add_column(column.replace("_", " "), overflow="fold", no_wrap=column == "directory")
     for row in rows:
         table.add_row(*map(_cell, row.values()))
-    Console(width=None if Console().is_terminal else 140).print(table)
+    console().print(table)
 
 
 def find_runs(directories: Sequence[Path]) -> Iterator[Path]:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from typing_extensions import Doc
 
 from siamesenorm.benchmark.memory import StepLayout, memory_of
+from siamesenorm.cli.output import console
 from siamesenorm.errors import unknown
 from siamesenorm.models.cost import count_active_parameters, count_flops, count_parameters
 from siamesenorm.models.diffusion import SIZES as DIFFUSION_SIZES
@@ -45,7 +45,7 @@ class Arguments:
         Doc(f"Topologies to compare, the first is the reference: {', '.join(available_topologies())}."),
     ] = ("pre", "siamese", "siamese-post-pre", "dhc-2")
     memory: str = ""
-    """Size of a language model of which to count, instead, the bytes of a process in a training step, by part."""
+    """Size of a language model: print the memory of one process in a training step, by part."""
     vocabulary: int = 50304
     """Token ids of a size whose vocabulary is that of the data, for its memory."""
     step: StepLayout = StepLayout()
@@ -83,7 +83,7 @@ def run(arguments: Arguments) -> None:
     if any(row["shape_guessed"] for row in rows):
         table.caption = "* a shape that fits the published number of parameters; the paper does not state it"
     table.caption_justify = "left"
-    Console(width=None if Console().is_terminal else 120).print(table)
+    console().print(table)
 
 
 def show_memory(arguments: Arguments) -> None:
@@ -104,7 +104,7 @@ def show_memory(arguments: Arguments) -> None:
         table.add_column(column, justify="left" if column == "topology" else "right")
     for row in rows:
         table.add_row(*(cell if isinstance(cell, str) else f"{cell / 2**30:.3g}" for cell in row.values()))
-    Console(width=None if Console().is_terminal else 120).print(table)
+    console().print(table)
 
 
 def count(family: Family, size: str, topologies: tuple[str, ...]) -> list[dict[str, Any]]:

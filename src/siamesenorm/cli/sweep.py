@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +11,7 @@ from typing import Annotated
 
 import tyro
 
+from siamesenorm.cli.output import command_line
 from siamesenorm.cli.report import build_report, show_report
 from siamesenorm.cli.train import RunArguments, RunCommand
 from siamesenorm.comparison.experiment_console import ExperimentConsole
@@ -49,7 +48,7 @@ Arguments = RunArguments(SweepArguments)
 
 def run(arguments: SweepArguments) -> None:
     """Train the grid, then write the report."""
-    command = shlex.join(["siamesenorm", *sys.argv[1:]])
+    command = command_line()
     experiment = sweep_experiment(arguments.grid, arguments.run, arguments.out, arguments.jobs, command)
     experiment.mixed = arguments.mixed
     run_sweep(arguments.grid, experiment, report=arguments.out / "report", title=arguments.title)

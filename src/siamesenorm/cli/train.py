@@ -145,7 +145,7 @@ def run(arguments: Train) -> None:
     if config.execution.slurm and IN_JOB not in os.environ:
         require_slurm()
         RunDirectory(directory).prepare(config)
-        job = SlurmJob(directory, ["-m", "siamesenorm", *sys.argv[1:]], config.execution.slurm_options)
+        job = SlurmJob(directory, ["-m", "siamesenorm", *sys.argv[1:]], config.execution.read_slurm_options())
         print(f"job {job.id} trains {directory}: siamesenorm runs {directory.parent} shows it")
         return
     watching = (*arguments.monitor.instruments(), *arguments.evaluation.instruments(config))

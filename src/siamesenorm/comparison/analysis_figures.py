@@ -131,8 +131,8 @@ def _pruning(results: Records, runs: Sequence[str]) -> Iterator[Figure]:
     ]
     yield _figure(
         "pruning", "Loss without blocks", panels, runs,
-        "Rise of the held-out loss without the last n blocks, and without one. Lines: blocks are removed, the streams "
-        "pass by. Dotted: their sublayers write 0, norms on the streams act.",
+        "Rise of the held-out loss without the last n blocks, and without one. Lines: the streams skip the "
+        "blocks. Dotted: their sublayers write 0, norms on the streams still apply.",
     )  # fmt: skip
 
 
@@ -202,8 +202,8 @@ def _jacobians(results: Records, runs: Sequence[str]) -> Iterator[Figure]:
     identity = f" The formula of Eq. 8 holds to {max(checked):.0e}." if checked else ""
     yield _figure(
         "jacobians", "Singular values of the transitions", panels, runs,
-        "Above: the largest singular value of each sublayer's transition of the streams. Below: root mean square of "
-        f"those of all that follow, by which gradients reach the depth. Logarithmic axes.{identity}",
+        "Above: the largest singular value of each sublayer's transition of the streams. Below: root mean square "
+        f"of the singular values of the product of all later transitions. Logarithmic axes.{identity}",
     )  # fmt: skip
 
 

@@ -29,8 +29,8 @@ VERDICTS = statements(
         "◇ not learned": "At the end the loss is not below that of a model that has learned nothing, and no longer "
         "falls. Numbers with ‡ are of such runs.",
         "✕ diverged": "A loss was not finite, or the smoothed loss stayed above its best so far by half a nat (half "
-        "the task's scale) for 5 % of the run or to its end. diverge: every seed did. †: some did, the number is of "
-        "the others.",
+        "the task's scale) for 5 % of the run or to its end. diverge: every seed diverged. †: some seeds diverged; the "
+        "number is the mean of the others.",
     }
 )
 

@@ -330,7 +330,7 @@ def _error_of(job: Job, process: subprocess.Popen[bytes] | SlurmJob) -> str | No
 def _start(job: Job, place: int) -> subprocess.Popen[bytes] | SlurmJob:
     words = ["-m", "siamesenorm.comparison.worker", str(job.directory.resolve())]
     if job.config.execution.slurm:
-        return SlurmJob(job.directory, words, job.config.execution.slurm_options)
+        return SlurmJob(job.directory, words, job.config.execution.read_slurm_options())
     threads = str(job.config.execution.threads or 1)
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     if gpus := shared_gpus(job.config.execution.device):

@@ -231,13 +231,13 @@ class Findings:
         return outcome.whole and own is not None and own.mean == (min if lowest else max)(means)
 
     def ranked(self) -> list[Choice]:
-        """Return the choices whose seeds all have a result (without any, of which some have), lowest loss first.
+        """Return the choices with a result on every seed, lowest loss first; if there are none, those with some result.
 
-        The loss is `shared_loss`; the first two are in the order of the seeds the two share.
+        The loss is `shared_loss`; the first two are in the order of the seeds that the two share.
         """
         ranked = sorted(self._comparable, key=self.shared_loss)
         if len(ranked) > 1 and paired(ranked[0], ranked[1]).interval().mean > 0:
-            ranked[:2] = ranked[1::-1]
+            ranked[0], ranked[1] = ranked[1], ranked[0]
         return ranked
 
     @property

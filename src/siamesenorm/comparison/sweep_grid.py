@@ -143,7 +143,7 @@ def runs_beyond_edges(
         choice = choose_learning_rate(results, label)
         edge = Edge.LOW if choice is None else choice.edge
         if ended.issuperset(tried) and len(tried) > 1 and len(beyond) < most and edge in (Edge.LOW, Edge.HIGH):
-            outermost, inner = tried[:2] if edge is Edge.LOW else tried[:-3:-1]
+            outermost, inner = (tried[0], tried[1]) if edge is Edge.LOW else (tried[-1], tried[-2])
             wanted = [float(f"{outermost * outermost / inner:.3g}")]
         runs += [planned_run(template, method, rate, template.seed, Part.SELECTION) for rate in wanted]
     return runs

@@ -239,7 +239,9 @@ class _Encoder:
 
     def moments(self, splits: dict[str, ImageSplit], *, mirrored: bool = False) -> dict[str, Any]:
         """Return mean and deviation of the latents of splits: of each, fp32 [images, 2 channels, size, size]."""
-        parts = (self.images.digest, self.autoencoder.digest, str(self.size), *["mirrored"] * mirrored)
+        parts = [self.images.digest, self.autoencoder.digest, str(self.size)]
+        if mirrored:
+            parts.append("mirrored")
         directory = latents_cache() / hashlib.sha256(":".join(parts).encode()).hexdigest()[:20]
         with disk_errors(directory.parent):
             directory.parent.mkdir(parents=True, exist_ok=True)

@@ -145,12 +145,12 @@ class PreparedData:
         """Return a line about each split, and one about the tokenizer."""
         lines = [
             f"{name}: {split.tokens:,} tokens, {split.documents:,} documents, {split.bytes / 1e6:,.2f} MB of text, "
-            f"{split.bytes / split.tokens:.2f} bytes a token"
+            f"{split.bytes / split.tokens:.2f} bytes per token"
             for name, split in self.manifest.splits.items()
         ]
         lines.append(
             f"tokenizer: {self.manifest.tokenizer.name}, vocabulary {self.vocabulary:,}, end of text "
-            f"{self.end_of_text}, unigram entropy {self.unigram_entropy:.3f} nats a token"
+            f"{self.end_of_text}, unigram entropy {self.unigram_entropy:.3f} nats per token"
         )
         return "\n".join(lines)
 

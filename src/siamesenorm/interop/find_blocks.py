@@ -51,7 +51,7 @@ def _chosen(model: nn.Module, stacks: dict[str, Blocks]) -> dict[str, Blocks]:
     specs = {name: recognise(blocks[0]) for name, blocks in stacks.items()}
     decoders = [name for name, spec in specs.items() if spec is not None and spec.crosses]
     if len(decoders) == 1 and len(stacks) == 2:
-        return {name: stacks[name] for name in sorted(stacks, key=decoders.__contains__)}
+        return {name: stacks[name] for name in sorted(stacks, key=lambda name: name in decoders)}
     if decoders:
         raise UserError(f"{decoders[0]} attends to the states of an encoder: rewire the model that has both")
     return _of_language(model, stacks) if len(stacks) > 1 else stacks

@@ -167,11 +167,11 @@ def _results(run: RunDirectory, step: int, records: list[dict[str, Any]]) -> dic
     facts = {}
     losses = [record["loss"] for record in records if record["kind"] == "train"]
     if last := losses[-max(1, len(losses) // 10) :]:
-        facts["Training loss"] = f"{sum(last) / len(last):.4f} nats a token, mean of the last {len(last)} steps"
+        facts["Training loss"] = f"{sum(last) / len(last):.4f} nats per token, mean of the last {len(last)} steps"
     if held_out := [record for record in records if record["kind"] == "validation"]:
         newest = held_out[-1]
         facts["Held-out loss"] = (
-            f"{newest['loss']:.4f} nats a token (perplexity {perplexity(newest['loss']):.4g}), "
+            f"{newest['loss']:.4f} nats per token (perplexity {perplexity(newest['loss']):.4g}), "
             f"step {newest['step']:,}, over {newest['items']:,} tokens"
         )
     verdict = run.read_verdict()

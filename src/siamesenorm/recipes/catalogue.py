@@ -12,7 +12,7 @@ from rich.table import Table
 from siamesenorm.comparison import formatting
 from siamesenorm.comparison.experiment_plan import find_run
 from siamesenorm.recipes.item import Item
-from siamesenorm.recipes.prices import count_operations
+from siamesenorm.recipes.run_costs import count_operations
 from siamesenorm.recipes.scales import WORKLOADS, Scale, Workload
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.run_directory import RunDirectory
@@ -80,8 +80,8 @@ def items_table(states: Sequence[ItemState], scale: Scale) -> Table:
     table.add_section()
     table.add_row("all", "", "", "", "", "", _hours(sum(each.hours for each in states)))
     table.caption = (
-        "shared: runs that an earlier item has, too; left: estimated hours of one "
-        f"{DEVICES[scale]} for what has not ended{NOTES[scale]}"
+        "shared: runs already counted for an earlier item; left: estimated hours of one "
+        f"{DEVICES[scale]} of the unfinished runs{NOTES[scale]}"
     )
     table.caption_justify = "left"
     return table

@@ -19,7 +19,7 @@ from siamesenorm.training.run_directory import RunDirectory
 
 
 def build_evaluations(tasks: Path | None, limit: int) -> dict[str, Evaluation]:
-    """Return what grids can name, by name; multiple-choice only with the directory of its tasks.
+    """Return the available evaluations by name; multiple choice needs the directory of its tasks.
 
     Raises UserError for a directory without tasks, and for a limit of items that is negative or without tasks.
     """

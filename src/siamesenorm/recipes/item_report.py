@@ -42,8 +42,8 @@ from siamesenorm.comparison.results import ExperimentResults, Record
 from siamesenorm.recipes.claims import MEASURES, ClaimOutcome, JudgedClaim, newest_record
 from siamesenorm.recipes.item_results import ItemResults
 from siamesenorm.recipes.league import LEAGUE, league_sections
-from siamesenorm.recipes.prices import items_of, price_of
 from siamesenorm.recipes.published_table import published_of, published_table, sources
+from siamesenorm.recipes.run_costs import count_items, model_cost
 from siamesenorm.recipes.scales import Scale
 from siamesenorm.training.config import RunConfig
 
@@ -270,16 +270,16 @@ def scale_table(results: ItemResults) -> Table:
         ours = RunConfig.from_json(each.runs[0].config)
         paper = results.item.workload(grid, Scale.FULL)
         theirs = grid.template(paper, paper.template())
-        mine, full = price_of(ours), price_of(theirs)
-        part = mine.operations_a_sample * ours.batch * ours.steps
-        whole = full.operations_a_sample * theirs.batch * theirs.steps
+        mine, full = model_cost(ours), model_cost(theirs)
+        part = mine.operations_per_sample * ours.batch * ours.steps
+        whole = full.operations_per_sample * theirs.batch * theirs.steps
         rows.append(
             (
                 Entry(name or results.item.name),
                 Entry(formatting.count(mine.parameters)),
                 Entry(formatting.count(full.parameters)),
-                Entry(formatting.count(items_of(ours))),
-                Entry(formatting.count(items_of(theirs))),
+                Entry(formatting.count(count_items(ours))),
+                Entry(formatting.count(count_items(theirs))),
                 Entry(f"1 / {formatting.count(whole / part)}"),
             )
         )
@@ -293,7 +293,7 @@ def definitions(results: ItemResults) -> dict[str, str]:
     found = {
         "Effect": "A measure of the method minus that of the baseline on the same seed, whose runs have the same data "
         "order and, up to the factors that a topology declares, the same initial weights. Published perplexities are "
-        "compared as their logarithms, in nats a token; the paper's are of the training data, ours held out.",
+        "compared as their logarithms, in nats per token; the paper's are of the training data, ours held out.",
         "A run that diverged": "In claims, counts with the loss of a model that has learned nothing. Means of tables "
         "leave it out, and say so by their verdict.",
         "Seeds": "At a given rate all seeds count. Where each method has the best rate of its own, the seed that chose "

@@ -24,7 +24,7 @@ LAYOUT = StepLayout(precision="bfloat16", processes=64, shards=64)
 BYTES = 2
 """Of a number of a stream in bfloat16."""
 BANDWIDTH = 3.35e12
-"""Bytes a second of an H100's memory."""
+"""Bytes per second of an H100's memory."""
 
 
 def overhead_report() -> Report:

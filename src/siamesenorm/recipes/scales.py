@@ -1,6 +1,6 @@
 """The three scales of the reproductions: what is trained at each of them in place of what the papers trained.
 
-* mini: minutes a run on two cores; the language runs are those of `benchmarks/books`.
+* mini: minutes per run on two cores; the language runs are those of `benchmarks/books`.
 * small: one GPU that several runs share, about an hour an item by estimate; not run.
 * full: the papers' own settings. They can be built and their cost estimated; none has been run.
 """
@@ -25,10 +25,10 @@ Changes = Mapping[str, Any]
 BOOKS = "8e04f99f73fa1157ba5f8d75ae1cc49893a47e6b00e484d068565b3f78b89f8e"
 """Digest of the prepared books of `benchmarks/books`, whose vocabulary has 1,024 entries."""
 GPU_SPEED = 4e14
-"""Operations a second by which the scales small and full are priced: 40 % of an H100's dense bfloat16 peak."""
+"""Operations per second in estimates of the scales small and full: 40 % of an H100's dense bfloat16 peak."""
 MINI_SPEED = 3.6e10
-"""The same of a core at the scale mini: 905,969,664 operations a sample of 6,400 in 160 s (median of the committed runs
-of Pre-Norm and SiameseNorm, two at a time on two cores)."""
+"""The same of a core at the scale mini: 905,969,664 operations per sample, of 6,400 samples in 160 s (median of the
+committed runs of Pre-Norm and SiameseNorm, two at a time on two cores)."""
 
 
 class Scale(StrEnum):
@@ -57,7 +57,7 @@ class Workload:
         data: The option that names the data; empty where the data is built in.
         digest: Digest of the data of the committed runs, which is used where no data is given.
         vocabulary: Entries of the vocabulary of that data.
-        speed: Operations a second, measured or assumed, on which the estimated time is based.
+        speed: Operations per second, measured or assumed, on which the estimated time is based.
     """
 
     build: Callable[[Any], RunConfig]

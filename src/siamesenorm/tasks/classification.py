@@ -130,7 +130,7 @@ class ClassificationTaskConfig(ImageTaskConfig):
 
 
 class ClassificationTask(Task):
-    """The model, its loss in nats an image, and loss and accuracy on held-out images."""
+    """The model, its loss in nats per image, and loss and accuracy on held-out images."""
 
     unit = "nats/image"
     item = "image"

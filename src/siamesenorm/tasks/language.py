@@ -98,7 +98,7 @@ class LanguageTaskConfig(TaskConfig):
 
 
 class LanguageTask(Task):
-    """The model, its loss in nats a token, and its evaluation on the validation split."""
+    """The model, its loss in nats per token, and its evaluation on the validation split."""
 
     unit = "nats/token"
     item = "token"

@@ -148,7 +148,7 @@ class SourceMix(DeclaredModule):
 def mix_sources(direction: Tensor, eps: float, factor: float, *sources: Tensor) -> Tensor:
     """Return factor sum_i softmax_i(direction . v_i / sqrt(mean v_i^2 + eps)) v_i in the dtype of `direction`.
 
-    Kept for the backward pass: the sources, and two numbers a token for each.
+    Kept for the backward pass: the sources, and two numbers per token for each.
     """
     wide = [source.to(direction.dtype) for source in sources]
     weights = source_weights(direction, eps, *wide) * factor

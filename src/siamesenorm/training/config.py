@@ -101,11 +101,10 @@ class Execution:
         for tracker in self.trackers:
             if tracker not in get_args(Tracker):
                 raise unknown("tracker", tracker, get_args(Tracker))
-        self.slurm_options  # noqa: B018 - refuses words that are no options
+        self.read_slurm_options()
 
-    @property
-    def slurm_options(self) -> dict[str, int | str]:
-        """The options of sbatch by name; raises UserError for words that are none."""
+    def read_slurm_options(self) -> dict[str, int | str]:
+        """Return the options of sbatch by name; raises UserError for words that are none."""
         options: dict[str, int | str] = {}
         for word in self.slurm:
             name, _, value = word.partition("=")
@@ -276,8 +275,6 @@ FROZEN_NAMES: dict[tuple[str, str], str] = {
     ("RunConfig", "warm_start"): "start",
 }
 """Names in the hash that differ from those in Python, by class and field."""
-FROZEN_TAGS: dict[str, str] = {}
-"""Tags of topology families in the hash that differ from the names of their classes."""
 
 
 def identity(config: Any) -> str:
@@ -292,7 +289,7 @@ def described(value: Any) -> Any:
     if not dataclasses.is_dataclass(value):
         return _spelled(value)
     kind = type(value)
-    tag = FROZEN_TAGS.get(kind.__name__, kind.__name__) if isinstance(value, Topology) else getattr(kind, "tag", "")
+    tag = kind.__name__ if isinstance(value, Topology) else getattr(kind, "tag", "")
     record = _tag(kind, tag) if tag else {}
     for each in dataclasses.fields(value):
         found, default = getattr(value, each.name), default_of(each)

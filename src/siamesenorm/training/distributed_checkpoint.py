@@ -115,14 +115,6 @@ class CheckpointSaver:
             dist.destroy_process_group(self._group)
 
 
-def save_checkpoint(root: Path, step: int, tensors: Groups, state: Mapping[str, Any], *, keep: int) -> Path:
-    """Write the checkpoint of a step as `CheckpointSaver.save` does, wait for it, and return its directory."""
-    with CheckpointSaver(root, keep=keep) as saver:
-        saver.save(step, tensors, state)
-        saver.wait()
-    return root / f"step-{step:08d}"
-
-
 def _ordered(tensors: Groups) -> dict[str, dict[str, Tensor]]:
     """Return the tensors in an order that does not depend on how they came about.
 

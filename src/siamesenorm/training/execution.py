@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 COMPILING_PAYS = 2e14
 """Operations of training from which compiling saves more than it costs: 2 to 4 % of a step of width 512 (performance
-page) against 15 to 30 s for the first call, or more on a loaded machine, at some 1e11 operations a second."""
+page) against 15 to 30 s for the first call, or more on a loaded machine, at some 1e11 operations per second."""
 PRODUCTS = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,

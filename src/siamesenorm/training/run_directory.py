@@ -144,7 +144,7 @@ class RunDirectory:
         self._write(self.verdict_file, verdict.to_json())
 
     def read_post_mortem(self) -> dict[str, Any] | None:
-        """Return what a run that diverged saw first, or None; raises UserError where that cannot be read."""
+        """Return the first abnormal quantities of a diverged run, or None; raises UserError for a damaged file."""
         if not self.post_mortem_file.is_file():
             return None
         try:

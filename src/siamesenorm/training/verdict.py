@@ -246,7 +246,8 @@ class StabilityMonitor:
         if gradient_norm is not None:
             self._gradient_norms.append(gradient_norm)
         step = len(self._losses)
-        self._skipped += [step] * skipped
+        if skipped:
+            self._skipped.append(step)
         if math.isfinite(loss):
             self._recent.push(loss)
             self._final = self._recent.median

@@ -1,4 +1,4 @@
-"""What runs cost before they are trained: parameters and operations of their models, counted on the meta device."""
+"""What runs will cost: parameters and operations of their models, counted on the meta device."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from siamesenorm.training.config import RunConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Price:
+class ModelCost:
     """Parameters of a model, and operations of training on one sample."""
 
     parameters: int
-    operations_a_sample: int
+    operations_per_sample: int
 
 
-CONVNEXT_B = Price(parameters=89_000_000, operations_a_sample=3 * 2 * 15_400_000_000)
+CONVNEXT_B = ModelCost(parameters=89_000_000, operations_per_sample=3 * 2 * 15_400_000_000)
 """As published (arXiv 2201.03545: 89 M parameters, 15.4 G multiply-adds); its model needs timm."""
 
 
-def price_of(config: RunConfig) -> Price:
-    """Return the price of a run's model with Pre-Norm and RMSNorm, whose residual path is not counted."""
+def model_cost(config: RunConfig) -> ModelCost:
+    """Return the cost of a run's model with Pre-Norm and RMSNorm, whose residual path is not counted."""
     model = config.task.model
     plain = {"topology": build_topology("pre"), "norm": NormSpec(), "attention_norm": "auto"}
-    return _price(dataclasses.replace(model, **plain) if hasattr(model, "topology") else model)
+    return _cost(dataclasses.replace(model, **plain) if hasattr(model, "topology") else model)
 
 
 def count_operations(config: RunConfig) -> float:
     """Return the floating-point operations of a run's training steps."""
-    return float(price_of(config).operations_a_sample) * config.batch * config.steps
+    return float(model_cost(config).operations_per_sample) * config.batch * config.steps
 
 
-def items_of(config: RunConfig) -> int:
+def count_items(config: RunConfig) -> int:
     """Return how many items (tokens, or images) a run is trained on."""
     return int(config.batch * config.steps * getattr(config.task.model, "context", 1))
 
 
 @cache
-def _price(config: Any) -> Price:
+def _cost(config: Any) -> ModelCost:
     if isinstance(config, ConvNextConfig):
         return CONVNEXT_B
     model = config.build(seed=0, device=torch.device("meta"))
-    return Price(parameters=count_parameters(model)[0], operations_a_sample=count_flops(model, *config.inputs()))
+    return ModelCost(parameters=count_parameters(model)[0], operations_per_sample=count_flops(model, *config.inputs()))
