@@ -195,7 +195,7 @@ def topology_text(facts: dict[str, Any]) -> str:
     boundary = cost and (
         f"{cost['forward_passes']:g} passes of a stream forward, {cost['backward_passes']:g} backward, "
         f"{cost['saved_tensors']:g} kept, mean over a model\n"
-        f"= {cost['bytes_a_token']:,} bytes per token at dim {EXAMPLE_DIM} in bf16"
+        f"= {cost['bytes_per_token']:,} bytes per token at dim {EXAMPLE_DIM} in bf16"
     )
     entries = {
         "options": _options(facts),

@@ -157,11 +157,10 @@ def grid(images: Tensor, columns: int) -> Tensor:
 
 def png(image: Tensor) -> bytes:
     """Return an image uint8 [channels, height, width] of 1 or 3 channels as a PNG file."""
-    from PIL import Image
+    from siamesenorm.data.augmentation import to_pil
 
-    pixels = image.permute(1, 2, 0).squeeze(-1).numpy()
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "png")
+    to_pil(image).save(file, "png")
     return file.getvalue()
 
 

@@ -94,7 +94,7 @@ def compare_tasks(
     """Return `compare_items` of each task, and the difference of the averages of their primary accuracies.
 
     The average's standard error is that of independent tasks, with the errors of `paired_proportions`, which are never
-    zero; its interval, about the mean of their centres, and its p-value are normal.
+    zero; its interval and its p-value are normal, both about the mean of their centres, so that they agree.
     """
     results = {
         name: {**compare_items(first[name], second[name], what=name), "primary": primaries[name]} for name in first
@@ -103,7 +103,7 @@ def compare_tasks(
     mean = sum(each["difference"] for each in chosen) / len(chosen)
     centre = sum(each["centre"] for each in chosen) / len(chosen)
     error = math.sqrt(sum(each["stderr"] ** 2 for each in chosen)) / len(chosen)
-    p_value = float(2 * stats.norm.sf(abs(mean) / error))
+    p_value = float(2 * stats.norm.sf(abs(centre) / error))
     average = {"difference": mean, "stderr": error, **_normal_interval(centre, error), "p_value": p_value}
     return {**results, MEAN: average}
 
