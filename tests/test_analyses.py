@@ -398,6 +398,23 @@ def test_experts_are_rounded_and_routers_are_not() -> None:
     assert torch.equal(mixture.up.weight, before[0])
 
 
+def test_the_inputs_of_experts_are_rounded() -> None:
+    model: Any = subject("pre", experts=4, active_experts=2).model
+    inputs: list[Tensor] = []
+    with quantised(linear_layers(model), 16, 4):
+        mixture = model.blocks[0].mlp
+        mixture.up.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
+        model(TOKENS)
+    assert torch.equal(inputs[0], rounded(inputs[0], 4)), "rounded before the last hook"
+
+
+def test_stacked_experts_of_another_library_are_refused() -> None:
+    model: Any = subject("pre").model
+    model.blocks[1].mlp.gate_up_proj = nn.Parameter(torch.zeros(4, 8, 6))
+    with pytest.raises(UserError, match=r"blocks\.1\.mlp\.gate_up_proj"):
+        build_analysis("quantisation").require_model(model)
+
+
 # --- Jacobians
 
 

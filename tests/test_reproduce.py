@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from report_tables import fill_tables
 from siamesenorm.cli import main, reproduce
 from siamesenorm.comparison import experiment_runner, report_writer
 from siamesenorm.comparison.experiment_plan import read_plan, write_plan
+from siamesenorm.comparison.experiment_runner import OutOfTime
 from siamesenorm.comparison.findings import find
 from siamesenorm.comparison.formatting import NOTHING
 from siamesenorm.comparison.report_parts import Table
@@ -82,7 +84,8 @@ def test_runs_of_items_are_the_committed_ones_and_each_others() -> None:
         runs[name] = {config.identity[:12]: run for run, config in grid.given_runs(workload, template)}
     assert len(runs["table2"].keys() & committed) == 12 + 4 * 2
     shared = runs["table2"].keys() & runs["table3"].keys()
-    assert {runs["table2"][name].method for name in shared} == {"pre", "siamese"} and len(shared) == 6
+    assert {runs["table2"][name].method for name in shared} == {"pre", "pre + qkv", "siamese"}
+    assert len(shared) == 9
 
 
 def test_the_headline_pair_of_table_1_has_the_five_committed_seeds_at_the_high_rate() -> None:
@@ -481,6 +484,26 @@ def test_without_an_item_the_items_are_listed(
     assert main(["reproduce", "--data", "data", "--out", "out"]) == 0
     assert "Items at the scale mini" in capsys.readouterr().out
     assert not workers.started and not (path / "out").exists()
+
+
+def test_evaluations_stop_at_the_deadline_and_use_the_device_of_the_runs(
+    small_world: tuple[Path, Workers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = small_world
+    assert main(["reproduce", "table1", "--data", "data", "--out", "out", "--jobs", "1"]) == 0
+    devices = []
+
+    def evaluate(waiting: Any, data_of: Any, device: str, on_progress: Any) -> None:
+        devices.append(device)
+        on_progress(0.5, "half")
+
+    monkeypatch.setattr(reproduce, "evaluate_item", evaluate)
+    for device in ("", "cuda"):
+        arguments = reproduce.ReproduceArguments(item="table1", out=path / "out", device=device)
+        reproduce.report_item(ITEMS["table1"], arguments, {}, math.inf)
+        with pytest.raises(OutOfTime):
+            reproduce.report_item(ITEMS["table1"], arguments, {}, time.monotonic() - 1)
+    assert devices == ["cpu", "cpu", "cuda", "cuda"]
 
 
 def test_grids_that_a_scale_does_not_have_are_left_out(
