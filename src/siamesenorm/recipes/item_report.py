@@ -41,7 +41,7 @@ from siamesenorm.comparison.report_parts import (
 from siamesenorm.comparison.results import ExperimentResults, Record
 from siamesenorm.recipes.claims import MEASURES, ClaimOutcome, JudgedClaim, newest_record
 from siamesenorm.recipes.item_results import ItemResults
-from siamesenorm.recipes.league import LEAGUE, league_sections
+from siamesenorm.recipes.league import LEAGUE, league_sections, ranking_figure
 from siamesenorm.recipes.published_table import published_of, published_table, sources
 from siamesenorm.recipes.run_costs import count_items, model_cost
 from siamesenorm.recipes.scales import Scale
@@ -218,6 +218,8 @@ def grid_tables(results: ItemResults, findings: dict[str, Findings]) -> Iterator
 
 def item_figures(results: ItemResults, findings: dict[str, Findings]) -> Iterator[Figure]:
     """Yield the figures: loss and gradient norm at each rate, the frontier where rates are chosen, and analyses."""
+    if results.item.ranked and LEAGUE in findings and findings[LEAGUE].ranked():
+        yield ranking_figure(findings[LEAGUE])
     for name, each in findings.items():
         grid = results.grid(name)
         rates = grid.learning_rates(results.item.workload(grid, results.scale))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
-from siamesenorm.comparison import formatting
+from matplotlib.figure import Figure as Drawing
+
+from siamesenorm.comparison import figure_style, formatting
 from siamesenorm.comparison.comparison_tables import METHOD, estimate_text, missing_choice, verdict_entry
 from siamesenorm.comparison.experiment_plan import Part
+from siamesenorm.comparison.figure_style import Figure, Theme
 from siamesenorm.comparison.findings import Choice, Findings, NoiseBand
 from siamesenorm.comparison.formatting import NOTHING
 from siamesenorm.comparison.report_parts import LOWER, Block, Column, Entry, Pill, Row, RowGroup, Statements, Table
@@ -16,6 +20,8 @@ from siamesenorm.comparison.statistics import Bound, effective_speedup
 from siamesenorm.recipes.item_results import ItemResults
 
 LEAGUE, BASELINE = "league", "pre"
+ROW = 0.24
+"""Inches of a row of the figure."""
 IRREDUCIBLE = 0.0
 """Loss, in nats, that the curve of budgets is read above: at this scale none is known."""
 
@@ -57,6 +63,51 @@ def league_sections(results: ItemResults, findings: Findings) -> dict[str, Block
         "The league": table,
         "How to read the league": Statements(named_statements(_definitions(results, findings, band, curve))),
     }
+
+
+def ranking_figure(findings: Findings) -> Figure:
+    """Return the figure of all ranked methods: losses of the reported seeds, their mean and its interval."""
+    ranked, noise = findings.ranked(), findings.noise
+    band = f" The band: where one more seed of {noise.baseline} falls with 95 % probability." if noise else ""
+    return Figure(
+        name="ranking",
+        title="The league",
+        caption=f"Held-out loss ({findings.results.unit}) of every method at its own learning rate. Strokes: reported "
+        f"seeds; dots: their mean; lines: its 95 % t interval, cut at the edges.{band}",
+        alternative="; ".join(f"{each.method} {findings.shared_loss(each):.3f}" for each in ranked),
+        draw=lambda theme: draw_ranking(findings, theme),
+    )
+
+
+def draw_ranking(findings: Findings, theme: Theme) -> Drawing:
+    """Draw a row for every ranked method, the lowest loss at the top."""
+    ranked, noise = findings.ranked(), findings.noise
+    styles, names = figure_style.styles_of(findings.results.methods), [each.method for each in ranked]
+    height = 0.9 + ROW * len(ranked)
+    drawing = Drawing(figsize=(figure_style.WIDTH, height))
+    axes = drawing.subplots()
+    left = 0.04 + figure_style.name_room(names)
+    drawing.subplots_adjust(left=left, right=0.97, top=1 - 0.4 / height, bottom=0.5 / height)
+    if noise:
+        axes.axvspan(noise.low, noise.high, color=styles[noise.baseline].color(theme), alpha=0.13, linewidth=0)
+    values = [value for each in ranked for value in each.losses.values() if math.isfinite(value)]
+    margin = 0.04 * (max(values) - min(values))
+    axes.set_xlim(min(values) - margin, max(values) + margin)
+    for place, choice in enumerate(ranked):
+        color = styles[choice.method].color(theme)
+        seeds = list(choice.losses.values())
+        axes.plot(seeds, [place] * len(seeds), linestyle="", marker="|", markersize=7, color=color)
+        if (estimate := choice.held_out_loss) is not None:
+            if estimate.ends:
+                axes.plot(estimate.ends, [place, place], color=color, linewidth=1.2)
+            axes.plot([estimate.mean], [place], marker="o", markersize=5, color=color)
+    axes.set_ylim(len(ranked) - 0.5, -0.5)
+    axes.set_yticks(range(len(ranked)), [figure_style.shortened(name) for name in names], color=theme.ink)
+    axes.set_title("The league", x=(0.02 - left) / (0.97 - left))
+    axes.set_xlabel(f"held-out loss ({findings.results.unit})")
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(length=0)
+    return drawing
 
 
 def budget_runs(results: ItemResults) -> tuple[RunResult, ...]:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 COMPILING_PAYS = 2e14
 """Operations of training from which compiling saves more than it costs: 2 to 4 % of a step of width 512 (performance
 page) against 15 to 30 s for the first call, or more on a loaded machine, at some 1e11 operations per second."""
+GRAPHS_PER_BLOCK = 4
+"""Most graphs of a block: with gradients and without, each for whole and for smaller batches."""
 PRODUCTS = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -158,10 +160,12 @@ def compile_blocks(model: nn.Module, *, backend: str | Callable[..., Any] = "ind
     """Compile each block as one graph of static shapes, which blocks of one kind share.
 
     A compiled model equals a compiled model bit for bit, not an eager one: resume a run as it was started. Blocks whose
-    streams grow have a graph for each number of streams; torch's limit of graphs is raised to the number of blocks.
+    streams grow have a graph for each number of streams, in training, in evaluation, and for a last batch that is
+    smaller; torch's limits of graphs are raised accordingly.
     """
     blocks, limits = list(blocks_of(model)), torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, len(blocks) + 1)
+    limits.recompile_limit = max(limits.recompile_limit, GRAPHS_PER_BLOCK * len(blocks))
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, limits.recompile_limit)
     for block in blocks:
         block.compile(fullgraph=True, dynamic=False, backend=backend)
 
