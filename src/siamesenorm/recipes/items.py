@@ -37,7 +37,7 @@ SEEDNORM_ABLATION = (
 VISION = ("pre + layernorm", "pre + dyt", "pre + seednorm")
 HEADS = tuple(f"pre + seednorm:heads={heads}" for heads in (1, 8, 16, 32))
 LEAGUE = (*available_topologies(), CONTROL, "pre + seednorm", "siamese + seednorm")
-LEAGUE_DEEPER = ("pre", "post", "deepnorm", "dhc-2", "siamese-post-pre", "siamese")
+LEAGUE_DEEPER = ("pre", CONTROL, "post", "deepnorm", "dhc-2", "siamese-post-pre", "siamese")
 
 XIONG, SALAZAR = "Xiong et al. (arXiv 2002.04745)", "Salazar and Nguyen (arXiv 1910.05895)"
 SEEDNORM_THEORY = "SeeDNorm, theory"
@@ -310,7 +310,7 @@ ITEMS: dict[str, Item] = {
                     chosen=True,
                     headline=("pre", CONTROL, "siamese", "siamese-post-pre", "pre + seednorm"),
                 ),
-                RunGrid(name="deeper", methods=LEAGUE_DEEPER, chosen=True, shape=2),
+                RunGrid(name="deeper", methods=LEAGUE_DEEPER, rates=(1,), shape=2),
                 *(
                     RunGrid(name=name, methods=("pre",), rates=(1,), length=length, reporting=True)
                     for name, length in (("half the steps", 0.5), ("twice the steps", 2.0), ("4 times the steps", 4.0))
