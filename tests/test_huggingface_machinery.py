@@ -6,6 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from transformers.utils import logging
 from siamesenorm import LanguageModel, build_language_model, from_pretrained
 from siamesenorm.errors import UserError
 from siamesenorm.interop.huggingface import SiameseNormConfig, SiameseNormForCausalLM
+from siamesenorm.interop.language_models import open_language_model
 from siamesenorm.sublayers.attention import rotation
 
 logging.disable_progress_bar()
@@ -273,3 +275,32 @@ def test_weights_without_a_seed_are_those_of_torch() -> None:
 def test_no_common_test_of_transformers_fails() -> None:
     rows = json.loads((ROOT / "benchmarks/transformers_tests.json").read_text())["rows"]
     assert not any(row["failures"] for row in rows if row["code"] == "now")
+
+
+def test_a_model_of_the_hub_is_loaded_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tokenizer:
+        bos_token_id, eos_token_id = None, 2
+
+        def __call__(self, texts: list[str], **options: Any) -> Any:
+            return SimpleNamespace(input_ids=[[5]])
+
+    asked = []
+
+    def load(name: str, **options: Any) -> Any:
+        asked.append((name, options))
+        return causal_model()
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: Tokenizer())
+    opened = open_language_model("owner/name", device=torch.device("cpu"))
+    assert (opened.name, opened.start, opened.encode(["a"])) == ("owner/name", 2, [[5]])
+    assert asked == [("owner/name", {"use_safetensors": True})] and not opened.model.training
+
+
+def test_a_model_that_the_hub_does_not_give_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, **options: Any) -> Any:
+        raise OSError("no connection\nand more lines")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
+    with pytest.raises(UserError, match=r"owner/name: .*no connection\): name the directory"):
+        open_language_model("owner/name", device=torch.device("cpu"))

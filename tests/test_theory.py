@@ -102,6 +102,15 @@ def test_spikes_are_counted_over_a_training(monkeypatch: pytest.MonkeyPatch) -> 
     assert result.record["spikes"] == {"pre": 0, "post": 3} and result.claims[0].holds
 
 
+def test_the_training_of_spikes_steps_on_new_batches() -> None:
+    norms, losses = gradient_theory._training_norms("pre", 5, 8e-3)
+    assert len(norms) == len(losses) == 5 and losses[-1] < losses[0] - 0.5
+    still, unchanged = gradient_theory._training_norms("pre", 3, 0.0)
+    assert (still[0], unchanged[0]) == (norms[0], losses[0])
+    assert len(set(unchanged)) == 3 and max(unchanged) - min(unchanged) < 0.5, "the batches differ, the weights do not"
+    assert abs(unchanged[1] - losses[1]) > 0.01
+
+
 NORMS = {"pre": [1.0] * 30, "post": [*[1.0] * 12, 3.0, 4.0, 5.0, *[1.0] * 15]}
 
 
