@@ -3,7 +3,8 @@
     python benchmarks/report_tables.py docs/comparison.md docs/digits.md docs/continued.md
 
 A table is between `<!-- report EXPERIMENT: TITLE OF THE TABLE -->` and `<!-- end -->`; EXPERIMENT is a directory
-relative to the page. `<!-- figure EXPERIMENT: NAME FILE -->` draws a figure of the report into a file.
+relative to the page, or an item of `siamesenorm reproduce` that trains nothing. `<!-- figure EXPERIMENT: NAME FILE -->`
+draws a figure of the report into a file.
 """
 
 from __future__ import annotations
@@ -15,10 +16,18 @@ from pathlib import Path
 
 from siamesenorm.cli.report import build_report
 from siamesenorm.comparison.figure_style import LIGHT, render
+from siamesenorm.comparison.report_parts import Report
 from siamesenorm.comparison.report_writer import table_in_markdown
+from siamesenorm.recipes.items import ITEMS
 
-report_of = cache(build_report)
-"""The report of a directory, made once for all of its tables."""
+
+@cache
+def report_of(directory: Path) -> Report:
+    """Return the report of a directory, or of the experiment of that name that trains nothing, made once."""
+    item = ITEMS.get(directory.name)
+    return item.experiment() if item and item.experiment else build_report(directory)
+
+
 TABLE = re.compile(r"(<!-- report (\S+): (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 FIGURE = re.compile(r"<!-- figure (\S+): (\S+) (\S+) -->")
 

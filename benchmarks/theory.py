@@ -1,6 +1,6 @@
 """Every experiment on theory with its claims and the numbers that decide them.
 
-    python benchmarks/theory.py    # about a minute; writes theory.json and fills the table of docs/theory.md from it
+python benchmarks/theory.py    # about a minute; writes theory.json and fills the table of docs/theory.md from it
 """
 
 from __future__ import annotations

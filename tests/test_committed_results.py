@@ -12,7 +12,6 @@ from statistics import fmean
 
 import pytest
 
-from report_tables import fill_tables
 from siamesenorm.cli.parsing import parse
 from siamesenorm.cli.sweep import Arguments, SweepArguments, template_of
 from siamesenorm.comparison.comparison_tables import comparison_tables
@@ -53,11 +52,6 @@ def test_the_tables_of_a_comparison_are_those_of_its_runs(page: str) -> None:
     for table in comparison_tables(find(results)):
         assert table_in_markdown(table) in text
     assert not results.unfinished and not results.missing
-
-
-def test_the_reproduced_items_have_the_tables_of_their_runs() -> None:
-    page = ROOT / "docs/reproduced.md"
-    assert fill_tables(page.read_text(), page.parent) == page.read_text(), "python benchmarks/report_tables.py"
 
 
 def printed_arguments(page: str) -> SweepArguments:

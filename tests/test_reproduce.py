@@ -18,14 +18,14 @@ import pytest
 
 from report_tables import fill_tables
 from siamesenorm.cli import main, reproduce
-from siamesenorm.comparison import experiment_runner, report_writer
+from siamesenorm.comparison import experiment_runner, formatting, report_writer
 from siamesenorm.comparison.experiment_plan import read_plan, write_plan
 from siamesenorm.comparison.experiment_runner import OutOfTime
 from siamesenorm.comparison.findings import find
 from siamesenorm.comparison.formatting import NOTHING
 from siamesenorm.comparison.report_parts import Table
 from siamesenorm.comparison.report_writer import report_in_markdown
-from siamesenorm.recipes import scales
+from siamesenorm.recipes import overhead, scales
 from siamesenorm.recipes.claims import MEASURES, Cell, ClaimOutcome, judge_claims
 from siamesenorm.recipes.item import Item, RunGrid
 from siamesenorm.recipes.item_claims import against, claims_of
@@ -36,7 +36,7 @@ from siamesenorm.recipes.league import budget_curve, league_sections
 from siamesenorm.recipes.published_numbers import find_published, published_rows
 from siamesenorm.recipes.run_costs import count_operations
 from siamesenorm.recipes.scales import WORKLOADS, Scale, Workload
-from siamesenorm.topologies import available_topologies
+from siamesenorm.topologies import available_topologies, build_topology
 from siamesenorm.training.run_directory import RunDirectory
 from test_sweep import Workers
 from training_runs import tiny_run, write_data
@@ -117,6 +117,26 @@ def test_the_league_has_every_topology() -> None:
 def test_every_experiment_on_theory_is_an_item() -> None:
     names = {"gradient-at-init", "gradient-spikes", "dynamic-variance", "gradient-scaling", "dyt-equivalence"}
     assert {name for name, item in ITEMS.items() if item.experiment} == {*names, "unbounded-activation", "cost"}
+
+
+def test_the_cost_of_siamesenorm_is_its_traffic_and_a_stream_for_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead, "CLAIMED", "390m-l17")
+    found = overhead.overhead("390m-l17", "siamese")
+    ours, base = (build_topology(name).cost for name in ("siamese", "pre"))
+    assert ours and base and found.traffic and found.slower
+    moved = ours.forward + ours.backward - base.forward - base.backward
+    assert found.traffic == pytest.approx(2 * 17 * 1024 * overhead.BYTES * moved)
+    assert 0 < found.parameters < 1e-3 and found.operations == 0 and 0.01 < found.slower < 0.05
+    rows = {row[0].text: [entry.text for entry in row[1:]] for row in overhead.claim_table().groups[0].rows}
+    assert [row[0] for row in rows.values()] == ["+0.50 %", "+2.00 %", NOTHING]
+    whole = {m: overhead.memory_of(overhead._config(m), RECOMPUTED) for m in ("pre", "siamese")}
+    streams = (whole["siamese"].kept - whole["pre"].kept) / (2048 * 1024 * 4)
+    assert 17 <= streams < 21, "one more in fp32 for each block, and those of the closing"
+    more = whole["siamese"].total / whole["pre"].total - 1
+    assert rows["memory with recomputed blocks, counted"][1] == formatting.percent(more)
+
+
+RECOMPUTED = dataclasses.replace(overhead.LAYOUT, checkpoint_activations=True)
 
 
 # --- published numbers and claims
