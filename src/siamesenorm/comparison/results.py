@@ -24,8 +24,8 @@ from siamesenorm.comparison.experiment_plan import (
     read_plan,
 )
 from siamesenorm.errors import UserError
-from siamesenorm.evaluation.perplexity import final_mean, final_steps
 from siamesenorm.tasks.task import Metric
+from siamesenorm.training.loss_curve import final_mean, final_steps
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.run_record import read_metrics
 from siamesenorm.training.verdict import Verdict, judge

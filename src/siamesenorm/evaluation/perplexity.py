@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import ArrayLike
-
 from siamesenorm.errors import UserError
 from siamesenorm.evaluation.evaluation import ItemDirectory, Subject, TaskMetrics
 from siamesenorm.evaluation.language import require_language, scorer_of
@@ -19,23 +16,8 @@ from siamesenorm.evaluation.scorer import LanguageScorer, Request
 from siamesenorm.files import disk_errors
 from siamesenorm.progress import Progress
 from siamesenorm.tasks.task import Task, perplexity
+from siamesenorm.training.loss_curve import final_mean
 from siamesenorm.training.run_record import read_metrics
-
-FINAL_FRACTION = 0.1
-"""The last part of the steps whose mean training loss is the training loss of a run."""
-
-
-def final_mean(steps: ArrayLike, losses: ArrayLike, planned: int) -> float | None:
-    """Return the mean loss over the last tenth of the planned steps, or None where training did not get to its end."""
-    steps, losses = np.asarray(steps), np.asarray(losses)
-    if not len(steps) or steps[-1] < planned:
-        return None
-    return float(np.mean(losses[steps > planned - final_steps(planned)]))
-
-
-def final_steps(planned: int) -> int:
-    """Return how many steps are the last tenth of the planned ones, at least one."""
-    return max(1, math.floor(FINAL_FRACTION * planned))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from siamesenorm.tasks.task import perplexity
 from siamesenorm.topologies import topology_name
 from siamesenorm.training.checkpoint import Checkpoint, read_checkpoint
 from siamesenorm.training.config import RunConfig
+from siamesenorm.training.loss_curve import final_mean, final_steps
 from siamesenorm.training.optimizer import OPTIMIZER_TITLES
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.run_record import read_metrics
@@ -165,9 +166,10 @@ def _mlp(model: LanguageModelConfig) -> str:
 
 def _results(run: RunDirectory, step: int, records: list[dict[str, Any]]) -> dict[str, str]:
     facts = {}
-    losses = [record["loss"] for record in records if record["kind"] == "train"]
-    if last := losses[-max(1, len(losses) // 10) :]:
-        facts["Training loss"] = f"{sum(last) / len(last):.4f} nats per token, mean of the last {len(last)} steps"
+    if curve := [(record["step"], record["loss"]) for record in records if record["kind"] == "train"]:
+        steps, losses = zip(*curve, strict=True)
+        last, count = final_mean(steps, losses, steps[-1]), final_steps(steps[-1])
+        facts["Training loss"] = f"{last:.4f} nats per token, mean of the last {count} steps"
     if held_out := [record for record in records if record["kind"] == "validation"]:
         newest = held_out[-1]
         facts["Held-out loss"] = (

@@ -15,10 +15,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from siamesenorm.errors import UserError, unknown
 from siamesenorm.files import decode_json
 from siamesenorm.training.run_record import parse_lines, read_bytes
 
+FINAL_FRACTION = 0.1
+"""The last part of the steps whose mean training loss is the training loss of a run."""
 STEP_COLUMNS = ("step", "_step", "global_step")
 GRADIENT_COLUMNS = ("gradient_norm", "grad_norm")
 
@@ -242,3 +247,16 @@ def _steps(rows: Sequence[_Row], column: str | None) -> tuple[int, ...]:
         if step <= before:
             raise UserError(f"{row.place}: step {step} follows step {before}: sort the rows, keep one row a step")
     return steps
+
+
+def final_mean(steps: ArrayLike, losses: ArrayLike, planned: int) -> float | None:
+    """Return the mean loss over the last tenth of the planned steps, or None where training did not get to its end."""
+    steps, losses = np.asarray(steps), np.asarray(losses)
+    if not len(steps) or steps[-1] < planned:
+        return None
+    return float(np.mean(losses[steps > planned - final_steps(planned)]))
+
+
+def final_steps(planned: int) -> int:
+    """Return how many steps are the last tenth of the planned ones, at least one."""
+    return max(1, math.floor(FINAL_FRACTION * planned))

@@ -1,4 +1,4 @@
-"""The record of a run: `metrics.jsonl`, one JSON object a line, appended step by step.
+"""The record of a run: `metrics.jsonl`, one JSON object per line, appended step by step.
 
 Every line reaches the operating system before `append` returns, so a killed process loses nothing. A checkpoint stores
 the length that `sync` returns, and an exact resume truncates the file to it. Apart from `TIME_FIELDS` the file is
