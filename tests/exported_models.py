@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from checkpoint_stages import save_checkpoint
 from siamesenorm import LanguageModel, build_language_model
 from siamesenorm.cli import main
-from siamesenorm.training.distributed_checkpoint import save_checkpoint
 from siamesenorm.training.run_directory import RunDirectory
 
 CONTEXT = 32

@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 
 import kills
+from checkpoint_stages import save_checkpoint
 from siamesenorm.comparison import worker
 from siamesenorm.errors import UserError
 from siamesenorm.files import exclusive
 from siamesenorm.training.checkpoint import keep_last_weights, load_checkpoint
-from siamesenorm.training.distributed_checkpoint import CheckpointSaver, save_checkpoint
+from siamesenorm.training.distributed_checkpoint import CheckpointSaver
 from siamesenorm.training.loop import train
 from siamesenorm.training.run_directory import RunDirectory
 from siamesenorm.training.stop_signals import Interrupted
