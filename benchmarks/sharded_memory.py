@@ -1,4 +1,4 @@
-"""A model of 102 million parameters under FSDP2 on two processes of a CPU, beside one process that trains it alone.
+"""A model of 101 million parameters under FSDP2 on two processes of a CPU, beside one process that trains it alone.
 
     python benchmarks/sharded_memory.py    # writes sharded_memory.json and fills the table of docs/scale.md from it
 

@@ -464,7 +464,7 @@ def test_the_verdict_on_any_curve(trained: list[Path], tmp_path: Path, capsys: p
 def test_calibration_on_two_runs(trained: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = output(capsys, "calibrate", *map(str, trained), "--out", str(tmp_path / "calibration.json"))
     report = json.loads((tmp_path / "calibration.json").read_text())
-    assert f"{len(report['flagged'])} of 2 safe runs were not called stable" in said
+    assert f"called stable: {2 - len(report['flagged'])} of 2" in said
     assert report["runs"] == [run.name for run in trained]
     within_a_file = str(tmp_path / "calibration.json" / "again.json")
     refusal(capsys, "calibrate", str(trained[0]), "--out", within_a_file)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from siamesenorm.cli import PRESET_COMMANDS
 from siamesenorm.cli.explain import markdown
@@ -74,9 +75,16 @@ def test_the_speedup_of_the_page_of_statistics_is_that_of_its_curve() -> None:
     assert (speedup.bound, round(speedup.ratio, 3), round(speedup.at_equal_step_cost, 3)) == ("=", 1.057, 1.226)
 
 
+def test_the_models_and_the_norm_of_the_readme_are_built() -> None:
+    names = run_example(*[example for example in EXAMPLES if example[0] == "README.md"][1])
+    assert names["model"](torch.zeros(1, 4, dtype=torch.int64)).logits.shape == (1, 4, 1024)
+    assert names["image_model"](torch.zeros(1, 3, 224, 224)).logits.shape == (1, 1000)
+    assert names["norm"](torch.randn(2, 64)).shape == (2, 64)
+
+
 def test_the_rewired_model_of_the_readme_keeps_its_function() -> None:
     pytest.importorskip("transformers")
-    names = run_example(*[example for example in EXAMPLES if example[0] == "README.md"][1])
+    names = run_example(*[example for example in EXAMPLES if example[0] == "README.md"][2])
     assert names["report"].function_kept and names["norms"].function_kept and names["norms"].replaced
 
 
@@ -90,7 +98,15 @@ def test_the_optimizer_of_the_page_of_limits_spares_gains(capsys: pytest.Capture
 def test_every_example_of_the_pages_is_run_above() -> None:
     """Those of docs/ecosystem.md run in test_examples.py, those of docs/extending.md in test_extending.py."""
     others = [page for page, _ in EXAMPLES if page not in ("ecosystem.md", "extending.md")]
-    assert others == ["README.md", "README.md", "analysis.md", "statistics.md", "verdict.md", "what-will-not-work.md"]
+    assert others == [
+        "README.md",
+        "README.md",
+        "README.md",
+        "analysis.md",
+        "statistics.md",
+        "verdict.md",
+        "what-will-not-work.md",
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

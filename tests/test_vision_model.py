@@ -106,6 +106,13 @@ def test_sizes_have_the_published_numbers_of_parameters(size: str, topology: str
     assert count_parameters(model)[0] == round(millions * 1e6)
 
 
+def test_a_size_has_the_attention_norm_that_the_topology_needs() -> None:
+    norms = [vision_transformer_config("vit-t", topology=t).attention_shape.attention_norm for t in ("pre", "siamese")]
+    assert norms == ["none", "qkv-head"]
+    with pytest.raises(UserError, match="qkv-head"):
+        vision_transformer_config("vit-t", topology="siamese", attention_norm="none")
+
+
 def test_a_position_of_the_class_token_is_added_to_it() -> None:
     model = model_of(token_position=True)
     embedded = model.embed(images())

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
         build_language_model,
         language_model_config,
     )
-    from siamesenorm.models.vision import VisionTransformer, VisionTransformerConfig, build_vision_transformer
+    from siamesenorm.models.vision import (
+        VisionTransformer,
+        VisionTransformerConfig,
+        build_vision_transformer,
+        vision_transformer_config,
+    )
     from siamesenorm.norms import (
         AdaLN,
         AdaSeeDNorm,
@@ -94,6 +99,7 @@ __all__ = [
     "rewire",
     "swap_norms",
     "transformer_places",
+    "vision_transformer_config",
 ]
 
 _MODULES = (

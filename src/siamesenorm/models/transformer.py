@@ -286,8 +286,8 @@ def config_of_size(
 ) -> Config:
     """Return the configuration of a named size with a topology, a norm and overridden fields.
 
-    A norm given as text has the eps and the offset of the size's. Raises UserError for an unknown size, topology, norm,
-    option or field.
+    A norm given as text has the eps and the offset of the size's. The attention norm is the size's unless the topology
+    needs another one. Raises UserError for an unknown size, topology, norm, option or field.
     """
     if size not in sizes:
         raise unknown("size", size, sizes)
@@ -298,8 +298,10 @@ def config_of_size(
             raise unknown(f"field of a {kind.domain} model", name, known)
     usual = fields.pop("norm", NormSpec())
     fields["norm"] = inherited_operator(usual, norm) if isinstance(norm, str) else norm or usual
-    fields["topology"] = build_topology(topology) if isinstance(topology, str) else topology
-    return kind(**fields)
+    built = build_topology(topology) if isinstance(topology, str) else topology
+    if "attention_norm" not in overrides and built.attention_norm != "auto":
+        fields["attention_norm"] = "auto"
+    return kind(**fields, topology=built)
 
 
 def require_positive(config: object, name: str) -> None:

@@ -228,8 +228,8 @@ class CalibrationReport:
         unit = f"Heights are in units of the scale, {self.scale:.4g} {self.unit}."
         return "\n\n".join(
             [
-                f"False positives: {len(self.flagged)} of {len(self.runs)} safe runs were not called stable; by "
-                f"gradient norms {self.gradient_spiked} would have been called spiked.{flagged}",
+                f"Safe runs called stable: {len(self.runs) - len(self.flagged)} of {len(self.runs)}. A rule on "
+                f"gradient norms would have called {self.gradient_spiked} of them spiked.{flagged}",
                 *([unit] if self.unit else []),
                 self.table(Fault.SPIKE),
                 self.table(Fault.STAYS, Fault.RISES, Fault.NAN),
