@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from siamesenorm import available_topologies, build_topology
 from siamesenorm.errors import UserError
 from siamesenorm.models.cost import count_parameters
+from siamesenorm.models.diffusion import build_diffusion_transformer, diffusion_transformer_config
+from siamesenorm.models.masked_autoencoder import build_masked_autoencoder, masked_autoencoder_config
 from siamesenorm.models.vision import (
     VisionTransformer,
     VisionTransformerConfig,
@@ -104,6 +106,18 @@ def test_sizes_have_the_published_numbers_of_parameters(size: str, topology: str
     """SiameseNorm adds two LayerNorms to every sublayer and two to the closing."""
     model = build_vision_transformer(vision_transformer_config(size, topology=topology), device="meta")
     assert count_parameters(model)[0] == round(millions * 1e6)
+
+
+def test_models_are_built_by_size_or_by_configuration() -> None:
+    named = build_vision_transformer("vit-t", topology="post", depth=2, device="meta")
+    config = vision_transformer_config("vit-t", topology="post", depth=2)
+    assert named.config == build_vision_transformer(config, device="meta").config == config
+    diffusion = build_diffusion_transformer("dit-s-4", topology="pre", depth=1, device="meta")
+    assert diffusion.config == diffusion_transformer_config("dit-s-4", topology="pre", depth=1)
+    autoencoder = build_masked_autoencoder("mae-b", topology="pre", depth=1, device="meta")
+    assert autoencoder.config == masked_autoencoder_config("mae-b", topology="pre", depth=1)
+    with pytest.raises(UserError, match="depth: change the configuration"):
+        build_vision_transformer(config, depth=3)
 
 
 def test_a_size_has_the_attention_norm_that_the_topology_needs() -> None:

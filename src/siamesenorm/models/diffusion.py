@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from siamesenorm.errors import UserError
 from siamesenorm.models.block import add_losses
 from siamesenorm.models.initialisation import build_embedding, build_initialised, initialise
-from siamesenorm.models.transformer import TransformerConfig, config_of_size, require_positive
+from siamesenorm.models.transformer import TransformerConfig, config_of_size, configured, require_positive
 from siamesenorm.models.vision import OFFICIAL, cut, require_patches, sine_cosine_positions
 from siamesenorm.norms import AdaLN, NormSpec
 from siamesenorm.sublayers.mlp import Activation
@@ -235,9 +235,15 @@ class DiffusionTransformer(nn.Module):
 
 
 def build_diffusion_transformer(
-    config: DiffusionTransformerConfig, *, seed: int = 0, device: str | torch.device = "cpu", kernels: Kernels = "plain"
+    size: str | DiffusionTransformerConfig = "dit-s-4",
+    *,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    kernels: Kernels = "plain",
+    **options: Any,
 ) -> DiffusionTransformer:
-    """Return an initialised model; with `device="meta"` nothing is allocated and nothing drawn."""
+    """Return an initialised model of a named size, or of a configuration, as `build_language_model` does."""
+    config = configured(size, diffusion_transformer_config, options)
     return build_initialised(lambda: DiffusionTransformer(config, kernels), seed, device)
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from siamesenorm.errors import UserError
 from siamesenorm.models.block import TransformerOutput, mean_losses
 from siamesenorm.models.initialisation import build_embedding, build_initialised, initialise
-from siamesenorm.models.transformer import TransformerConfig, config_of_size, require_positive
+from siamesenorm.models.transformer import TransformerConfig, config_of_size, configured, require_positive
 from siamesenorm.norms import NORMS, DeclaredModule, NormSpec
 from siamesenorm.sublayers.attention import AttentionCache, rotation
 from siamesenorm.sublayers.moe import STATISTICS, MixtureOfExperts, MixtureShape
@@ -343,7 +343,5 @@ def build_language_model(
     selects the kernels of boundaries and norms: see `ResidualSpec`. With `device="meta"` nothing is allocated and
     nothing drawn. Raises UserError for values from which no model can be built.
     """
-    if isinstance(size, LanguageModelConfig) and options:
-        raise UserError(f"a configuration and {', '.join(options)}: change the configuration by dataclasses.replace")
-    config = size if isinstance(size, LanguageModelConfig) else language_model_config(size, **options)
+    config = configured(size, language_model_config, options)
     return build_initialised(lambda: LanguageModel(config, kernels), seed, device)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from siamesenorm.errors import UserError
 from siamesenorm.models.block import TransformerOutput, mean_losses
 from siamesenorm.models.initialisation import build_embedding, build_initialised, initialise
-from siamesenorm.models.transformer import config_of_size, require_positive
+from siamesenorm.models.transformer import config_of_size, configured, require_positive
 from siamesenorm.models.vision import (
     OFFICIAL,
     SIZES,
@@ -170,7 +170,13 @@ class Decoder(nn.Module):
 
 
 def build_masked_autoencoder(
-    config: MaskedAutoencoderConfig, *, seed: int = 0, device: str | torch.device = "cpu", kernels: Kernels = "plain"
+    size: str | MaskedAutoencoderConfig = "mae-b",
+    *,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    kernels: Kernels = "plain",
+    **options: Any,
 ) -> MaskedAutoencoder:
-    """Return an initialised model; with `device="meta"` nothing is allocated and nothing drawn."""
+    """Return an initialised model of a named size, or of a configuration, as `build_language_model` does."""
+    config = configured(size, masked_autoencoder_config, options)
     return build_initialised(lambda: MaskedAutoencoder(config, kernels), seed, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
@@ -302,6 +302,15 @@ def config_of_size(
     if "attention_norm" not in overrides and built.attention_norm != "auto":
         fields["attention_norm"] = "auto"
     return kind(**fields, topology=built)
+
+
+def configured(size: str | Config, of_size: Callable[..., Config], options: Mapping[str, Any]) -> Config:
+    """Return a configuration as it is, or that of a named size; raises UserError for a configuration with options."""
+    if isinstance(size, str):
+        return of_size(size, **options)
+    if options:
+        raise UserError(f"a configuration and {', '.join(options)}: change the configuration by dataclasses.replace")
+    return size
 
 
 def require_positive(config: object, name: str) -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from siamesenorm.errors import UserError
 from siamesenorm.models.block import TransformerOutput, mean_losses
 from siamesenorm.models.initialisation import build_embedding, build_initialised, initialise
-from siamesenorm.models.transformer import TransformerConfig, config_of_size, require_positive
+from siamesenorm.models.transformer import TransformerConfig, config_of_size, configured, require_positive
 from siamesenorm.norms import NormSpec, assign, norm_options
 from siamesenorm.sublayers.sublayer import Losses, Projection
 from siamesenorm.topologies import Kernels, ResidualSpec, Streams, Topology
@@ -220,9 +220,15 @@ class VisionTransformer(ImageEncoder):
 
 
 def build_vision_transformer(
-    config: VisionTransformerConfig, *, seed: int = 0, device: str | torch.device = "cpu", kernels: Kernels = "plain"
+    size: str | VisionTransformerConfig = "vit-t",
+    *,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    kernels: Kernels = "plain",
+    **options: Any,
 ) -> VisionTransformer:
-    """Return an initialised model; with `device="meta"` nothing is allocated and nothing drawn."""
+    """Return an initialised model of a named size, or of a configuration, as `build_language_model` does."""
+    config = configured(size, vision_transformer_config, options)
     return build_initialised(lambda: VisionTransformer(config, kernels), seed, device)
 
 
