@@ -15,7 +15,7 @@ from siamesenorm import LanguageModel, ResidualSpec, available_topologies, build
 from siamesenorm.errors import UserError
 from siamesenorm.interop.swap_norms import swap_norms
 from siamesenorm.kernels import launch
-from siamesenorm.norms import NormSpec, available_norms
+from siamesenorm.norms import NormSpec, RMSNorm, available_norms
 from siamesenorm.sublayers.sublayer import Context
 from siamesenorm.topologies import boundary_family as family
 from siamesenorm.topologies import transformer_places
@@ -154,6 +154,16 @@ def test_auto_is_fused_where_there_are_kernels(topology: str, monkeypatch: pytes
         found = run(auto)
     assert calls.counts == [boundaries(topology)] * 2
     torch.testing.assert_close(found, run(tiny_model(topology)), rtol=1e-12, atol=1e-12)
+
+
+def test_a_subclass_with_its_own_formula_is_not_fused() -> None:
+    class Half(RMSNorm):
+        def formula(self, x: Tensor) -> Tensor:
+            return super().formula(x) / 2
+
+    with pytest.raises(UserError, match="supports RMSNorm and LayerNorm"):
+        family.FusedNorms.of([Half(8)])
+    assert family.FusedNorms.of([RMSNorm(8)]).eps == RMSNorm(8).eps
 
 
 def test_auto_is_plain_under_torch_func_and_fused_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +334,7 @@ def test_fused_refuses_other_axes() -> None:
 def test_fused_refuses_different_norms() -> None:
     norms = [NormSpec.parse(spec).build(8) for spec in ("rmsnorm", "rmsnorm:eps=1e-6")]
     with pytest.raises(UserError, match=r"not \[1e-06, 1e-05\]"):
-        family.FusedNorms.of(norms)
+        family.family.FusedNorms.of(norms)
 
 
 def test_kernels_that_do_not_exist_are_refused() -> None:

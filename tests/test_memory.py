@@ -68,6 +68,12 @@ def test_what_a_checkpointed_step_keeps(recomputation: Any) -> None:
     assert peak > end
 
 
+def test_rounded_parameters_are_gathered_by_a_process_alone() -> None:
+    config = language_model_config("nano", topology="pre", vocabulary=64)
+    alone = {rounded: memory_of(config, StepLayout(bf16_parameters=rounded)) for rounded in (False, True)}
+    assert alone[False].gathered == 0 < alone[True].gathered
+
+
 def test_shards_divide_what_is_held() -> None:
     config = config_of("pre", experts=4)
     alone = memory_of(config, StepLayout())

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 
 import siamesenorm  # noqa: E402
-from huggingface_families import build_family  # noqa: E402
+from huggingface_families import build_family, small_inputs  # noqa: E402
 from huggingface_hosts import (  # noqa: E402
     DEPTH,
     DIM,
@@ -281,6 +281,17 @@ def test_parts_are_in_the_mode_and_the_dtype_of_what_they_replace() -> None:
 
 
 # --- other outputs, other heads
+
+
+@pytest.mark.parametrize("family", ["gptj", "bloom", "falcon", "t5-encoder"])
+@torch.no_grad()
+def test_streams_are_recorded_of_blocks_that_return_tuples(family: str) -> None:
+    model = build_family(family)
+    rewire(model, "siamese-post-pre")
+    with record_streams(model) as streams:
+        model(**small_inputs(model))
+    assert len(streams) >= 2 and all(list(one) == ["bounded", "identity"] for one in streams)
+    assert len({x.shape for one in streams for x in one.values()}) == 1
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "gpt-neox"])

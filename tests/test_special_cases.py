@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from reference_topologies import DEPTH, DIM, TanhNet, Wired, embedding, norms_after, randomise, tanh_nets, wire
+from siamesenorm import build_language_model, language_model_config, transformer_places
 from siamesenorm.errors import UserError
-from siamesenorm.norms import available_norms
+from siamesenorm.norms import NormSpec, available_norms
 from siamesenorm.topologies import build_topology
 
 over_norms = pytest.mark.parametrize("norm", available_norms())
@@ -698,3 +699,25 @@ def test_eager_copies_share_nothing() -> None:
     for name in ("siamese", "siamese-post-pre", "residual", "peri", "hybridnorm", "mhc-4"):
         model = wire(name)
         assert len({p.data_ptr() for p in model.parameters()}) == len(list(copy.deepcopy(model).parameters()))
+
+
+def test_the_factor_of_keel_is_the_number_of_sublayers() -> None:
+    for kinds, count in (((("attention", False), ("mlp", False)), 6), ((("mlp", False),), 3)):
+        places = transformer_places(3, sublayers=kinds)
+        assert build_topology("keel").write_factors(places[1][0]).skip == count
+
+
+@pytest.mark.parametrize("topology", ["mhc-4", "dhc-2"])
+def test_parameters_may_be_given_to_a_call(topology: str) -> None:
+    model = build_language_model("nano", topology=topology, vocabulary=11, depth=2, seed=0)
+    tokens = torch.arange(6)[None]
+    parameters = {name: parameter.detach() * 1.5 for name, parameter in model.named_parameters()}
+    found = torch.func.functional_call(model, parameters, (tokens,)).logits
+    model.load_state_dict(parameters)
+    torch.testing.assert_close(found, model(tokens).logits)
+
+
+def test_the_length_of_a_scalenorm_is_no_eps_of_other_norms() -> None:
+    config = language_model_config("nano", topology="pre", norm="scalenorm:eps=0.1", vocabulary=11)
+    assert config.attention_shape.norm == NormSpec.parse("rmsnorm")
+    assert config.with_method("pre + rmsnorm").norm == NormSpec.parse("rmsnorm")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import siamesenorm
-from siamesenorm import swap_norms
+from siamesenorm import build_language_model, swap_norms
 from siamesenorm.errors import UserError
 from siamesenorm.norms import DyT, InexactKind, LayerNorm, RMSNorm, ScaleNorm, SeeDNorm, build_norm
 
@@ -236,6 +236,22 @@ def test_gain_and_bias_are_carried_over_where_the_function_cannot_be() -> None:
     swap_norms(new, "scalenorm")
     assert isinstance(new[1], ScaleNorm)
     torch.testing.assert_close(new[1].gain.item(), weight.mean().item() * DIM**0.5)
+
+
+def test_a_dyt_with_another_coefficient_is_not_passed_off_as_kept() -> None:
+    assert not swaps_with_its_function(model(build_norm("dyt:alpha_initial=2.0", DIM)), "dyt:alpha_initial=0.3")
+
+
+def test_a_language_model_of_dyt_is_built_and_not_swapped() -> None:
+    language = build_language_model("nano", topology="pre", norm="dyt", vocabulary=11)
+    with pytest.raises(UserError, match="build the model with it"):
+        swap_norms(language, "dyt:alpha_initial=0.3")
+
+
+def test_the_choice_of_kernels_is_carried_over() -> None:
+    language = build_language_model("nano", topology="pre", vocabulary=11, kernels="plain")
+    swap_norms(language, "seednorm")
+    assert {norm.kernels for norm in language.modules() if isinstance(norm, SeeDNorm)} == {"plain"}
 
 
 def test_a_learned_dynamic_term_is_not_passed_off_as_kept() -> None:

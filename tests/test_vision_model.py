@@ -108,6 +108,19 @@ def test_sizes_have_the_published_numbers_of_parameters(size: str, topology: str
     assert count_parameters(model)[0] == round(millions * 1e6)
 
 
+@pytest.mark.parametrize("distillation", [False, True])
+def test_a_recomputed_stream_has_the_gradients_of_all_tokens(distillation: bool) -> None:
+    changes = {"topology": build_topology("siamese-post-pre"), "distillation": distillation}
+    config = dataclasses.replace(TINY, **changes, norm=NormSpec(), dropout=0.0, drop_path=0.0)
+    found = {}
+    for kernels in ("plain", "lean"):
+        model = build_vision_transformer(config, kernels=kernels).train()
+        logits = model(images().float()).logits
+        logits.square().sum().backward()
+        found[kernels] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    torch.testing.assert_close(found["lean"], found["plain"], rtol=1e-4, atol=1e-5)
+
+
 def test_models_are_built_by_size_or_by_configuration() -> None:
     named = build_vision_transformer("vit-t", topology="post", depth=2, device="meta")
     config = vision_transformer_config("vit-t", topology="post", depth=2)

@@ -123,7 +123,7 @@ def _weights(model: nn.Module, layout: StepLayout) -> tuple[int, int]:
         return (sum(parameter.numel() for parameter in module.parameters()) - divided) // dense + divided // experts
 
     held = WIDTH * count(model, layout.shards, among)
-    if max(layout.shards, among) == 1:
+    if max(layout.shards, among) == 1 and not layout.bf16_parameters:
         return held, 0
     whole = [count(block, 1, layout.expert_shards) for block in blocks_of(model)]
     outside = count(model, 1, layout.expert_shards) - sum(whole)

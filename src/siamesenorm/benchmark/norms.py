@@ -53,15 +53,16 @@ def measure_width(dim: int, session: Session[NormSettings]) -> list[Row]:
     passes: dict[str, Passes] = {}
     built: list[tuple[str, str]] = []
     for name in settings.norms:
-        exact = values_of(build(name, "plain", x), x.detach().double().requires_grad_())
-        plain = values_of(build(name, "plain", x), x)
-        for candidate in settings.candidates:
-            with session.noting(f"{name}, {dim}, {candidate}"):
-                session.check_time()
-                norm = build(name, candidate, x)
-                measurement.check_agreement(values_of(norm, x), exact, plain, dtype)
-                passes[f"{candidate} {name}"] = passes_of(norm, x)
-                built.append((name, candidate))
+        with session.noting(f"{name}, {dim}"):
+            exact = values_of(build(name, "plain", x), x.detach().double().requires_grad_())
+            plain = values_of(build(name, "plain", x), x)
+            for candidate in settings.candidates:
+                with session.noting(f"{name}, {dim}, {candidate}"):
+                    session.check_time()
+                    norm = build(name, candidate, x)
+                    measurement.check_agreement(values_of(norm, x), exact, plain, dtype)
+                    passes[f"{candidate} {name}"] = passes_of(norm, x)
+                    built.append((name, candidate))
     timings = measurement.measure_passes(passes, session.device, settings.rounds, session.deadline)
     traffic = {direction: count * x.numel() * x.element_size() for direction, count in TRANSFERS.items()}
     rows = []

@@ -173,6 +173,7 @@ def compare(candidate: str, steps: dict[str, TrainingStep], session: Session[Ste
         }
         if len(pre) > 1:
             row["step_to_best_pre"] = ratio(timings, name, best)
+        step.optimizer.zero_grad(set_to_none=True)  # gradients are part of the peak
         row["peak_bytes"] = allocated_by(step.run, session.device)[1]
         rows.append(row)
     return rows

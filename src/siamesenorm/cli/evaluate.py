@@ -41,7 +41,7 @@ class LanguageOptions(TaskSelection):
     """Text files for perplexity and bits per byte."""
 
     def evaluations(self) -> Iterator[LanguageEvaluation]:
-        """Yield what is asked for."""
+        """Yield the chosen evaluations."""
         if self.choice:
             yield self.choice
         if self.perplexity or self.text:
@@ -49,7 +49,7 @@ class LanguageOptions(TaskSelection):
 
     @cached_property
     def choice(self) -> MultipleChoice | None:
-        """The evaluation by tasks, if asked for; raises UserError for tasks that are not there."""
+        """The evaluation by tasks, if chosen; raises UserError for tasks that are not there."""
         if self.tasks is None and not self.task_names:
             return None
         return self.read()
@@ -81,7 +81,7 @@ class ImageOptions:
     """File weights-inception-2015-12-05-6726825d.pth of torch-fidelity, with which the distance is FID."""
 
     def evaluations(self, device: str) -> Iterator[Evaluation]:
-        """Yield what is asked for; raises UserError for an option without the one it belongs to."""
+        """Yield the chosen evaluations; raises UserError for an option without the one it belongs to."""
         if self.knn:
             yield NearestNeighbours(neighbours=self.knn)
         if self.linear_probe:
@@ -166,7 +166,7 @@ def open_model(arguments: Arguments, path: str) -> TrainedRun | OtherModel:
 
 
 def evaluations(arguments: Arguments, model: TrainedRun | OtherModel) -> list[Evaluation]:
-    """Return what is asked for; raises UserError for what the model does not have."""
+    """Return the chosen evaluations; raises UserError for what the model does not have."""
     of_images = list(arguments.images.evaluations(arguments.device))
     of_language = list(arguments.language.evaluations())
     if isinstance(model, TrainedRun):

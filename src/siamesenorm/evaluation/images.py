@@ -267,7 +267,7 @@ def read_samples(file: Path, count: int, channels: int) -> list[Tensor]:
 
 
 def choose_features(features: str, inception: Path | None, device: str) -> FeatureExtractor:
-    """Return the features that are asked for: "pixels", those of a run's model, or Inception's from a file."""
+    """Return the chosen features: "pixels", those of a run's model, or Inception's from a file."""
     if inception is not None:
         return InceptionFeatures(inception, torch.device(device))
     return PixelFeatures() if features == "pixels" else RunFeatures.of(Path(features), device)

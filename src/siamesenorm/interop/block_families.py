@@ -25,7 +25,7 @@ from siamesenorm.topologies import Connection
 
 Part = Callable[..., Tensor]
 
-# --- forms: the paths of the modules of a block. `rewire` runs what they say against the host before it trusts them
+# --- forms: the paths of the modules of a block. `rewire` checks each against the outputs of the host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +165,7 @@ MODEL_TYPES = (
     "opt", "pegasus", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "roberta-prelayernorm",
     "seed_oss", "siglip_text_model", "siglip_vision_model", "smollm3", "stablelm", "starcoder2", "t5", "vit", "whisper",
 )  # fmt: skip
-"""The families of transformers whose converted models load by the Auto classes without a word about them."""
+"""The families of transformers whose converted models load by the Auto classes without explicit registration."""
 FINAL_NORMS = (
     "norm", "ln_f", "norm_f", "final_layer_norm", "final_layernorm", "final_norm", "layernorm", "layer_norm",
     "post_layernorm", "LayerNorm",

@@ -1,4 +1,4 @@
-"""Find the blocks in a model, and refuse every model whose residual path is not surely understood."""
+"""Find the blocks in a model, and refuse models whose residual path is not recognised."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class NativeModel(StoredModel):
         if wrong:
             raise UserError(
                 f"{self.path}: {len(wrong)} weights are not those of its configuration, such as {wrong[0]}: "
-                f"{found.get(wrong[0], 'none')} there, {expected.get(wrong[0], 'none')} needed"
+                f"{found.get(wrong[0], 'none')} there, {expected.get(wrong[0], 'none')} needed: export the model again"
             )
         require_finite(self.path, weights)
         if any(tensor.dtype == torch.float64 for tensor in weights.values()):

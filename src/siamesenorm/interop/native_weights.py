@@ -322,7 +322,8 @@ def _is_vit(config: VisionTransformerConfig) -> bool:
         and config.norm.name == "layernorm"
         and config.norm.to_json()["bias"] is True
         and config.activation in ("gelu", "gelu-tanh")
-        and (attention.attention_norm in ("none", "qk-head"), attention.context_norm) == (True, False)
+        and attention.attention_norm in ("none", "qk-head")
+        and not attention.context_norm
         and attention.kv_heads == attention.heads
     )
 

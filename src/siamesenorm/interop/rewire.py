@@ -38,10 +38,10 @@ def rewire(
 
     Supports Pre-Norm blocks of transformers, timm and diffusers' DiT whose modules have a known form (docs/rewire.md),
     sequential or parallel; of an encoder-decoder both stacks, of a multimodal model the language model. Before anything
-    is changed, every block and the whole model run on a copy as the host calls them, and must give what the form says;
-    `inputs` are arguments of the model's forward for that check, small random ones by default. Attention, MLP, dropout,
-    cache, the names of their weights, checkpointing and hooks stay; blocks return the streams packed, [batch, tokens,
-    streams, dim]. A `LanguageModel` of this library is rewired with its configuration, and packs nothing.
+    is changed, every block and the whole model run on a copy as the host calls them, and the form must reproduce their
+    outputs; `inputs` are arguments of the model's forward for that check, small random ones by default. Attention, MLP,
+    dropout, cache, the names of their weights, checkpointing and hooks stay; blocks return the streams packed, [batch,
+    tokens, streams, dim]. A `LanguageModel` of this library is rewired with its configuration, and packs nothing.
 
     `preserve=True` keeps the function: exactly where the topology allows it, else up to the eps of a norm of a norm, as
     the report says with a bound; the attention is not changed. `preserve=False` leaves the new norms and gates at their
@@ -79,10 +79,6 @@ def rewire(
         eps = {} if first.eps is None else {"eps": first.eps}
         attention_norm = NormSpec.parse(first.statistic, **eps)
     before, known = _fates_of_old_norms(model, stacks, old, preserve=preserve), norms_of(model)
-    # Nothing of the model was changed above, and nothing can fail below.
-    for stack, path, norms in parts:
-        kept = norms if preserve else None
-        wiring.install(model, stack, path, resolved, attention_norm=attention_norm, kept=kept, scratch=not preserve)
     step = {
         "operation": "rewire",
         "topology": topology_to_json(resolved),
@@ -90,6 +86,10 @@ def rewire(
         "attention_norm": attention_norm and attention_norm.to_json(),
         "preserve": preserve,
     }
+    # Nothing of the model was changed above, and nothing can fail below.
+    for stack, path, norms in parts:
+        kept = norms if preserve else None
+        wiring.install(model, stack, path, resolved, attention_norm=attention_norm, kept=kept, scratch=not preserve)
     record_step(model, step)
     fates = (*before, *_fates_of_new_norms(model, known.values(), preserve=preserve))
     names = ", ".join(stack.name for stack in stacks)
@@ -106,7 +106,7 @@ def _small_differences(
     """Set new parts and return by what they differ from the host's; raises UserError where that is more than an eps."""
     found = wiring.init_as_pre_norm(path, stack, old, topology)
     for name, one in ((name, one) for name, each in found.items() for one in each):
-        if not one.kind.only_eps_or_rounding:
+        if not one.kind.is_tolerated:
             what = f"norm {operator} cannot keep the function of the host's norms ({name}: {one.detail})"
             raise UserError(f"{what}: {remedy}, or {FROM_SCRATCH}")
     differences = tuple(chain.from_iterable(found.values()))
@@ -178,12 +178,20 @@ def record_streams(model: nn.Module) -> Iterator[list[dict[str, Tensor]]]:
         raise UserError(f"{type(model).__name__} has no rewired blocks: call siamesenorm.rewire first")
     found: list[dict[str, Tensor]] = []
 
-    def keep(block: nn.Module, _: object, packed: Tensor) -> None:
-        assert isinstance(block, RewiredBlock)
+    def keep(block: RewiredBlock, packed: Tensor) -> None:
         streams = block.topology.unpack(packed)
         found.append(dict(zip(block.topology.name_streams(len(streams)), streams, strict=True)))
 
-    handles = [block.register_forward_hook(keep) for block in blocks]
+    def keep_output(block: nn.Module, _: object, output: Any) -> None:
+        assert isinstance(block, RewiredBlock)
+        keep(block, output[0] if isinstance(output, tuple) else output)
+
+    handles = [
+        block.register_forward_hook(keep_output)
+        if block.closing is None
+        else block.closing.register_forward_pre_hook(lambda _, given, block=block: keep(block, given[0]))
+        for block in blocks
+    ]
     try:
         yield found
     finally:

@@ -195,8 +195,8 @@ def _refuse_place(name: str, parent: nn.Module, names: dict[str, nn.Module]) -> 
 def _swapped_config(config: LanguageModelConfig, norm: NormSpec) -> LanguageModelConfig:
     """Return the configuration after a swap; raises UserError where it would describe another model."""
     swapped = dataclasses.replace(config, norm=inherited_operator(config.norm, norm))
-    if NORMS[norm.name].scales_embedding != NORMS[config.norm.name].scales_embedding:
-        raise UserError(f"norm {norm} comes with another scale of the embedding: build the model with it")
+    if NORMS[norm.name].scales_embedding or NORMS[config.norm.name].scales_embedding:
+        raise UserError(f"norm {norm} comes with a scale of the embedding and values by place: build the model with it")
     if swapped.attention_shape != config.attention_shape:
         raise UserError(f"norm {norm} comes with other norms in the attention: build the model with it")
     return swapped

@@ -21,7 +21,7 @@ from siamesenorm.interop.rewired_blocks import BlockStack, RewiredBlock, Rewired
 from siamesenorm.interop.stored_model import Step
 from siamesenorm.models.block import ResidualPath, build_residual_path
 from siamesenorm.norms import NORMS, Inexact, Norm, NormFunction, NormSpec, foreign_norms
-from siamesenorm.norms.foreign_norms import Unreadable, inheriting, read_norm
+from siamesenorm.norms.foreign_norms import EPS_NAMES, Unreadable, inheriting, read_norm
 from siamesenorm.topologies import (
     Connection,
     ResidualSpec,
@@ -89,8 +89,10 @@ def read_norms(model: nn.Module, stack: BlockStack) -> HostNorms:
         kept[""], final = {stack.final_norm: final}, None
     module, first = next(iter(found.values()))
     if isinstance(module, Norm):  # one of ours, with its own options
-        name = next(name for name, operator in NORMS.items() if type(module) is operator)
-        operator = NormSpec.parse(name, **module.settings())
+        registered = next((name for name, operator in NORMS.items() if type(module) is operator), None)
+        if registered is None:
+            raise UserError(f"{type(module).__name__} is not registered: call siamesenorm.register_norm first")
+        operator = NormSpec.parse(registered, **module.settings())
     else:
         operator = inheriting(NormSpec(first.statistic), first, bias=True)
     return HostNorms(inputs=inputs, final=final, raw=tuple(raw), kept=kept, first=first, operator=operator)
@@ -165,7 +167,7 @@ def _keep_functions(model: nn.Module, path: ResidualPath, old: HostNorms) -> Non
             norm: Any = model.get_submodule(name)
             if eps != norms[name].eps:
                 norm.__class__, norm.factor = derive(ScaledNorm, type(norm)), factor
-                setattr(norm, "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps", eps)
+                setattr(norm, next(name for name in EPS_NAMES if hasattr(norm, name)), eps)
 
 
 def like(module: nn.Module, norm: NormFunction | None = None) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def suits_operator(x: Tensor) -> bool:
 def refuse_transformations(operator: str) -> None:
     """Raise UserError under a transformation that an operator does not support."""
     if is_transformed():
-        raise UserError(f"torch.func and forward-mode AD cannot see through the fused {operator}: use plain kernels")
+        raise UserError(f"the fused {operator} does not support torch.func and forward-mode AD: use plain kernels")
 
 
 def power_of_two(number: int) -> int:

@@ -138,7 +138,7 @@ def _refuse_operator(source: LanguageModelConfig, target: LanguageModelConfig) -
     old, new = (config.norm.build(config.dim) for config in (source, target))
     for parameter in old.parameters():  # an arbitrary function of the kind
         nn.init.constant_(parameter, 0.5)
-    lost = [str(found) for found in new.copy_from(old.function()) if not found.kind.only_eps_or_rounding]
+    lost = [str(found) for found in new.copy_from(old.function()) if not found.kind.is_tolerated]
     if not lost and NORMS[target.norm.name].scales_embedding != NORMS[source.norm.name].scales_embedding:
         lost = ["the embedding is scaled"]
     if lost:

@@ -232,7 +232,7 @@ class LanguageModel(nn.Module):
             raise UserError("document_mask with a cache: generate one document at a time, without documents")
         positions = torch.arange(past, past + tokens.shape[1], device=self.embedding.weight.device)
         streams, losses = self._streams(tokens, positions, mask, caches)
-        if last_only:
+        if last_only and not (self.kernels == "lean" and torch.is_grad_enabled()):  # lean: all tokens are rebuilt
             streams = tuple(stream[:, -1:] for stream in streams)
         return TransformerOutput(self.logits(self.closing(streams)), mean_losses(losses))
 
@@ -281,7 +281,7 @@ class LanguageModel(nn.Module):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _document_mask(self, documents: Tensor | None) -> Tensor | None:
-        """Return the mask [batch, 1, tokens, tokens] of the past in the same document, or None if not asked for."""
+        """Return the mask [batch, 1, tokens, tokens] of the past in the same document, or None if not configured."""
         if not self.config.document_mask or documents is None:
             return None
         tokens = documents.shape[1]

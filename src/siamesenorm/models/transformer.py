@@ -13,7 +13,7 @@ from torch import nn
 from siamesenorm.errors import UserError, unknown
 from siamesenorm.models.block import Block, build_drop_path, build_residual_path
 from siamesenorm.models.initialisation import Initialisation
-from siamesenorm.norms import NormSpec, available_norms, norm_options
+from siamesenorm.norms import NORMS, NormSpec, available_norms, norm_options
 from siamesenorm.sublayers.attention import ATTENTION_NORMS, Attention, AttentionShape
 from siamesenorm.sublayers.mlp import Activation, build_mlp
 from siamesenorm.topologies import (
@@ -130,7 +130,8 @@ class TransformerConfig:
         """Return RMSNorm, or LayerNorm in a model of LayerNorms, with the eps of the model's operator."""
         operator = "layernorm" if self.norm.name == "layernorm" else "rmsnorm"
         shared = ("eps", "bias") if operator == "layernorm" else ("eps",)
-        return NormSpec.parse(operator, **{key: value for key, value in self.norm.options if key in shared})
+        options = {key: value for key, value in self.norm.options if key in shared} if has_eps(self.norm) else {}
+        return NormSpec.parse(operator, **options)
 
     @property
     def label(self) -> str:
@@ -267,11 +268,17 @@ def read_method(text: str) -> dict[str, Any]:
     return fields
 
 
+def has_eps(norm: NormSpec) -> bool:
+    """Return whether an operator's eps is added to a mean square; ScaleNorm's is a least length."""
+    return NORMS[norm.name].eps_in_mean_square
+
+
 def inherited_operator(own: NormSpec, chosen: str | NormSpec) -> NormSpec:
     """Return the chosen operator with the eps and the offset of the model's own, unless it sets them itself."""
     spec = NormSpec.parse(chosen) if isinstance(chosen, str) else chosen
     named, known = dict(spec.options), norm_options(spec.name)
-    inherited = {name: value for name, value in own.to_json().items() if name in ("eps", "offset")}
+    shared = ("eps", "offset") if has_eps(own) and has_eps(spec) else ("offset",)
+    inherited = {name: value for name, value in own.to_json().items() if name in shared}
     return spec.with_options(**{name: v for name, v in inherited.items() if name in known and name not in named})
 
 

@@ -169,8 +169,16 @@ class ImageEncoder(nn.Module):
         if self.token is None:
             mean: Tensor = self.closing(streams).mean(dim=1)
             return mean
-        token: Tensor = self.closing(tuple(stream[:, 0] for stream in streams))
-        return token
+        return self.close_tokens(streams, 1)[:, 0]
+
+    def close_tokens(self, streams: Streams, count: int) -> Tensor:
+        """Return what the closing makes of the first tokens, [batch, count, dim]."""
+        closed: Tensor
+        if self.kernels == "lean":  # a stream is rebuilt from all of its tokens
+            closed = self.closing(streams)[:, :count]
+        else:
+            closed = self.closing(tuple(stream[:, :count] for stream in streams))
+        return closed
 
     def embed(self, images: Tensor, visible: Tensor | None = None) -> Tensor:
         """Return [batch, tokens, dim]: the tokens, if there are any, and the patches with their positions.
@@ -212,10 +220,11 @@ class VisionTransformer(ImageEncoder):
     def forward(self, images: Tensor) -> TransformerOutput:
         """Return the logits, in at least fp32, of images [batch, channels, height, width]."""
         streams, losses = self.encode(images)
-        logits = self.head(self.pool(streams))
         if self.config.distillation:
-            distilled = self.closing(tuple(stream[:, 1] for stream in streams))
-            logits = (logits + self.distillation_head(distilled)) / 2
+            tokens = self.close_tokens(streams, 2)
+            logits = (self.head(tokens[:, 0]) + self.distillation_head(tokens[:, 1])) / 2
+        else:
+            logits = self.head(self.pool(streams))
         return TransformerOutput(logits.to(torch.promote_types(logits.dtype, torch.float32)), mean_losses(losses))
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from siamesenorm.norms.function import Inexact, InexactKind, NormFunction
 from siamesenorm.norms.norm import Norm, Role
 from siamesenorm.options import check_option
 
@@ -66,6 +67,13 @@ class DyT(Norm):
         norm = cls(dim, **options)
         norm.note = note
         return norm
+
+    def copy_from(self, source: NormFunction) -> list[Inexact]:
+        """Copy gain and bias; a starts anew."""
+        found = super().copy_from(source)
+        if source.statistic == self.statistic:
+            found.append(Inexact(InexactKind.COEFFICIENT, "a starts at its initial value"))
+        return found
 
     def squash(self, x: Tensor) -> Tensor:
         """Return tanh(a x)."""

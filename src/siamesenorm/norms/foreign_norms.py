@@ -25,7 +25,7 @@ from siamesenorm.norms.registry import NORMS, NormSpec
 
 _PER_TOKEN = re.compile(r"(rms|layer)_?norm", re.IGNORECASE)
 _CHANNELS_FIRST = re.compile(r"2d", re.IGNORECASE)
-_EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
+EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 _USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12)
 
 
@@ -48,7 +48,7 @@ def norms_of(model: nn.Module) -> dict[str, Norm]:
 def read_norm(module: nn.Module, dim: int | None = None) -> NormFunction:
     """Return the function of a norm, with the module's own tensors; raises Unreadable where no formula fits.
 
-    `dim` is its number of channels where the module does not say it.
+    `dim` is its number of channels where the module does not declare it.
     """
     if isinstance(module, Norm):
         _refuse_attachments(module)
@@ -97,7 +97,7 @@ def _refuse_attachments(module: nn.Module) -> None:
 
 def _eps_candidates(module: nn.Module, weight: Tensor | None) -> tuple[float, ...]:
     """Return the eps that a module names, or those that its forward may hold as a number (OLMo's)."""
-    name = next((name for name in _EPS_NAMES if hasattr(module, name)), None)
+    name = next((name for name in EPS_NAMES if hasattr(module, name)), None)
     if name is None:
         return _USUAL_EPS
     eps = getattr(module, name)
@@ -173,6 +173,8 @@ def replacement(
     new = inheriting(spec, function).build(function.dim, role=role, affine=affine, axis=function.axis)
     new = new.to(device=like.device, dtype=like.dtype).train(module.training)
     new.contiguous = isinstance(module, nn.LayerNorm) or getattr(module, "contiguous", False)
+    if isinstance(module, Norm):
+        new.select_kernels(module.kernels)
     differences = new.copy_from(function)
     if old is not None:
         new.requires_grad_(any(parameter.requires_grad for parameter in module.parameters()))

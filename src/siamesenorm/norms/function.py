@@ -25,8 +25,8 @@ class InexactKind(Enum):
     NORM_OF_MULTIPLE = "the norm of a multiple of the stream"
 
     @property
-    def only_eps_or_rounding(self) -> bool:
-        """Whether the function is the same up to eps and rounding."""
+    def is_tolerated(self) -> bool:
+        """Whether a conversion accepts it: rounding, or the eps of a norm of a norm or of a multiple."""
         return self in (InexactKind.GAIN_ROUNDED, InexactKind.NORM_OF_NORM, InexactKind.NORM_OF_MULTIPLE)
 
 

@@ -6,8 +6,8 @@
     "qkv-head"    values too (HybridNorm, SiameseNorm Hybrid-Pre)
     context_norm  besides, the attention's output per head, before the output projection
 
-All are applied before the rotation. They are RMSNorms, or LayerNorms in a model of LayerNorms, whatever the operator of
-the residual path: that one is what the project studies, this one is held fixed.
+Those of queries, keys and values are applied before the rotation. All are RMSNorms, or LayerNorms in a model of
+LayerNorms, independent of the operator of the residual path: that one is studied here, these are held fixed.
 """
 
 from __future__ import annotations

@@ -149,15 +149,19 @@ class FusedNorms:
         """Return the properties of norms; raises UserError for norms that the operator does not support."""
         found = set()
         for norm in norms:
-            if not isinstance(norm, (RMSNorm, LayerNorm)) or norm.axis != -1 or getattr(norm, "offset", 0) != 0:
-                raise UserError(
-                    f"the fused boundary supports RMSNorm and LayerNorm, channels last, not {norm}: use plain kernels"
-                )
+            if not isinstance(norm, (RMSNorm, LayerNorm)) or not norm.fusible:  # or a formula of a subclass
+                raise _unsupported(norm)
+            if norm.axis != -1 or getattr(norm, "offset", 0) != 0:
+                raise _unsupported(norm)
             found.add(cls(norm.eps, isinstance(norm, LayerNorm)))
         if len(found) != 1:
-            eps = sorted(each.eps for each in found)
-            raise UserError(f"the fused boundary needs norms of one kind and one eps, not {eps}: use plain kernels")
+            kinds = ", ".join(sorted(f"{'LayerNorm' if n.centred else 'RMSNorm'} with eps {n.eps:g}" for n in found))
+            raise UserError(f"the fused boundary needs norms of one kind and one eps, not {kinds}: use plain kernels")
         return found.pop()
+
+
+def _unsupported(norm: nn.Module) -> UserError:
+    return UserError(f"the fused boundary supports RMSNorm and LayerNorm, channels last, not {norm}: use plain kernels")
 
 
 class BoundaryConnection(Connection):

@@ -215,21 +215,21 @@ class MixingLogits(DeclaredModule):
             width = spec.dim * (topology.streams // count)
             self.norm = RMSNorm(width, affine=False, eps=topology.eps).select_kernels(spec.kernels)
             for name in self.names:
-                size = self.get_parameter(f"mix_{name}").numel() // count
+                size = getattr(self, f"mix_{name}").numel() // count
                 self.declare(f"project_{name}", (width, size), initial=0.0, decay=True)
             for name in self.names:
                 self.declare(f"scale_{name}", (1,), initial=topology.gate)
 
     def forward(self, streams: Tensor) -> tuple[Tensor, ...]:
         """Return the logits of every name, [..., *shape] in the dtype of the streams [..., n, dim]."""
-        static = [self.get_parameter(f"mix_{name}").to(streams.dtype) for name in self.names]
+        static = [getattr(self, f"mix_{name}").to(streams.dtype) for name in self.names]
         if not self.dynamic:
             return tuple(static)
-        weights = [self.get_parameter(f"project_{name}").to(streams.dtype) for name in self.names]
+        weights = [getattr(self, f"project_{name}").to(streams.dtype) for name in self.names]
         normalised = self.norm(streams.flatten(-2) if self.joint else streams)
         projected = torch.matmul(normalised, torch.cat(weights, dim=-1))
         maps = torch.split(projected, [weight.shape[-1] for weight in weights], dim=-1)
-        scales = [self.get_parameter(f"scale_{name}").to(streams.dtype) for name in self.names]
+        scales = [getattr(self, f"scale_{name}").to(streams.dtype) for name in self.names]
         lead = streams.shape[:-2]
         return tuple(s + scale * m.reshape(*lead, *s.shape) for s, scale, m in zip(static, scales, maps, strict=True))
 

@@ -49,7 +49,7 @@ class PostNorm(BoundaryTopology):
         return BoundaryConnection(self, place, spec, post_norm=spec.build_post_norm(place))
 
     def closing(self, last: Place, spec: ResidualSpec) -> BoundaryClosing:
-        """Return the norm of the last addition, and the final norm if asked for."""
+        """Return the norm of the last addition, and the final norm if configured."""
         final = spec.build_final_norm() if self.final_norm else None
         post_norm = spec.build_norm("final")
         return BoundaryClosing(self, last, spec, post_norm=post_norm, output_norm=final)
@@ -60,7 +60,7 @@ class DeepNorm(PostNorm):
     """DeepNorm (arXiv 2203.00555): x <- N(alpha x + F(x)), alpha = (2L)^(1/4), initial weights times (8L)^(-1/4).
 
     L counts blocks (decoder-only and encoder-only). The factor applies to the value and output projections of attention
-    and to the MLP's up and down matrices; a gate matrix, which the paper's MLP has not, is left unscaled. How it
+    and to the MLP's up and down matrices; a gate matrix, absent from the paper's MLP, is left unscaled. How it
     combines with an initialisation that depends on depth is not published: `initial_scaling=False` leaves it out.
     """
 
@@ -98,7 +98,7 @@ class Keel(BoundaryTopology):
     formula: ClassVar[str] = """\
         open    x = e
         read    h = N'_k(x)
-        write   x <- N_k(alpha x + O), alpha = 2L
+        write   x <- N_k(alpha x + O), alpha = K, the number of sublayers
         close   x"""
     diagram: ClassVar[str] = """\
         x ──┬─▶ α ────────────── + ─▶ N ──▶ x
@@ -106,8 +106,8 @@ class Keel(BoundaryTopology):
     special_cases: ClassVar[tuple[str, ...]] = ("with N' the identity: DeepNorm with another alpha",)
 
     def write_factors(self, place: Place) -> WriteFactors:
-        """Return alpha = 2L on the stream."""
-        return WriteFactors(skip=2.0 * place.depth)
+        """Return alpha, the number of sublayers, on the stream."""
+        return WriteFactors(skip=float(place.sublayers))
 
     def connection(self, place: Place, spec: ResidualSpec) -> BoundaryConnection:
         """Return the connection with the norm of the previous addition and an input norm."""
@@ -152,7 +152,7 @@ class MixLN(BoundaryTopology):
         """Return whether the place is in a Post-Norm block."""
         if self.post_blocks != "auto":
             return place.block < self.post_blocks
-        # 0.29 * 100 is 28.999999999999996: the floor is meant of the decimal fraction.
+        # The floor of the decimal fraction, not of its binary rounding: 0.29 * 100 is 28.999999999999996.
         return place.block < math.floor(self.post_fraction * place.depth + 1e-9)
 
     def connection(self, place: Place, spec: ResidualSpec) -> BoundaryConnection:

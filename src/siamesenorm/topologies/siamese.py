@@ -127,7 +127,7 @@ class SiamesePostPre(Siamese):
         return dataclasses.replace(self, gated_opening=gated, exact_eps=True)
 
     def opening(self, spec: ResidualSpec) -> Opening:
-        """Return two copies of the embedding, the first one gated if asked for."""
+        """Return two copies of the embedding, the first one gated if configured."""
         return Opening(spec, count=2, gate=Gate(spec) if self.gated_opening else None)
 
     def connection(self, place: Place, spec: ResidualSpec) -> BoundaryConnection:

@@ -35,13 +35,14 @@ Kernels = Literal["plain", "fused", "lean", "auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The position of a sublayer: its `index` k, its `block` l and its `slot` in it, of `depth` L blocks."""
+    """The position of a sublayer: its `index` k of `sublayers` K, its `block` l of `depth` L, and its `slot` in it."""
 
     index: int
     block: int
     slot: int
     kind: Kind
     depth: int
+    sublayers: int
     previous: Place | None = field(default=None, repr=False)
     conditioned: bool = False
     """Whether the sublayer is `Modulated`: the read's last norm is then built without gain."""
@@ -63,8 +64,8 @@ def transformer_places(
     places, count = list[Place](), len(sublayers)
     for block, (slot, (kind, normalises_input)) in product(range(depth), enumerate(sublayers)):
         places.append(Place(
-            index=len(places), block=block, slot=slot, kind=kind, depth=depth, previous=places[-1] if places else None,
-            conditioned=conditioned, normalises_input=normalises_input,
+            index=len(places), block=block, slot=slot, kind=kind, depth=depth, sublayers=depth * count,
+            previous=places[-1] if places else None, conditioned=conditioned, normalises_input=normalises_input,
         ))  # fmt: skip
     return [tuple(places[first : first + count]) for first in range(0, len(places), count)]
 
@@ -218,7 +219,7 @@ class Connection(Reader):
     """The modules around one sublayer: a read before it, a write after it."""
 
     def read(self, streams: Streams) -> tuple[Tensor, Streams]:
-        """Return the sublayer's input, [..., dim] in the compute dtype, and the streams, post-normalised."""
+        """Return the sublayer's input, of a stream's shape in the compute dtype, and the streams, post-normalised."""
         raise NotImplementedError
 
     def write(self, streams: Streams, output: Tensor) -> Streams:
