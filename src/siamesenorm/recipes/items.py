@@ -182,9 +182,9 @@ ITEMS: dict[str, Item] = {
             published="No paper compares topologies in these.",
             grids=(
                 RunGrid(
-                    methods=("pre", CONTROL, "pre-embednorm", "dhc-2", "siamese-post-pre", "siamese"),
+                    methods=DEPTH,
                     rates=(1,),
-                    weighted=True,
+                    shape=2,
                     evaluations=("outliers", "quantisation", "jacobians", "effective-depth"),
                 ),
             ),
