@@ -48,7 +48,7 @@ from siamesenorm.recipes.scales import Scale
 from siamesenorm.training.config import RunConfig
 
 WORDS = {
-    ClaimOutcome.CONFIRMED: "The Holm interval of our runs excludes zero, in the published direction.",
+    ClaimOutcome.CONFIRMED: "The Holm interval of our runs excludes zero, in the claimed direction.",
     ClaimOutcome.NOT_SEEN: "The Holm interval includes zero: a gap within noise. It says nothing against the claim at "
     "the paper's scale.",
     ClaimOutcome.TOO_FEW_SEEDS: "Fewer than two seeds have what is measured: there is no interval.",
