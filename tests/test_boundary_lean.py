@@ -205,9 +205,20 @@ def test_streams_that_were_changed_give_nan_and_no_wrong_gradient(change: Any) -
     assert_close(found, {name: right[name] for name in found}, 1e-5)
 
 
+def test_the_last_token_alone_has_the_gradients_of_the_plain_formulas() -> None:
+    plain, lean = tiny_model(), tiny_model(kernels="lean")
+    for model in (plain, lean):
+        loss_of(model(tokens(), last_only=True).logits).backward()
+    gradients = [model.blocks[0].attention.query.weight.grad for model in (lean, plain)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
 def test_streams_that_were_cut_give_nan() -> None:
     model = tiny_model(kernels="lean")
-    loss_of(model(tokens(), last_only=True).logits).backward()
+    streams = model.opening(model.embedding(tokens()))
+    for block in model.blocks:
+        streams, _ = block(streams, Context(model.rotary(torch.arange(6))))
+    loss_of(model.closing(tuple(stream[:, -1:] for stream in streams))).backward()
     assert model.blocks[0].attention.query.weight.grad.isnan().all()
 
 

@@ -216,7 +216,7 @@ def test_a_swap_that_no_configuration_describes_is_refused() -> None:
     for norm, where, words in (
         ("seednorm", "blocks.0.*", "leave it out"),
         ("layernorm", None, "other norms in the attention"),
-        ("dyt", None, "another scale of the embedding"),
+        ("dyt", None, "scale of the embedding"),
     ):
         model = trained()
         config, before = model.config, logits(model)

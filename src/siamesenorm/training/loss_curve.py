@@ -13,14 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import ArrayLike
+from typing import TYPE_CHECKING, Any
 
 from siamesenorm.errors import UserError, unknown
 from siamesenorm.files import decode_json
 from siamesenorm.training.run_record import parse_lines, read_bytes
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 FINAL_FRACTION = 0.1
 """The last part of the steps whose mean training loss is the training loss of a run."""
@@ -251,6 +251,8 @@ def _steps(rows: Sequence[_Row], column: str | None) -> tuple[int, ...]:
 
 def final_mean(steps: ArrayLike, losses: ArrayLike, planned: int) -> float | None:
     """Return the mean loss over the last tenth of the planned steps, or None where training did not get to its end."""
+    import numpy as np  # a verdict needs torch alone
+
     steps, losses = np.asarray(steps), np.asarray(losses)
     if not len(steps) or steps[-1] < planned:
         return None
