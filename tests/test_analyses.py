@@ -16,7 +16,7 @@ from siamesenorm import build_language_model
 from siamesenorm.analysis import HeldOut, available_analyses, build_analysis
 from siamesenorm.analysis.depth import needed_blocks, participation_ratio
 from siamesenorm.analysis.held_out import PathParts, observed_reads, replaced
-from siamesenorm.analysis.jacobians import jacobian
+from siamesenorm.analysis.jacobians import forward_difference, jacobian
 from siamesenorm.analysis.outliers import attention_to_first, outliers
 from siamesenorm.analysis.quantisation import linear_layers, quantised, rounded
 from siamesenorm.analysis.stream_terms import closing_terms, input_terms, mean_of_copies
@@ -430,6 +430,13 @@ def test_transitions_are_those_of_equation_8(topology: str) -> None:
     )
     assert max(found["identity"].values()) < 1e-13 and found["forward"] < 1e-13
     assert len(found["largest"]) == 4 and min(found["largest"]) > 0.5
+
+
+def test_a_stream_of_zeros_and_a_lone_transition_have_no_difference() -> None:
+    assert forward_difference([]) == 0.0
+    found = measure("jacobians", subject("siamese-post-pre:gated_opening=true", residual_dtype="float32"), tokens=2)
+    assert found["forward"] < 1e-13
+    assert measure("jacobians", subject("attnres-full", residual_dtype="float32"), tokens=2)["forward"] < 1e-13
 
 
 def test_a_transition_that_is_not_the_model_s_own_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,12 +141,18 @@ def deviations(transition: Transition, found: Tensor, tokens: int) -> dict[str, 
 
 
 def forward_difference(transitions: Sequence[Transition]) -> float:
-    """Return the largest difference of a transition's result from the next state, relative to its largest entry."""
+    """Return the largest difference of a transition's result from the next state, relative to its largest entry.
+
+    0 where no transition follows another.
+    """
     return max(
-        float((computed - stream).abs().max() / stream.abs().max())
-        for each, following in pairwise(transitions)
-        if stack_of(each.name) == stack_of(following.name)
-        for computed, stream in zip(each.step(*each.state), following.state, strict=True)
+        (
+            float((computed - stream).abs().max() / stream.abs().max().clamp_min(torch.finfo(stream.dtype).tiny))
+            for each, following in pairwise(transitions)
+            if stack_of(each.name) == stack_of(following.name)
+            for computed, stream in zip(each.step(*each.state), following.state, strict=True)
+        ),
+        default=0.0,
     )
 
 

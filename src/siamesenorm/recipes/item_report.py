@@ -169,10 +169,12 @@ def claims_table(judged: tuple[JudgedClaim, ...]) -> Table:
         Column("Outcome", "by the Holm interval, or by the seeds where a run says yes or no", numeric=False),
         Column("Ours", "the mean over paired seeds, or the seeds on which it is as published"),
         Column("Published", "the effect in the paper: method minus baseline, in nats from the perplexities"),
-        Column("Holm interval", "widened: the probability that any interval of this table misses is at most 5 %"),
+        Column("Holm interval", "widened: the probability that any interval of its family misses is at most 5 %"),
         Column("95 % t interval", "of this effect alone"),
         Column("p", "two-sided, of a t test over the paired seeds"),
-        Column("p (Holm)", "the same, corrected for all claims of this table"),
+        Column(
+            "p (Holm)", "corrected for all claims of the paper here, or all hypotheses of this project"
+        ),
         Column("Seeds", "seeds that all cells of the claim have"),
         Column("Direction", "whether the mean has the published sign", numeric=False),
         Column("Measure", "what is compared", numeric=False),
