@@ -403,7 +403,7 @@ def test_the_speedup_of_the_league_is_read_from_the_budgets_of_pre_norm(
     """SiameseNorm has the loss of Pre-Norm with twice the steps, and a step 1.25 times as long."""
     path, workers = small_world
     own = RunGrid(name="league", methods=("pre", "siamese"), chosen=True)
-    more = [RunGrid(name=f"{n} x", methods=("pre",), rates=(1,), length=n, reporting=True) for n in (0.5, 2.0, 4.0)]
+    more = [RunGrid(name=f"{n} x", methods=("pre",), rates=(1,), length=n, seeds="reported") for n in (0.5, 2.0, 4.0)]
     monkeypatch.setitem(ITEMS, "league", dataclasses.replace(ITEMS["league"], grids=(own, *more)))
 
     def outcome(config: Any) -> float:

@@ -45,9 +45,9 @@ class PostMortem(Instrument):
     * `sublayers` and `end`: the streams in a second forward pass over the batch, without dropout; see `StreamMonitor`.
 
     Norms of gradients are those that clipping has computed, and stay on the device; norms of weights are computed at
-    each evaluation. All else is measured when the file is written, before the update: this instrument does
-    not change the weights. Streams and updates have a usual value where the run is monitored
-    (`MonitorInstrument`). A step that is skipped writes no file.
+    each evaluation. All else is measured when the file is written, before the update: this instrument does not change
+    the weights. Streams and updates have a usual value where the run is monitored (`MonitorInstrument`). A step that is
+    skipped writes no file.
     """
 
     in_every_process = True

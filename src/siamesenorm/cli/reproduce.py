@@ -35,14 +35,12 @@ from siamesenorm.recipes.item_evaluations import build_evaluations, evaluate_ite
 from siamesenorm.recipes.item_report import item_report
 from siamesenorm.recipes.item_results import ITEM_FILE, read_costs, read_item, write_item
 from siamesenorm.recipes.items import ITEMS, find_item
-from siamesenorm.recipes.scales import RUNS_PER_GPU, WORKLOADS, Scale, Workload
+from siamesenorm.recipes.scales import RUNS_PER_GPU, Scale, Workload
 from siamesenorm.tasks.language import LanguageTaskConfig
 from siamesenorm.training.config import Compile, Execution, RunConfig
 from siamesenorm.training.optimizer import OptimizerConfig
 
 NAMES = ", ".join([*ITEMS, "continued", "all"])
-SWITCHES = ("--list", "--mixed")
-"""Options without a value."""
 STOPPED = "stopped after {:g} minutes; repeat the command to resume"
 MODEL = language_model_config("mini", dim=64, hidden=176, topology="pre", vocabulary=0)
 
@@ -122,8 +120,9 @@ class Arguments:
     def prepare(words: Sequence[str]) -> tuple[Any, list[str], tyro.constructors.ConstructorRegistry]:
         """Return the type that tyro reads, the words, and how tyro reads topologies and norms."""
         before = ("", *words)
+        switches = {f"--{each.name}" for each in dataclasses.fields(ReproduceArguments) if each.type == "bool"}
         for place, word in enumerate(words):
-            if word == "continued" and (before[place] in SWITCHES or not before[place].startswith("--")):
+            if word == "continued" and (before[place] in switches or not before[place].startswith("--")):
                 others = [*words[:place], *words[place + 1 :]]
                 return ContinuedArguments, others, text_constructors(NormSpec())
         return ReproduceArguments, list(words), text_constructors(NormSpec())
@@ -184,7 +183,7 @@ def report_item(
         return
     waiting = list(missing_evaluations(read_item(directory), evaluations))
     scale = Scale(arguments.scale)
-    workload = item.workload(grids_at(item, scale)[0], scale)
+    workload = item.workload(item.grids_at(scale)[0], scale)
     with ProgressDisplay(sum(len(missing) for _, missing in waiting)) as progress:
 
         def show(done: float, what: str) -> None:
@@ -204,7 +203,7 @@ def train_item(item: Item, arguments: ReproduceArguments, deadline: float, start
     with neither data nor runs; nothing has been trained then.
     """
     scale, alone = Scale(arguments.scale), arguments.item == item.name
-    available = grids_at(item, scale)
+    available = item.grids_at(scale)
     if alone and item.grids and not available:
         item.workload(item.grids[0], scale)  # raises
     directory = arguments.out / scale / item.name
@@ -234,11 +233,6 @@ def train_item(item: Item, arguments: ReproduceArguments, deadline: float, start
             experiment.train(partial(grid.stages, workload))
 
 
-def grids_at(item: Item, scale: Scale) -> list[RunGrid]:
-    """Return the grids of an item that a scale has."""
-    return [grid for grid in item.grids if scale in WORKLOADS[grid.domain]]
-
-
 class ItemConsole(ExperimentConsole):
     """Shows the progress of a grid; calls `write` before its first run: its item has a page from then on."""
 
@@ -261,7 +255,7 @@ def data_of(arguments: ReproduceArguments, workload: Workload) -> Path | None:
 def data_of_run(arguments: ReproduceArguments, item: Item, run: RunResult) -> Path | None:
     """Return the path that was given for the data of a run of an item."""
     scale = Scale(arguments.scale)
-    workloads = (item.workload(grid, scale) for grid in grids_at(item, scale))
+    workloads = (item.workload(grid, scale) for grid in item.grids_at(scale))
     tag = run.config["task"]["tag"]
     return next((data_of(arguments, w) for w in workloads if w.template().task.tag == tag), None)
 

@@ -250,15 +250,14 @@ def make_record(evaluation: Evaluation, results: Mapping[str, Any], *, step: int
 
 def keep_records(file: Path, records: Sequence[Record]) -> None:
     """Write records behind the earlier ones of a file, in the place of those of the same evaluation."""
-    new = {record_key(record) for record in records}
+    new = {_key(record) for record in records}
     with disk_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         held = exclusive(file.with_name(f".{file.name}.lock"), wait=True)  # other evaluations of the run write it, too
     with held, disk_errors(file):
-        earlier = [record for record in read_metrics(file) if record_key(record) not in new] if file.exists() else []
+        earlier = [record for record in read_metrics(file) if _key(record) not in new] if file.exists() else []
         write_atomically(file, "".join(f"{encode_json(record)}\n" for record in [*earlier, *records]).encode())
 
 
-def record_key(record: Record) -> str:
-    """Return what identifies a record among those of a run: step, weights, evaluation and options, as JSON text."""
+def _key(record: Record) -> str:
     return encode_json(decode_json(encode_json([record.get(name) for name in KEY])))

@@ -20,7 +20,7 @@ from siamesenorm.evaluation.evaluation import (
     Subject,
     evaluate_each,
     keep_records,
-)  # fmt: skip
+)
 from siamesenorm.evaluation.scorer import LanguageScorer
 from siamesenorm.models.language import LanguageModel
 from siamesenorm.progress import Progress

@@ -232,11 +232,8 @@ class LanguageModel(nn.Module):
             raise UserError("document_mask with a cache: generate one document at a time, without documents")
         positions = torch.arange(past, past + tokens.shape[1], device=self.embedding.weight.device)
         streams, losses = self._streams(tokens, positions, mask, caches)
-        rebuilt = self.kernels == "lean" and torch.is_grad_enabled()  # a stream is rebuilt from all of its tokens
-        if last_only and not rebuilt:
-            streams = tuple(stream[:, -1:] for stream in streams)
-        hidden = self.closing(streams)
-        return TransformerOutput(self.logits(hidden[:, -1:] if last_only else hidden), mean_losses(losses))
+        hidden = self.closing.select(streams, slice(-1, None)) if last_only else self.closing(streams)
+        return TransformerOutput(self.logits(hidden), mean_losses(losses))
 
     def hidden(self, tokens: Tensor, *, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Return what `logits` reads, [batch, tokens, dim], of tokens [batch, tokens].

@@ -169,16 +169,7 @@ class ImageEncoder(nn.Module):
         if self.token is None:
             mean: Tensor = self.closing(streams).mean(dim=1)
             return mean
-        return self.close_tokens(streams, 1)[:, 0]
-
-    def close_tokens(self, streams: Streams, count: int) -> Tensor:
-        """Return what the closing makes of the first tokens, [batch, count, dim]."""
-        closed: Tensor
-        if self.kernels == "lean":  # a stream is rebuilt from all of its tokens
-            closed = self.closing(streams)[:, :count]
-        else:
-            closed = self.closing(tuple(stream[:, :count] for stream in streams))
-        return closed
+        return self.closing.select(streams, slice(1))[:, 0]
 
     def embed(self, images: Tensor, visible: Tensor | None = None) -> Tensor:
         """Return [batch, tokens, dim]: the tokens, if there are any, and the patches with their positions.
@@ -221,7 +212,7 @@ class VisionTransformer(ImageEncoder):
         """Return the logits, in at least fp32, of images [batch, channels, height, width]."""
         streams, losses = self.encode(images)
         if self.config.distillation:
-            tokens = self.close_tokens(streams, 2)
+            tokens = self.closing.select(streams, slice(2))
             logits = (self.head(tokens[:, 0]) + self.distillation_head(tokens[:, 1])) / 2
         else:
             logits = self.head(self.pool(streams))

@@ -13,7 +13,7 @@ from siamesenorm.comparison import formatting
 from siamesenorm.comparison.experiment_plan import find_run
 from siamesenorm.recipes.item import Item
 from siamesenorm.recipes.run_costs import count_operations
-from siamesenorm.recipes.scales import WORKLOADS, Scale, Workload
+from siamesenorm.recipes.scales import Scale, Workload
 from siamesenorm.training.config import RunConfig
 from siamesenorm.training.run_directory import RunDirectory
 
@@ -50,10 +50,10 @@ def list_items(
     seen: set[str] = set()
     for item in items:
         runs: dict[str, tuple[RunConfig, Workload]] = {}
-        for grid in item.grids:
-            if workload := WORKLOADS[grid.domain].get(scale):
-                template = grid.template(workload, workload.template(data_of(workload)))
-                runs |= {c.identity[:12]: (c, workload) for _, c in grid.expected_runs(workload, template)}
+        for grid in item.grids_at(scale):
+            workload = item.workload(grid, scale)
+            template = grid.template(workload, workload.template(data_of(workload)))
+            runs |= {c.identity[:12]: (c, workload) for _, c in grid.expected_runs(workload, template)}
         ended = {name for name in runs if RunDirectory(find_run(stores, name)).verdict_file.is_file()}
         missing = [each for name, each in runs.items() if name not in seen | ended]
         yield ItemState(

@@ -87,6 +87,11 @@ class PaperClaim:
     own: bool = False
     """Whether no paper states it: a hypothesis of this project."""
 
+    @property
+    def statement(self) -> str:
+        """The sentence, with whose it is where it is of no paper."""
+        return f"hypothesis of this project: {self.text}" if self.own else self.text
+
 
 OWN = (RAW, NONE)
 """Kinds of weights in records that are not of an average."""

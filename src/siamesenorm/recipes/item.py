@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Literal
 
 from siamesenorm.comparison.experiment_plan import Part, PlannedComparison
 from siamesenorm.comparison.experiment_runner import Experiment, Planned
@@ -18,7 +19,7 @@ from siamesenorm.comparison.sweep_grid import (
     runs_at_chosen_rates,
     runs_beyond_edges,
 )
-from siamesenorm.recipes.scales import Changes, Scale, Workload, changed, find_workload
+from siamesenorm.recipes.scales import WORKLOADS, Changes, Scale, Workload, changed, find_workload
 from siamesenorm.training.config import RunConfig
 
 REPORTED, HEADLINE = (1, 2, 3), (1, 2, 3, 4, 5)
@@ -40,8 +41,8 @@ class RunGrid:
         rates: Positions in the learning rates of the scale; all if empty.
         chosen: Whether each method's rate is chosen on the first seed, and the method reported on others.
         headline: Methods that are reported on five seeds in place of three; where rates are given, at the second.
-        weighted: Whether the seeds are those whose runs have weights, for what is measured on them.
-        reporting: Whether the seeds are those on which methods are reported whose rate is chosen.
+        seeds: The seeds of given rates, those whose runs have weights ("weighted"), or those on which methods are
+            reported whose rate is chosen ("reported").
         shape: Position in the shapes of the scale; the template's own if None.
         length: Factor on the number of steps.
         warmup: Whether there is a warm-up.
@@ -54,8 +55,7 @@ class RunGrid:
     rates: tuple[int, ...] = ()
     chosen: bool = False
     headline: tuple[str, ...] = ()
-    weighted: bool = False
-    reporting: bool = False
+    seeds: Literal["given", "weighted", "reported"] = "given"
     shape: int | None = None
     length: float = 1.0
     warmup: bool = True
@@ -80,11 +80,11 @@ class RunGrid:
         run = changed(run, {} if self.warmup else {"optimizer.warmup_steps": 0})
         return run.with_method("pre").resolved()
 
-    def seeds(self, workload: Workload) -> tuple[int, ...]:
+    def seeds_at(self, workload: Workload) -> tuple[int, ...]:
         """Return the seeds of runs at given rates."""
-        if self.reporting:
+        if self.seeds == "reported":
             return self.reported(workload) or workload.seeds
-        return workload.weighted if self.weighted else workload.seeds
+        return workload.weighted if self.seeds == "weighted" else workload.seeds
 
     def comparisons(self, template: RunConfig) -> tuple[PlannedComparison, ...]:
         """Return the comparisons of methods that differ in one thing."""
@@ -106,7 +106,7 @@ class RunGrid:
 
     def given_runs(self, workload: Workload, template: RunConfig) -> list[Planned]:
         """Return the runs of a grid whose rates are given, the first seed of all methods first."""
-        seeds = self.seeds(workload)
+        seeds = self.seeds_at(workload)
         runs = product(seeds, self.learning_rates(workload), self.methods)
         more = [seed for seed in self.reported(workload, FIRST_FIVE) if seed not in seeds]
         high = workload.rates[min(1, len(workload.rates) - 1)]
@@ -157,6 +157,10 @@ class Item:
     def heading(self) -> str:
         """The title of its page: what it shows, after where it is published."""
         return f"{self.paper}: {self.title}" if self.paper else f"{self.title[:1].upper()}{self.title[1:]}"
+
+    def grids_at(self, scale: Scale) -> tuple[RunGrid, ...]:
+        """Return the grids that a scale has."""
+        return tuple(grid for grid in self.grids if scale in WORKLOADS[grid.domain])
 
     def workload(self, grid: RunGrid, scale: Scale) -> Workload:
         """Return what a grid trains at a scale; raises UserError where there is nothing."""

@@ -37,7 +37,7 @@ higher = partial(against, sign=1)
 
 def hypothesis(text: str, method: str, baseline: str, **options: Any) -> PaperClaim:
     """Return a claim that no paper states, as `against` does."""
-    return against(f"hypothesis of this project: {text}", method, baseline, own=True, **options)
+    return against(text, method, baseline, own=True, **options)
 
 
 def _table1() -> Iterator[PaperClaim]:

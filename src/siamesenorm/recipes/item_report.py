@@ -148,7 +148,7 @@ def summary(judged: tuple[JudgedClaim, ...]) -> dict[str, str]:
     counts = Counter(each.outcome for each in judged)
     return {
         f"{outcome.capitalize()}: {counts[outcome]} of {len(judged)}": "; ".join(
-            each.claim.text for each in judged if each.outcome is outcome
+            each.claim.statement for each in judged if each.outcome is outcome
         )
         + "."
         for outcome in ClaimOutcome
@@ -172,9 +172,7 @@ def claims_table(judged: tuple[JudgedClaim, ...]) -> Table:
         Column("Holm interval", "widened: the probability that any interval of its family misses is at most 5 %"),
         Column("95 % t interval", "of this effect alone"),
         Column("p", "two-sided, of a t test over the paired seeds"),
-        Column(
-            "p (Holm)", "corrected for all claims of the paper here, or all hypotheses of this project"
-        ),
+        Column("p (Holm)", "corrected for all claims of the paper here, or all hypotheses of this project"),
         Column("Seeds", "seeds that all cells of the claim have"),
         Column("Direction", "whether the mean has the published sign", numeric=False),
         Column("Measure", "what is compared", numeric=False),
@@ -194,7 +192,7 @@ def _claim_row(each: JudgedClaim) -> Row:
         ours = f"{each.seeds_as_published} of {formatting.plural(seeds, 'seed')}" if seeds else NOTHING
     direction = {None: NOTHING, True: "same", False: "other"}[each.same_direction]
     return (
-        Entry(claim.text),
+        Entry(claim.statement),
         Entry(pill=Pill(each.outcome, each.outcome)),
         Entry(ours.strip()),
         Entry("; ".join(filter(None, (stated, *each.published_verdicts))) or NOTHING),

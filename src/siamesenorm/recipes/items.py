@@ -74,7 +74,7 @@ ITEMS: dict[str, Item] = {
                     name="evaluated",
                     methods=("pre", CONTROL, "dhc-2", "siamese"),
                     rates=(1,),
-                    weighted=True,
+                    seeds="weighted",
                     evaluations=("perplexity", "multiple-choice"),
                 ),
             ),
@@ -117,7 +117,7 @@ ITEMS: dict[str, Item] = {
                 RunGrid(
                     methods=("pre", CONTROL, "pre-embednorm", "siamese"),
                     rates=(1,),
-                    weighted=True,
+                    seeds="weighted",
                     evaluations=("hidden-magnitude",),
                 ),
             ),
@@ -141,7 +141,7 @@ ITEMS: dict[str, Item] = {
                 RunGrid(
                     methods=("siamese", "siamese-post-pre"),
                     rates=(1,),
-                    weighted=True,
+                    seeds="weighted",
                     evaluations=("stream-share", "fusion", "logit-lens"),
                 ),
             ),
@@ -173,7 +173,9 @@ ITEMS: dict[str, Item] = {
             title="the loss without a block, by depth",
             published="Removing deep layers of Pre-Norm costs little; removing those of SiameseNorm costs much: they "
             "are used.",
-            grids=(RunGrid(methods=("pre", CONTROL, "siamese"), rates=(1,), weighted=True, evaluations=("pruning",)),),
+            grids=(
+                RunGrid(methods=("pre", CONTROL, "siamese"), rates=(1,), seeds="weighted", evaluations=("pruning",)),
+            ),
         ),
         Item(
             name="numerics",
@@ -312,7 +314,7 @@ ITEMS: dict[str, Item] = {
                 ),
                 RunGrid(name="deeper", methods=LEAGUE_DEEPER, rates=(1,), shape=2),
                 *(
-                    RunGrid(name=name, methods=("pre",), rates=(1,), length=length, reporting=True)
+                    RunGrid(name=name, methods=("pre",), rates=(1,), length=length, seeds="reported")
                     for name, length in (("half the steps", 0.5), ("twice the steps", 2.0))
                 ),
             ),

@@ -314,6 +314,7 @@ class BoundaryClosing(Closing):
         pends = topology.leaves_writes_pending(spec)
         names = topology.stream_names
         self.previous = Addition(topology.write_factors(last)) if pends else None
+        self.lean = spec.kernels == "lean"
         self.post_norm = post_norm or nn.Identity()
         self._second_norm = f"{names[-1]}_norm" if identity_norm is not None else None
         if self._second_norm:
@@ -332,6 +333,12 @@ class BoundaryClosing(Closing):
     def last_norm(self) -> nn.Module:
         """The norm of the sum, the identity if there is none."""
         return self.get_submodule(self._output_norm)
+
+    def select(self, streams: Streams, tokens: slice) -> Tensor:
+        """Return what `forward` does for some tokens; a stream that is recomputed backwards needs all of them."""
+        if self.lean and torch.is_grad_enabled():
+            return self(streams)[:, tokens]  # type: ignore[no-any-return]
+        return super().select(streams, tokens)
 
     def forward(self, streams: Streams) -> Tensor:
         """Return the norm of the streams' sum."""

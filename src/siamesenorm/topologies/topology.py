@@ -269,6 +269,10 @@ class Closing(Reader):
         """Return [..., dim] in the compute dtype."""
         raise NotImplementedError
 
+    def select(self, streams: Streams, tokens: slice) -> Tensor:
+        """Return what `forward` does for some tokens, [batch, selected, dim], of streams [batch, tokens, ...]."""
+        return self(tuple(stream[:, tokens] for stream in streams))  # type: ignore[no-any-return]
+
     def init_as_pre_norm(self, norm: NormFunction | None) -> list[Inexact]:
         """Set initial parameters so that the closing equals the final norm `norm` alone; see `Connection`."""
         raise NotImplementedError
@@ -375,10 +379,7 @@ class Topology:
         return self.attention_norm != "auto"
 
     def preserving(self) -> Topology:
-        """Return the topology with the options that it needs to start as a given Pre-Norm model.
-
-        Raises UserError, with the reason, where no values of the parameters give a Pre-Norm model.
-        """
+        """Return the topology with the options to start as a Pre-Norm model; raises UserError where it cannot."""
         if self.pre_norm_refusal:
             raise UserError(
                 f"{self.title} cannot keep the function of a Pre-Norm model: {self.pre_norm_refusal}; "
