@@ -403,8 +403,9 @@ def test_the_speedup_of_the_league_is_read_from_the_budgets_of_pre_norm(
     """SiameseNorm has the loss of Pre-Norm with twice the steps, and a step 1.25 times as long."""
     path, workers = small_world
     own = RunGrid(name="league", methods=("pre", "siamese"), chosen=True)
+    given = RunGrid(name="given", methods=("pre", "siamese"), rates=(1,))
     more = [RunGrid(name=f"{n} x", methods=("pre",), rates=(1,), length=n, seeds="reported") for n in (0.5, 2.0, 4.0)]
-    monkeypatch.setitem(ITEMS, "league", dataclasses.replace(ITEMS["league"], grids=(own, *more)))
+    monkeypatch.setitem(ITEMS, "league", dataclasses.replace(ITEMS["league"], grids=(own, given, *more)))
 
     def outcome(config: Any) -> float:
         steps = config.steps * (1 if config.label == "pre" else 2)
@@ -423,6 +424,8 @@ def test_the_speedup_of_the_league_is_read_from_the_budgets_of_pre_norm(
     found = {row[0].text: dict(zip(titles, row, strict=True)) for group in table.groups for row in group.rows}
     shown = {m: tuple(row[name].text for name in ("Step", *titles[-2:])) for m, row in found.items()}
     assert shown == {"pre": ("1.00×", "1.00×", "1.00×"), "siamese": ("1.25×", "2.00×", "1.60×")}
+    page = (path / "out/mini/league/report/report.md").read_text()
+    assert "**League: lowest" in page and "**Given: lowest" not in page, "of chosen rates alone"
 
 
 def test_a_page_has_the_data_and_the_commands_of_all_grids_and_reductions_beside_published_ones(

@@ -70,7 +70,8 @@ def item_report(results: ItemResults, *, title: str = "") -> Report:
     item, judged = results.item, results.judged()
     findings = {name: find(each) for name, each in results.grids.items()}
     published = published_table(results)
-    leading = tuple(leaders(findings)) if item.ranked else ()
+    chosen = {name: each for name, each in findings.items() if results.grid(name).chosen}
+    leading = tuple(leaders(chosen)) if item.ranked else ()
     sections: dict[str, Block] = {
         "What came out": Statements((*leading, *statements(summary(judged))), tone="conclusions"),
         "What the outcomes mean": Statements(statements(outcome_words(judged))),
